@@ -117,17 +117,21 @@ def paired_differences(study: dict, budget: float) -> dict[str, list[float]]:
 
 
 def fit(rows: list[dict]) -> Fit | None:
-    """Least squares through the losses of the choosing seed; None for fewer than three sizes."""
+    """Least squares through the losses of the choosing seed; None for fewer than three sizes.
+
+    The parabola is moved to the level of the mean over seeds, which the best size has.
+    """
     found = sizes(choosing(rows))
     if len({size.parameters for size in found}) < 3:
         return None
+    above = best(rows).loss - best(choosing(rows)).loss
     logs = np.log([size.parameters for size in found])
     # `fit` maps the logarithms to -1 .. 1, since they are nearly proportional to their squares.
     parabola = np.polynomial.Polynomial.fit(logs, [size.loss for size in found], 2)
-    a, b, c = map(float, parabola.convert().coef)
+    a, b, c = map(float, (parabola + above).convert().coef)
     vertex = -b / (2 * c) if c > 0 else math.inf
     if logs[0] <= vertex <= logs[-1]:
-        return Fit(a, b, c, math.exp(vertex), float(parabola(vertex)), True)
+        return Fit(a, b, c, math.exp(vertex), float(parabola(vertex)) + above, True)
     lowest = best(rows)
     return Fit(a, b, c, lowest.parameters, lowest.loss, False)
 
