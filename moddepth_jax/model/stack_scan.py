@@ -49,17 +49,17 @@ def empty_slots(hparams: ModelHparams, x_BTD) -> tuple[KeysValues | None, jax.Ar
     total = sum(kind.slots for kind in layer_kinds(hparams))
     if not total:
         return None, None
-    batch, length = x_BTD.shape[:2]
-    if hparams.depth.stream_class.reads_outputs:
-        x_LBTD = jnp.zeros((total, *x_BTD.shape), x_BTD.dtype)
-        return _split_slots(x_LBTD), None
-    total = slot_buffer_size(total)
-    shape = (total, batch, length, hparams.num_kv_heads, hparams.head_dim)
-    buffer = _split_slots(jnp.zeros(shape, hparams.dtype))
+    stream, (batch, length) = hparams.depth.stream_class, x_BTD.shape[:2]
+    if stream.attends:
+        total = slot_buffer_size(total)
+
+    def empty(slot):
+        return _split_slots(jnp.zeros((total, batch, length, *slot.shape), slot.dtype))
+
     valid_LBT = None
     if hparams.masks_slots:
         valid_LBT = constrain(jnp.zeros((total, batch, length), bool), None, 'batch', None)
-    return KeysValues(buffer, buffer), valid_LBT
+    return jax.tree.map(empty, stream.slot_shape(hparams)), valid_LBT
 
 
 def _split_slots(buffer):

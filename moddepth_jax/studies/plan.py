@@ -27,6 +27,7 @@ _PLAIN = {
     'model.experts.choice': 'none',
     'model.depth.stream': 'residual',
     'model.depth.slots': 'auto',
+    'model.depth.value_mix': 'auto',
 }
 
 
@@ -74,6 +75,12 @@ _STREAMS = {
         "matrices on the layers' outputs", _stream('dense', **_UNROLLED), 'orange d'
     ),
     'average': Variant('learned average of the layers', _stream('average', **_UNROLLED), 'green d'),
+    'value_residual': Variant('value residual', _stream('value_residual'), 'rose d'),
+    'value_shared': Variant(
+        'values of the first layer alone',
+        _stream('value_residual', **{'model.depth.value_mix': 'shared'}),
+        'rose s',
+    ),
     'mod_moda': Variant('MoD and MoDA', _mod() | _moda(), 'green h'),
     'mod_moda_masked': Variant(
         'MoD and MoDA, no slots of skipped blocks',

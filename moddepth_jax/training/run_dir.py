@@ -43,6 +43,8 @@ OLDER_RUNS = {
     'model.depth.skipped_slots': 'none',
     'model.depth.slot_window': 0,
     'model.depth.gradient_dtype': 'none',
+    'model.depth.value_mix': 'none',
+    'model.depth.sparse_layers': 0,
     'model.experts.choice': 'none',
     'model.experts.layers': 'every:1',
     'model.experts.num_routed': 8,

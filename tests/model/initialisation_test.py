@@ -89,6 +89,8 @@ PAIRS = {
     'slots': (cases.MODA, cases.MODA | cases.OWN_SLOT | cases.POST, 11),
     'average stream': (cases.ROUTED, cases.AVERAGE | cases.ROUTED, 9),
     'dense stream': ({}, cases.DENSE, 9),
+    'value residual': (cases.ROUTED, cases.VALUES | cases.ROUTED, 9),
+    'shared values': (cases.VALUES, cases.SHARED, 9),
     'attention stream': (cases.AVERAGE, cases.ATTENTION, 9),
     'attention streams': (cases.ATTENTION, cases.ATTENTION | cases.ROUTED, 12),
     'wider': ({}, {'model.d_ff': 24}, 6),

@@ -149,7 +149,9 @@ def test_each_form_is_another_program(tiny_config):
 
 
 @pytest.mark.parametrize('remat', parameters(('block',), ('block', 'none')))
-@pytest.mark.parametrize('stream', parameters(('moda',), ('moda', 'residual')))
+@pytest.mark.parametrize(
+    'stream', parameters(('moda', 'value_residual'), ('moda', 'residual', 'value_residual'))
+)
 def test_program_does_not_grow_with_depth(stream, remat, tiny_config):
     """Gradient and initialization have as many equations at 24 layers as at 6."""
     knobs = ROUTED | {'model.depth.stream': stream, 'model.remat': remat}
