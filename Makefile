@@ -52,7 +52,7 @@ dry-runs: .venv/installed
 	$(VENV_PYTHON) -m launch.dry_run table results/cpu/dry_run/*.json
 
 # Studies at equal FLOPs or steps, each one command, resumable: docs/isoflop.md says what each can
-# decide and how long it takes. `make study` takes less than an hour on two cores.
+# decide and how long it takes.
 PROCESSES ?= 2# runs at a time
 RESULTS ?=# a folder, as results/cpu: what the repository keeps of a study is also written there
 ISOFLOP = $(VENV_PYTHON) -m launch.isoflop

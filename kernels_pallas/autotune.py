@@ -74,7 +74,8 @@ def fastest(candidates, shapes, device) -> tuple:
 
 def _without_first(candidates):
     """Kernels with XLA's sequence, tried if no candidate with the first sequence is right."""
-    return [p._replace(sequence='xla') for p in candidates if 'xla' not in (p.sequence, p.depth)]
+    found = [p._replace(sequence='xla') for p in candidates if 'xla' not in (p.sequence, p.depth)]
+    return list(dict.fromkeys(found))
 
 
 def key_of(shapes, device) -> dict:

@@ -29,6 +29,7 @@ class Backend(NamedTuple):
 # A part's backends in the order in which they are tried and measured. XLA's compute everything.
 BACKENDS = (
     Backend('sequence', 'cudnn', 'cudnn', 'cudnn', 'gpu', takes_dlse=False),
+    Backend('sequence', 'mosaic_gpu', 'mosaic.sequence', 'mosaic.sequence', 'hopper'),
     Backend('sequence', 'xla', 'xla.sequence', 'xla.sequence'),
     Backend('depth', 'xla', 'xla.depth', 'xla.depth'),
     Backend('depth', 'mosaic_gpu', 'mosaic.depth', 'mosaic.depth', 'hopper'),
@@ -97,7 +98,7 @@ def unsupported(backend: Backend, shapes: Shapes, device: Device) -> str | None:
     """Returns in one line why a backend does not support shapes on a device; None: it does."""
     if not backend.needs:
         return None
-    if backend.part == 'depth':
+    if backend.part == 'depth' or backend.needs == 'hopper':
         if device.platform not in ('cpu', 'gpu'):
             return f'platform {device.platform} must be a GPU, or a CPU, which interprets kernels'
         if backend.needs == 'hopper':
@@ -106,7 +107,7 @@ def unsupported(backend: Backend, shapes: Shapes, device: Device) -> str | None:
             if device.platform == 'gpu' and (device.capability or (0,))[0] != 9:
                 found = '.'.join(map(str, device.capability or ('unknown',)))
                 return f'compute capability {found} must be 9.x (Hopper)'
-        if not shapes.num_slots:
+        if backend.part == 'depth' and not shapes.num_slots:
             return None
     elif device.capability is None:
         return f'{device.kind or device.platform} must be an NVIDIA GPU'
@@ -122,12 +123,23 @@ def _supported(rows, shapes, device):
 
 def plan(shapes: Shapes, device: Device) -> tuple[list[Parts], dict[str, str]]:
     """The candidates on a GPU, the one to use unmeasured first; {name: reason} against others."""
-    (first, *_), refused = _supported(SEQUENCE, shapes, device)
+    sequences, refused = _supported(SEQUENCE, shapes, device)
+    # Of the sequence's parts a kernel of ours is not proven.
+    first, *_ = (name for name in sequences if SEQUENCE[name].needs != 'hopper')
+    ours = [name for name in sequences if SEQUENCE[name].needs == 'hopper']
     depths = ['xla']
     if shapes.num_slots:
         depths, reasons = _supported(DEPTH, shapes, device)
         refused |= reasons
-    return list(dict.fromkeys((*(Parts(first, depth) for depth in depths), Parts()))), refused
+    found = [Parts(first, depth) for depth in depths]
+    # It differentiates what the fused kernel computes; with other depth parts it is not tried.
+    found += [
+        Parts(name, depth)
+        for name in ours
+        for depth in depths
+        if DEPTH[depth].fused or not shapes.num_slots
+    ]
+    return list(dict.fromkeys((*found, Parts()))), refused
 
 
 def not_measured(shapes: Shapes, device: Device) -> str:
@@ -163,7 +175,9 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
             )
         sequence, refused = 'xla', {}
         if implementation != 'xla' and device.platform == 'gpu':
-            (sequence, *_), refused = _supported(SEQUENCE, shapes, device)
+            hopper = DEPTH[implementation].needs == 'hopper'
+            rows = {name: row for name, row in SEQUENCE.items() if hopper or row.needs != 'hopper'}
+            (sequence, *_), refused = _supported(rows, shapes, device)
         depth = implementation if shapes.num_slots else 'xla'
         parts = Parts(sequence, depth, device.platform == 'cpu' and depth != 'xla')
         _log_once(device, parts, shapes, '', refused, warn=bool(refused))

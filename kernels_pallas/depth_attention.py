@@ -164,7 +164,7 @@ def depth_attention(
     num_slots = held if num_slots is None else jnp.clip(num_slots, 0, held)
     slots = Slots(*sides, num_slots, slot_mask_LBR, slot_rows_BT) if held else None
     slot_window = slot_window if held else 0
-    if implementation == 'reference':
+    if implementation == 'reference' or not batch * length:  # kernels need a token
         read = slots
         if sums is not None and slots is not None:
             wide = (_through(side, total) for side, total in zip(sides, sums, strict=True))

@@ -4,8 +4,9 @@
 
 `mutations.toml` lists them: those of public implementations (the tables of docs/) and others. A row
 has a `name`, the `mistake` in words, the `file`, the `old` text that stands there once, the `new`
-text, the `tests` of which one must fail, and the pytest `marker` if that one is slow. All of them
-take five to ten minutes on two cores.
+text, the `tests` of which one must fail, the pytest `marker` if that one is slow, and `next` if it
+needs the JAX of `make test-next`, whose interpreter runs the Hopper kernels. All take ten to
+fifteen minutes on two cores.
 """
 
 import concurrent.futures
@@ -19,6 +20,7 @@ import time
 import tomllib
 
 ROOT = pathlib.Path(__file__).parents[1]
+NEXT_PYTHON = ROOT / '.venv-next' / 'bin' / 'python'
 PROCESSES = 2
 TIMEOUT = 900  # seconds, of the tests of one mistake
 FAILED = 1  # exit status of pytest: tests ran, and some failed
@@ -37,12 +39,15 @@ def plant(mutation: dict, root: pathlib.Path):
 
 def run_tests(mutation: dict) -> str:
     """'caught by TEST', or what else became of the tests with this mistake planted."""
+    python = NEXT_PYTHON if mutation.get('next') else sys.executable
+    if not os.path.exists(python):
+        return f'NO RESULT: `make test-next` makes {python}'
     with tempfile.TemporaryDirectory() as directory:
         copy = pathlib.Path(directory) / 'tree'
         ignored = shutil.ignore_patterns('.*', 'runs', '__pycache__', 'results')
         shutil.copytree(ROOT, copy, ignore=ignored)
         plant(mutation, copy)
-        command = [sys.executable, '-m', 'pytest', '-x', '-q', '-p', 'no:cacheprovider']
+        command = [str(python), '-m', 'pytest', '-x', '-q', '-p', 'no:cacheprovider']
         command += ['-m', mutation.get('marker', 'not slow'), *mutation['tests']]
         environment = os.environ | {'PYTHONPATH': str(copy), 'PYTHONDONTWRITEBYTECODE': '1'}
         try:

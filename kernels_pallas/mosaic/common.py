@@ -3,6 +3,7 @@
 import inspect
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -97,3 +98,46 @@ def by_column(x, shape):
 def by_row(x, shape):
     """One number per row, as an array of that shape."""
     return lax.broadcast_in_dim(x, shape, [0])
+
+
+def matrix(ref, sizes):
+    """Octets of rows of shared memory as a matrix; the interpreter cannot, and its loads are."""
+    return ref if sizes.interpret else ref.reshape(ref.shape[0] * OCTET, sizes.width)
+
+
+def accumulate(initial, shape, add_products, sizes):
+    """`initial` (None: zeros) plus the products that add_products(add) adds."""
+    if sizes.interpret:
+        # The interpreter's wgmma takes no left side from registers.
+        total = [jnp.zeros(shape, jnp.float32) if initial is None else initial]
+
+        def add(a, b, transpose=False):
+            a = a if isinstance(a, jax.Array) else a[...].reshape(-1, sizes.width)
+            b = b[...].reshape(-1, sizes.width).astype(jnp.float32)
+            total[0] = total[0] + jnp.dot(a.astype(jnp.float32), b.T if transpose else b)
+            # The interpreter lets a copy overtake these reads, though not those of wgmma.
+            plgpu.commit_smem()
+
+        add_products(add)
+        return total[0]
+
+    def run(sum_ref):
+        def add(a, b, transpose=False):
+            plgpu.wgmma(sum_ref, a, b.T if transpose else b)
+
+        add_products(add)
+        return sum_ref[...] if initial is None else None
+
+    if initial is None:
+        return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+    return pl.run_state(run)(plgpu.ACC.init(initial))
+
+
+def add_product(a, b, add, transpose=False):
+    """`add_products` of `accumulate`: a @ b, or a @ b.T."""
+    add(a, b, transpose)
+
+
+def iota(shape, dimension, layout=LAYOUT):
+    """The index along a dimension, int32."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)

@@ -16,6 +16,7 @@ from kernels_pallas.mosaic.common import CHUNK, LAYOUT, TRANSPOSED, product, til
 from kernels_pallas.mosaic.slot_loader import Sizes, SlotLoader, one_warpgroup_kernel
 
 MAX_WIDTH = 128  # above it the backward pass would spill registers
+MAX_GROUP = 32
 STAGES = 2  # of the forward pass: one chunk ahead; four blocks of H = 64 then share a processor
 SHARED_BYTES = 227 * 1024  # of a processor; a block that uses more than half runs alone
 
@@ -33,8 +34,8 @@ def unsupported(shapes, device=None) -> str | None:
     if width > MAX_WIDTH or width % 8 or not common.swizzle_of(width, dtype):
         right = f'must be at most 64 and divisible by 8, or at most {MAX_WIDTH} and by 16'
         return f'head width {width} {right}'
-    if group > common.OCTET and (group % common.OCTET or group > 32):
-        return f'{group} query heads per key/value head must be at most 8, or 16, 24 or 32'
+    if group > MAX_GROUP:
+        return f'{group} query heads per key/value head must be at most {MAX_GROUP}'
     if (items := batch * max(length, shapes.slot_rows) * kv_heads) >= 2**31:
         return f'{items} pairs of a token and a key/value head must be fewer than 2^31'
     return None
@@ -124,7 +125,7 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
     }
     body = functools.partial(_forward, sizes=sizes, scale=scale)
     out_type = [
-        jax.ShapeDtypeStruct((sizes.items, sizes.group, sizes.width), o_BTNH.dtype),
+        jax.ShapeDtypeStruct((sizes.items, sizes.heads, sizes.width), o_BTNH.dtype),
         jax.ShapeDtypeStruct((sizes.items, sizes.columns), jnp.float32),
     ]
     run = one_warpgroup_kernel(body, 'depth_forward', sizes, out_type, shared, interpret)
@@ -135,7 +136,7 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
         *sizes.slot_operands(slots),
     )
     lse = lse[:, : sizes.group].reshape(sizes.batch, sizes.length, -1)
-    return o.reshape(q_BTNH.shape), jnp.moveaxis(lse, 1, 2), slots[:2]
+    return o[:, : sizes.group].reshape(q_BTNH.shape), jnp.moveaxis(lse, 1, 2), slots[:2]
 
 
 class Buffers(NamedTuple):
@@ -311,7 +312,7 @@ def depth_backward(
     sizes = Sizes.of(q_BTNH, slots, window)
     buffers = Buffers.of(sizes, sums[0].dtype)
     body = functools.partial(_backward, sizes=sizes, buffers=buffers, scale=scale)
-    out_type = jax.ShapeDtypeStruct((sizes.items, sizes.group, sizes.width), sizes.dtype)
+    out_type = jax.ShapeDtypeStruct((sizes.items, sizes.heads, sizes.width), sizes.dtype)
     shared = _shared(sizes, buffers, sums[0].dtype)
     run = one_warpgroup_kernel(body, 'depth_backward', sizes, out_type, shared, interpret)
     totals = [jax.new_ref(sizes.by_place(total)) for total in sums]
@@ -325,4 +326,4 @@ def depth_backward(
     )
     shape = slots.k_LBRKH.shape
     sums = (jax.freeze(total)[: shape[0]].reshape(shape) for total in totals)
-    return dq.reshape(q_BTNH.shape), *sums
+    return dq[:, : sizes.group].reshape(q_BTNH.shape), *sums

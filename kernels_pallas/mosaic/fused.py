@@ -1,8 +1,10 @@
 """Sequence and depth slots of one tile of queries in a single Hopper kernel: one softmax, no merge.
 
-A warpgroup's tile has 64 rows: 8 tokens times 8 query heads of a key/value head, row 8 t + g.
+Any number of query heads to a key/value head, packed documents, windows: docs/depth_attention.md,
+section 8.
 """
 
+import functools
 import types
 
 import jax
@@ -13,8 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.mosaic import common, depth
 from kernels_pallas.mosaic import fused_body as body
-from kernels_pallas.mosaic.common import OCTET, pad, round_up, swizzle_of, tiled
-from kernels_pallas.mosaic.fused_body import CHUNK, HEADS, KEYS, ROWS, TILES, TOKENS
+from kernels_pallas.mosaic.common import OCTET, pad, round_up, swizzle_of
+from kernels_pallas.mosaic.fused_body import KEYS, ROWS, SLOTS, TILES
 from kernels_pallas.reference import slot_visibility
 
 MAX_STAGES = 8
@@ -31,150 +33,206 @@ def unsupported(shapes, device=None) -> str | None:
         return f'scale {shapes.scale} must be positive'
     if shapes.k[1] != shapes.q[1]:
         return f'{shapes.k[1]} keys must be as many as the {shapes.q[1]} queries'
-    if (group := shapes.q[2] // shapes.k[2]) % HEADS:
-        return f'{group} query heads per key/value head must be a multiple of {HEADS}'
     return None
 
 
-def _words(slots, slot_window, groups):
-    """Bits of visible slots, int32 [B, groups of 8 tokens or 1, chunks, ROWS]."""
+def _documents(ids_BT, sizes):
+    """What hides other documents, int32: by token, by row of a tile, and ids.
+
+    A query's first visible key is where the run of its id begins. Of a row of the batch whose ids
+    do not ascend an id may come back: -1 there has keys compared by their ids.
+    """
+    changes = jnp.pad(ids_BT[:, 1:] != ids_BT[:, :-1], ((0, 0), (1, 0)))
+    index_BT = jnp.where(changes, jnp.arange(ids_BT.shape[1], dtype=jnp.int32), 0)
+    first_BT = lax.cummax(index_BT, axis=1)
+    ascending_B1 = jnp.all(ids_BT[:, 1:] >= ids_BT[:, :-1], axis=1, keepdims=True)
+    first_BT = jnp.where(ascending_B1, first_BT, -1)
+    return {
+        'first': first_BT,
+        'row_first': _by_row(first_BT, sizes),
+        'ids': pad(ids_BT, 1, round_up(sizes.length, KEYS) + KEYS),  # as the last block may reach
+        'row_ids': _by_row(ids_BT, sizes),
+    }
+
+
+def _by_row(x_BT, sizes):
+    """[B, tiles, ROWS] of a number of each token: tokens under each other, head after head."""
+    x = pad(x_BT, 1, sizes.blocks * TILES * sizes.tokens)
+    x = x.reshape(x.shape[0], -1, sizes.tokens)
+    return jnp.tile(x, (1, 1, ROWS // sizes.tokens))
+
+
+def _words(slots, slot_window, sizes):
+    """Bits of the visible slots of a chunk, int32: by row of a tile, and by row of a stage."""
     held, batch, places = slots.k_LBRKH.shape[:3]
     masks = slots.mask_LBR, slots.rows_BT
-    if slots.mask_LBR is None and slots.rows_BT is None:
-        visible_BGTL = slot_visibility((held, 1, 1), slots.num, slot_window, *masks)[:, None]
-    else:
-        visible_BTL = slot_visibility((held, batch, places), slots.num, slot_window, *masks)
-        visible_BTL = pad(visible_BTL, 1, groups * TOKENS)
-        visible_BGTL = visible_BTL.reshape(batch, groups, TOKENS, held)
-    bits = pad(visible_BGTL, 3, round_up(held, CHUNK))
-    bits = bits.reshape(*bits.shape[:3], -1, CHUNK).astype(jnp.uint32)
-    bits <<= lax.broadcasted_iota(jnp.uint32, bits.shape, 4)
-    words = jnp.sum(bits, axis=-1, dtype=jnp.uint32)
-    words_BGCT = jnp.moveaxis(lax.bitcast_convert_type(words, jnp.int32), 2, 3)
-    words_BGCT = jnp.broadcast_to(words_BGCT, (*words_BGCT.shape[:3], TOKENS))
-    return jnp.repeat(words_BGCT, HEADS, axis=3)
+    visible_BTL = slot_visibility((held, batch, places), slots.num, slot_window, *masks)
+    visible_BTL = pad(visible_BTL, 1, sizes.blocks * TILES * sizes.tokens)
+    bits = pad(visible_BTL, 2, round_up(held, SLOTS)).astype(jnp.int32)
+    bits = bits.reshape(*bits.shape[:2], -1, SLOTS)
+    bits <<= lax.broadcasted_iota(jnp.int32, bits.shape, 3)
+    words_BCT = jnp.moveaxis(jnp.sum(bits, axis=3, dtype=jnp.int32), 2, 1)
+    split = words_BCT.reshape(*words_BCT.shape[:2], -1, sizes.tokens)
+    octets = words_BCT.reshape(*words_BCT.shape[:2], -1, OCTET)
+    by_stage = jnp.repeat(octets, SLOTS, 3) if sizes.by_row else jnp.tile(octets, SLOTS)
+    return {
+        'row_words': jnp.moveaxis(jnp.tile(split, ROWS // sizes.tokens), 1, 2),
+        'slot_words': jnp.moveaxis(by_stage, 1, 2),
+    }
 
 
-def _first_keys(ids_BT, tiles):
-    """The first key [B, tiles] of each tile's oldest segment."""
-    length = ids_BT.shape[1]
-
-    def first(ids_T):
-        order_T = jnp.argsort(ids_T, stable=True)
-        ids_T = ids_T[order_T]
-        starts_T = jnp.concatenate([jnp.ones((1,), bool), ids_T[1:] != ids_T[:-1]])
-        start_T = lax.cummax(jnp.where(starts_T, jnp.arange(length), 0))
-        return jnp.zeros_like(order_T).at[order_T].set(order_T[start_T])
-
-    first_BT = jax.vmap(first)(ids_BT).astype(jnp.int32)
-    last = tiles * TILES * TOKENS - length
-    first_BT = jnp.pad(first_BT, ((0, 0), (0, last)), constant_values=length)
-    return first_BT.reshape(-1, tiles, TILES * TOKENS).min(axis=2)
-
-
-def _operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, slot_window):
-    batch, length = q_BTNH.shape[:2]
-    tiles = body.num_tiles(length)
-    groups = tiles * TILES
-    end = jnp.asarray(slots.num, jnp.int32)
-    first = jnp.maximum(end - slot_window, 0) if slot_window else 0
-    # Tiles of shared memory take whole octets of keys and of slots.
-    k, v = (pad(x, 1, round_up(length, OCTET)) for x in (k_BSKH, v_BSKH))
-    k_depth, v_depth = (pad(x, 0, round_up(x.shape[0], OCTET)) for x in slots[:2])
+def make_operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, sizes):
+    """Arrays of the kernel by name, None for what the call has not."""
+    batch, even = q_BTNH.shape[0], round_up(sizes.length, OCTET)
+    # Shared memory has tiles of 8 rows: tokens, or the slots of a token copied by itself.
+    k, v = (pad(x, 1, even).reshape(batch, -1, OCTET, *x.shape[2:]) for x in (k_BSKH, v_BSKH))
     operands = {
-        'q': q_BTNH,
-        'q_depth': q_depth_BTNH,
+        'q': pad(q_BTNH, 1, even),
+        'q_depth': None if q_depth_BTNH is None else pad(q_depth_BTNH, 1, even),
         'k': k,
         'v': v,
-        'k_depth': k_depth,
-        'v_depth': v_depth,
-        # First chunk and end of the visible slots.
-        'bounds': jnp.stack([first // CHUNK, -(-end // CHUNK)]).astype(jnp.int32),
-        'words': _words(slots, slot_window, groups),
-        'places': slots.rows_BT,
-        **dict.fromkeys(('first_key', 'ids', 'row_ids')),
+        **dict.fromkeys(('first', 'row_first', 'ids', 'row_ids')),
+        **dict.fromkeys(('k_depth', 'v_depth', 'bounds', 'rows', 'row_words', 'slot_words')),
     }
-    if segment_ids_BT is not None:
-        ids_BT = segment_ids_BT.astype(jnp.int32)
-        row_ids = pad(ids_BT, 1, groups * TOKENS).reshape(batch, groups, TOKENS)
-        operands['first_key'] = _first_keys(ids_BT, tiles)
-        operands['ids'] = pad(ids_BT, 1, round_up(length, KEYS))
-        operands['row_ids'] = jnp.repeat(row_ids, HEADS, axis=2)
-    return operands
+    if sizes.documents:
+        operands |= _documents(segment_ids_BT.astype(jnp.int32), sizes)
+    return operands if slots is None else operands | _slots(slots, static.slot_window, sizes)
 
 
-def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):
-    """`joint_attention` of what is not `unsupported`, in one kernel: o_BTNH and lse_BNT."""
-    (batch, length, heads, width), dtype = q_BTNH.shape, q_BTNH.dtype
-    tiles, octets = body.num_tiles(length), heads // HEADS
-    groups = tiles * TILES
-    operands = _operands(
-        q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static.slot_window
-    )
-    own_query = q_depth_BTNH is not None
-    swizzle = swizzle_of(width, dtype)
-    width = round_up(width, swizzle // dtype.itemsize)
-    row_bytes = width * dtype.itemsize
-    stages = (SHARED_BYTES - (1 + own_query) * TILES * ROWS * row_bytes) // (KEYS * row_bytes)
-    sizes = types.SimpleNamespace(
+def _slots(slots, slot_window, sizes):
+    if sizes.by_row:
+        sides = [pad(x, 0, round_up(x.shape[0], OCTET)) for x in slots[:2]]
+        k, v = (x.reshape(-1, OCTET, *x.shape[1:]) for x in sides)
+    else:
+        k, v = (x.reshape(*x.shape[:2], -1, OCTET, *x.shape[3:]) for x in slots[:2])
+    end = jnp.asarray(slots.num, jnp.int32)
+    first = jnp.maximum(end - slot_window, 0) if slot_window else 0
+    bounds = jnp.stack([first, end]).astype(jnp.int32)  # of the visible slots
+    operands = {'k_depth': k, 'v_depth': v, 'bounds': bounds, 'rows': slots.rows_BT}
+    return operands | _words(slots, slot_window, sizes) if sizes.by_token else operands
+
+
+def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):
+    """The `Sizes` of arguments of `fused_forward`."""
+    _, length, heads, width = q_BTNH.shape
+    size, swizzle = q_BTNH.dtype.itemsize, swizzle_of(width, q_BTNH.dtype)
+    width, own_query = round_up(width, swizzle // size), q_depth_BTNH is not None
+    held, mask, rows = (None,) * 3
+    if slots is not None:
+        held, mask, rows = slots.k_LBRKH, slots.mask_LBR, slots.rows_BT
+    room = SHARED_BYTES - (1 + own_query) * TILES * ROWS * width * size
+    return body.Sizes(
         length=length,
-        group=heads // k_BSKH.shape[2],  # query heads of a key/value head
-        width=width,  # as shared memory holds it
-        stages=min(stages, MAX_STAGES),
+        kv_heads=k_BSKH.shape[2],
+        group=heads // k_BSKH.shape[2],
+        width=width,
+        # A block's keys and values at once: wide float32 heads, only interpreted, have no room.
+        stages=min(max(room // (KEYS * width * size), 2), MAX_STAGES),
         window=static.window,
-        segments=segment_ids_BT is not None,
+        documents=segment_ids_BT is not None,
         own_query=own_query,
-        # Some slots are visible to some tokens only.
-        by_token=slots.mask_LBR is not None or slots.rows_BT is not None,
-        factor=static.scale * common.LOG2E,  # on the scores
+        by_token=mask is not None or rows is not None,
+        by_row=rows is not None or held is not None and held.shape[2] % OCTET != 0,
+        factor=static.scale * common.LOG2E,
         interpret=static.parts.interpret,
     )
+
+
+def make_scratch(sizes, dtype, swizzle):
+    """What `Shared` names, as `plgpu` allocates it."""
+    minor = swizzle // dtype.itemsize
+    rows = common.tiled((TILES, ROWS, sizes.width), dtype, swizzle)
+    # A copy brings octets of rows; for a product the octets of a stage are the rows of a matrix.
+    transforms = plgpu.TilingTransform((1, OCTET, minor)), plgpu.SwizzleTransform(swizzle)
+    ring = (sizes.stages, KEYS // OCTET, OCTET, sizes.width)
+    copies = TILES * (OCTET if sizes.by_row else 1)
+    return body.Shared(
+        q=rows,
+        q_depth=rows if sizes.own_query else None,
+        lse=plgpu.SMEM((TILES, ROWS), jnp.float32),
+        ring=plgpu.SMEM(ring, dtype, transforms=transforms),
+        q_full=plgpu.Barrier(num_arrivals=(1 + sizes.own_query) * sizes.heads, num_barriers=TILES),
+        full=plgpu.Barrier(num_barriers=sizes.stages),
+        slots_full=plgpu.Barrier(num_arrivals=copies, num_barriers=sizes.stages),
+        used=plgpu.Barrier(num_arrivals=TILES, num_barriers=sizes.stages),
+        turn=plgpu.Barrier(num_arrivals=TILES),
+    )
+
+
+def run_kernel(name, compute, fill, operands, results, scratch, sizes, blocks):
+    """Runs a Hopper kernel of two warpgroups that compute and one that copies.
+
+    Args:
+      name: of the kernel.
+      compute: function of (refs by name, shared memory, warpgroup).
+      fill: function of (refs by name, shared memory).
+      operands: arrays by name; those that are None have no reference.
+      results: jax.ShapeDtypeStruct by name.
+      scratch: what `plgpu` allocates in shared memory.
+      sizes: `Sizes`.
+      blocks: number of blocks of the grid.
+    """
     # Of 504 for two and one: what spilled least, of the few splits that were compiled.
-    registers = (224, 56) if width <= 64 else (232, 40)
-    given = {name: x for name, x in operands.items() if x is not None}
+    registers = (224, 56) if sizes.width <= 64 else (232, 40)
+    given = {key: x for key, x in operands.items() if x is not None}
 
     def run(shared, refs):
-        named = dict(zip((*given, 'o', 'lse'), refs, strict=True))
+        named = dict(zip((*given, *results), refs, strict=True))
         refs = types.SimpleNamespace(**dict.fromkeys(operands) | named)
         warpgroup = lax.axis_index('warpgroup')
 
         @pl.when(warpgroup < TILES)
         def _():
             plgpu.set_max_registers(registers[0], action='increase')
-            body.compute(refs, shared, body.tile_of(refs, sizes), warpgroup, sizes)
+            compute(refs, shared, warpgroup)
 
         @pl.when(warpgroup == TILES)
         def _():
             plgpu.set_max_registers(registers[1], action='decrease')
-            body.fill(refs, shared, body.tile_of(refs, sizes), sizes)
+            fill(refs, shared)
 
-    def fused_depth_attention(*refs):
-        tile_rows = tiled((TILES, ROWS, width), dtype, swizzle)
-        scratch = body.Shared(
-            q=tile_rows,
-            q_depth=tile_rows if own_query else None,
-            lse=plgpu.SMEM((TILES, ROWS), jnp.float32),
-            ring=tiled((sizes.stages, KEYS, width), dtype, swizzle),
-            q_full=plgpu.Barrier(num_arrivals=(1 + own_query) * TOKENS, num_barriers=TILES),
-            full=plgpu.Barrier(num_arrivals=KEYS // CHUNK, num_barriers=sizes.stages),
-            used=plgpu.Barrier(num_arrivals=TILES, num_barriers=sizes.stages),
-            turn=plgpu.Barrier(num_arrivals=TILES),
-        )
+    def kernel(*refs):
         pl.run_scoped(lambda shared: run(shared, refs), scratch, collective_axes='warpgroup')
 
-    o_BTNH, lse = plgpu.kernel(
-        fused_depth_attention,
-        out_type=[
-            jax.ShapeDtypeStruct(q_BTNH.shape, dtype),
-            jax.ShapeDtypeStruct((batch, octets, groups, ROWS), jnp.float32),
-        ],
-        grid=(tiles * batch * octets,),
+    kernel.__name__ = name  # by which profilers list it
+    return plgpu.kernel(
+        kernel,
+        out_type=[*results.values()],
+        grid=(blocks,),
         grid_names=('item',),
         num_threads=TILES + 1,
         thread_name='warpgroup',
         compiler_params=common.compiler_params(approx_math=True),
         interpret=common.interpret_params(sizes.interpret),
     )(*given.values())
-    lse = lse.reshape(batch, octets, groups * TOKENS, HEADS)
-    lse_BNT = jnp.moveaxis(lse, 3, 2).reshape(batch, heads, groups * TOKENS)
-    return o_BTNH, lse_BNT[:, :, :length]
+
+
+def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):
+    """`joint_attention` of what is not `unsupported`, in one kernel: o_BTNH and lse_BNT.
+
+    slots may be None: attention over the sequence alone.
+    """
+    (batch, length, heads, width), dtype = q_BTNH.shape, q_BTNH.dtype
+    sizes = make_sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static)
+    operands = make_operands(
+        q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, sizes
+    )
+    columns, tiles = sizes.kv_heads * sizes.pieces, sizes.blocks * TILES
+    o, lse = run_kernel(
+        'fused_forward',
+        functools.partial(body.compute, sizes=sizes),
+        functools.partial(body.fill, sizes=sizes),
+        operands,
+        {
+            'o': jax.ShapeDtypeStruct(operands['q'].shape, dtype),
+            'lse': jax.ShapeDtypeStruct((batch, columns, tiles, ROWS), jnp.float32),
+        },
+        make_scratch(sizes, dtype, swizzle_of(width, dtype)),
+        sizes,
+        sizes.blocks * batch * columns,
+    )
+    lse = lse[..., : sizes.heads * sizes.tokens]
+    lse = lse.reshape(batch, columns, tiles, sizes.heads, sizes.tokens)
+    lse = jnp.moveaxis(lse, 3, 2).reshape(batch, sizes.kv_heads, -1, tiles * sizes.tokens)
+    lse_BNT = lse[:, :, : sizes.group, :length].reshape(batch, heads, length)
+    return o[:, :length], lse_BNT

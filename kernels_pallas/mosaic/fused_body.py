@@ -1,65 +1,139 @@
 """The body of the fused Hopper kernel: what its memory and its compute warpgroups do.
 
-A stage of the ring has 128 rows: keys or values, which both tiles of a block use; or each tile has
-half of them, 32 slots of each of 2 of its 8 tokens. The scores of 32 slots are a tile of 2 tokens
-by 32 slots, the sum of the products of 4 stages, each with all other queries zeroed.
+A warpgroup's tile has 64 rows: a power of two of tokens, 8 at least, under each other for each of
+its query heads of one key/value head. A stage of the ring has 128 rows: keys or values, which both
+tiles of a block use; or each tile has half of them, 8 slots of 8 of its tokens. The scores of 8
+slots are a tile of 64 by 64, the sum of a product for each 8 tokens with all other queries zeroed,
+in which a row uses the 8 columns of its own token.
 """
 
 import collections
+import dataclasses
 import functools
 import types
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mosaic.common import LAYOUT, LOG2E, by_column, by_row, full_slice, load
+from kernels_pallas.mosaic.common import (
+    LAYOUT,
+    LOG2E,
+    OCTET,
+    accumulate,
+    add_product,
+    by_column,
+    by_row,
+    full_slice,
+    iota,
+    load,
+    matrix,
+)
 
-TOKENS = HEADS = 8
-ROWS = TOKENS * HEADS
+ROWS = 64  # of a tile: tokens times heads
 TILES = 2  # of as many warpgroups in a block
 KEYS = 128  # rows of a stage
-CHUNK = 32  # slots read at a time, rows of a copy, and bits of a word of visibility
-TOKENS_PER_STAGE = KEYS // TILES // CHUNK
-STAGES_PER_CHUNK = TOKENS // TOKENS_PER_STAGE
+SLOTS = ROWS // OCTET  # slots read at a time, of 8 tokens
+HEADS = 8  # of a tile, at most: it has 8 tokens or more
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-# In shared memory: q (later the results), q_depth and lse of each tile; the ring [stages, KEYS, H];
-# barriers: queries have arrived, a stage has been filled, or used by both tiles, and whose turn it
-# is at the tensor core.
-Shared = collections.namedtuple('Shared', 'q q_depth lse ring q_full full used turn')
+# In shared memory: q (later the results), q_depth and lse of each tile; the ring
+# [stages, KEYS / 8, 8, H]; barriers: queries have arrived, a stage has been filled with keys, or
+# with slots, or used by both tiles, and whose turn it is at the tensor core.
+Shared = collections.namedtuple('Shared', 'q q_depth lse ring q_full full slots_full used turn')
 
 
-def num_tiles(length):
-    """Blocks of the grid along the tokens."""
-    return -(-length // (TILES * TOKENS))
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Static sizes and kinds of a call."""
+
+    length: int
+    kv_heads: int
+    group: int  # G, query heads of a key/value head
+    width: int  # of a head, as shared memory holds it
+    stages: int
+    window: int
+    documents: bool  # there are segment ids
+    own_query: bool
+    by_token: bool  # some slots are visible to some tokens only
+    by_row: bool  # each token's slots are copied by themselves: token by token, slot by slot
+    factor: float  # on the scores
+    interpret: bool
+
+    @property
+    def pieces(self):
+        """Tiles among which the heads of a key/value head are split."""
+        return -(-self.group // HEADS)
+
+    @property
+    def heads(self):
+        """Query heads of a tile; the last tile of a key/value head may have fewer."""
+        return -(-self.group // self.pieces)
+
+    @property
+    def tokens(self):
+        """Tokens of a tile, a power of two."""
+        return ROWS >> (self.heads - 1).bit_length()
+
+    @property
+    def parts(self):
+        """Products that the scores of a chunk of slots take: one for each 8 tokens."""
+        return self.tokens // OCTET
+
+    @property
+    def blocks(self):
+        """Blocks of the grid along the tokens."""
+        return -(-self.length // (TILES * self.tokens))
 
 
 def tile_of(refs, sizes):
     """The place of a block's first query, and its blocks of keys and chunks of slots."""
-    # One axis, as CUDA has 65,535 of the others.
-    item, (batches, _, heads, _) = lax.axis_index('item'), refs.q.shape
-    octet, rest = lax.rem(item, heads // HEADS), lax.div(item, heads // HEADS)
+    # One axis, as CUDA has 65,535 of the others. With the barrier each phase computes its own
+    # numbers: otherwise the compiler keeps all of them in registers throughout.
+    item, batches = lax.optimization_barrier(lax.axis_index('item')), refs.q.shape[0]
+    columns = sizes.kv_heads * sizes.pieces
+    column, rest = lax.rem(item, columns), lax.div(item, columns)
     batch = lax.rem(rest, batches)
     # Late tiles have the most keys: they start first, so that no long one remains for the end.
-    tile = num_tiles(sizes.length) - 1 - lax.div(rest, batches)
-    token, head = tile * (TILES * TOKENS), octet * HEADS
-    last = jnp.minimum(token + TILES * TOKENS, sizes.length)
-    first = jnp.int32(0) if refs.first_key is None else refs.first_key[batch, tile]
+    token = (sizes.blocks - 1 - lax.div(rest, batches)) * (TILES * sizes.tokens)
+    last = jnp.minimum(token + TILES * sizes.tokens, sizes.length) - 1
+    # The first key that the first query sees, and the first that all see.
+    some = every = jnp.int32(0)
+    if sizes.documents:
+        some, every = refs.first[batch, token], refs.first[batch, last]
+    by_ids = some < 0
     if sizes.window:
-        first = jnp.maximum(first, token - sizes.window + 1)
+        some = jnp.maximum(some, token - (sizes.window - 1))
+        every = jnp.maximum(every, last - (sizes.window - 1))
+    base = lax.div(jnp.maximum(some, 0), OCTET) * OCTET
+    end = lax.div(last - base, KEYS) + 1
+    general = jnp.where(by_ids, end, 0)
+    inside = jnp.clip(lax.div(every - base + (KEYS - 1), KEYS), general, end)
+    first_slot = end_slot = jnp.int32(0)
+    if refs.bounds is not None:
+        first_slot, end_slot = refs.bounds[0], refs.bounds[1]
+    first_chunk = lax.div(first_slot, SLOTS)
+    chunks = lax.div(end_slot + (SLOTS - 1), SLOTS) - first_chunk
     return types.SimpleNamespace(
         batch=batch,
-        head=head,
-        kv_head=lax.div(head, sizes.group),
+        column=column,
+        kv_head=lax.div(column, sizes.pieces),
+        head=lax.rem(column, sizes.pieces) * sizes.heads,  # of those of the key/value head
         token=token,
-        begin=lax.div(first, KEYS),
-        end=lax.div(last + KEYS - 1, KEYS),
-        first_chunk=refs.bounds[0],
-        end_chunk=refs.bounds[1],
+        # Blocks of keys from `base` on: to `general` compared by their ids, to `inside` and from
+        # `causal` on masked, between them visible to all.
+        base=base,
+        general=general,
+        inside=inside,
+        causal=jnp.maximum(lax.div(token + 1 - base, KEYS), inside),
+        end=end,
+        first_slot=first_slot,
+        end_slot=end_slot,
+        first_chunk=first_chunk,
+        chunks=chunks,
+        steps=2 * end + 2 * sizes.parts * chunks,  # stages of the ring that are filled
     )
 
 
@@ -68,89 +142,65 @@ def stage_of(step, sizes):
     return lax.rem(step, jnp.int32(sizes.stages))
 
 
-def fill(refs, shared, tile, sizes):
-    """The memory warpgroup: keys, values and slots into the ring, in the order of their use."""
-    width = full_slice(sizes.width)
+def next_stage(shared, step, sizes):
+    """The stage of a step, once it is free."""
+    stage = stage_of(step, sizes)
+    pl.when(step >= sizes.stages)(lambda: plgpu.barrier_wait(shared.used.at[stage]))
+    return stage
 
-    def fill_stage(step, sources):
-        stage = stage_of(step, sizes)
 
-        @pl.when(step >= sizes.stages)
-        def _():
-            plgpu.barrier_wait(shared.used.at[stage])
-
-        for i, source in enumerate(sources):
-            place = shared.ring.at[stage, pl.ds(i * CHUNK, CHUNK)]
-            plgpu.copy_gmem_to_smem(source, place, shared.full.at[stage])
-
-    blocks = tile.end - tile.begin
-
-    @pl.loop(0, blocks)
-    def _(i):
-        starts = [(tile.begin + i) * KEYS + start for start in range(0, KEYS, CHUNK)]
-        for side, ref in enumerate((refs.k, refs.v)):
-            rows = [
-                ref.at[tile.batch, pl.ds(start, CHUNK), tile.kv_head, width] for start in starts
-            ]
-            fill_stage(2 * i + side, rows)
-
-    def place(token):
-        token = jnp.minimum(token, sizes.length - 1)
-        if refs.places is None:
-            return token
-        return jnp.minimum(refs.places[tile.batch, token], refs.k_depth.shape[2] - 1)
-
-    @pl.loop(tile.first_chunk, tile.end_chunk)
-    def _(chunk):
-        step = 2 * blocks + (chunk - tile.first_chunk) * (2 * STAGES_PER_CHUNK)
-        slots = pl.ds(chunk * CHUNK, CHUNK)
-        for side, ref in enumerate((refs.k_depth, refs.v_depth)):
-            for part in range(STAGES_PER_CHUNK):
-                tokens = [
-                    tile.token + warpgroup * TOKENS + part * TOKENS_PER_STAGE + i
-                    for warpgroup in range(TILES)
-                    for i in range(TOKENS_PER_STAGE)
-                ]
-                rows = [ref.at[slots, tile.batch, place(t), tile.kv_head, width] for t in tokens]
-                fill_stage(step + side * STAGES_PER_CHUNK + part, rows)
-
-    steps = 2 * blocks + (tile.end_chunk - tile.first_chunk) * (2 * STAGES_PER_CHUNK)
+def finish(shared, steps, sizes):
+    """Waits until the last of the steps have been used."""
 
     @pl.loop(jnp.maximum(steps - sizes.stages, 0), steps)
     def _(step):
         plgpu.barrier_wait(shared.used.at[stage_of(step, sizes)])
 
 
-def _accumulate(initial, shape, add_products, sizes):
-    """`initial` (None: zeros) plus the products that add_products(add) adds."""
-    if sizes.interpret:
-        # The interpreter's wgmma takes no left side from registers.
-        total = [jnp.zeros(shape, jnp.float32) if initial is None else initial]
+def fill(refs, shared, sizes):
+    """The memory warpgroup: keys, values and slots into the ring, in the order of their use."""
+    tile, width = tile_of(refs, sizes), full_slice(sizes.width)
 
-        def add(a, b, transpose=False):
-            a, b = (x if isinstance(x, jax.Array) else x[...] for x in (a, b))
-            b = (b.T if transpose else b).astype(jnp.float32)
-            total[0] = total[0] + jnp.dot(a.astype(jnp.float32), b)
-            # The interpreter lets a copy overtake these reads, though not those of wgmma.
-            plgpu.commit_smem()
+    @pl.loop(0, tile.end)
+    def _(block):
+        octets = pl.ds(lax.div(tile.base, OCTET) + block * (KEYS // OCTET), KEYS // OCTET)
+        for side, ref in enumerate((refs.k, refs.v)):
+            stage = next_stage(shared, 2 * block + side, sizes)
+            source = ref.at[tile.batch, octets, :, tile.kv_head, width]
+            plgpu.copy_gmem_to_smem(source, shared.ring.at[stage], shared.full.at[stage])
 
-        add_products(add)
-        return total[0]
+    def fill_slots(ref, chunk, octet, place, barrier):
+        """8 slots of 8 tokens."""
+        if not sizes.by_row:
+            octet = jnp.minimum(octet, ref.shape[2] - 1)
+            slots = pl.ds(chunk * SLOTS, SLOTS)
+            source = ref.at[slots, tile.batch, octet, :, tile.kv_head, width]
+            plgpu.copy_gmem_to_smem(source, place, barrier)
+            return
+        for i in range(OCTET):
+            row = jnp.minimum(octet * OCTET + i, sizes.length - 1)
+            if refs.rows is not None:
+                row = jnp.minimum(refs.rows[tile.batch, row], ref.shape[3] - 1)
+            source = ref.at[pl.ds(chunk, 1), :, tile.batch, row, tile.kv_head, width]
+            plgpu.copy_gmem_to_smem(source, place.at[pl.ds(i, 1)], barrier)
 
-    def run(sum_ref):
-        def add(a, b, transpose=False):
-            plgpu.wgmma(sum_ref, a, b.T if transpose else b)
+    if refs.k_depth is not None:
 
-        add_products(add)
-        return sum_ref[...] if initial is None else None
+        @pl.loop(0, tile.chunks)
+        def _(chunk):
+            for side, ref in enumerate((refs.k_depth, refs.v_depth)):
+                step = 2 * tile.end + (2 * chunk + side) * sizes.parts
 
-    if initial is None:
-        return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
-    return pl.run_state(run)(plgpu.ACC.init(initial))
+                @pl.loop(0, sizes.parts)
+                def _(part, step=step, ref=ref):
+                    stage = next_stage(shared, step + part, sizes)
+                    for warpgroup in range(TILES):
+                        octet = lax.div(tile.token + warpgroup * sizes.tokens, OCTET) + part
+                        place = shared.ring.at[stage, pl.ds(warpgroup * SLOTS, SLOTS)]
+                        barrier = shared.slots_full.at[stage]
+                        fill_slots(ref, tile.first_chunk + chunk, octet, place, barrier)
 
-
-def _iota(shape, dimension, layout=LAYOUT):
-    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)
+    finish(shared, tile.steps, sizes)
 
 
 def _soften(scores, acc, highest, total, factor):
@@ -161,36 +211,96 @@ def _soften(scores, acc, highest, total, factor):
     return weights, acc * by_row(keep, acc.shape), new, total * keep
 
 
-def _load_queries(refs, shared, tile, token, warpgroup, sizes):
+def load_queries(refs, shared, tile, token, warpgroup, sizes):
+    """Waits for the queries of a tile, and those for the slots, in shared memory."""
     sides = [(refs.q, shared.q)]
     if sizes.own_query:
         sides.append((refs.q_depth, shared.q_depth))
     for source, target in sides:
-        for t in range(TOKENS):
-            own = jnp.minimum(token + t, sizes.length - 1)
-            rows = source.at[tile.batch, own, pl.ds(tile.head, HEADS), full_slice(sizes.width)]
-            place = target.at[warpgroup, pl.ds(t * HEADS, HEADS)]
+        for i in range(sizes.heads):
+            head, tokens = tile.head + i, pl.ds(token, sizes.tokens)
+            if sizes.group % sizes.heads:
+                head = jnp.minimum(head, sizes.group - 1)
+            head += tile.kv_head * sizes.group
+            rows = source.at[tile.batch, tokens, head, full_slice(sizes.width)]
+            place = target.at[warpgroup, pl.ds(i * sizes.tokens, sizes.tokens)]
             plgpu.copy_gmem_to_smem(rows, place, shared.q_full.at[warpgroup])
     plgpu.barrier_wait(shared.q_full.at[warpgroup])
 
 
-def _visible_keys(refs, tile, token, block, sizes):
-    shape = (ROWS, KEYS)
-    tokens = token + lax.div(_iota(shape, 0), HEADS)
-    keys = block * KEYS + _iota(shape, 1)
-    visible = tokens >= keys
+def _first_keys(refs, tile, token, sizes):
+    """The first key from the tile's base on that each row sees, or None."""
+    first = None
+    if sizes.documents:
+        group = lax.div(token, sizes.tokens)
+        first = load(refs.row_first.at[tile.batch, group], LAYOUT.reduce(1), optimized=False)
     if sizes.window:
-        visible &= tokens - keys < sizes.window
-    if sizes.segments:
-        group = lax.div(token, TOKENS)
-        own = load(refs.row_ids.at[tile.batch, group], LAYOUT.reduce(1), optimized=False)
-        ids = refs.ids.at[tile.batch, pl.ds(block * KEYS, KEYS)]
-        ids = load(ids, LAYOUT.reduce(0), optimized=False)
-        visible &= by_row(own, shape) == by_column(ids, shape)
-    return visible
+        row = iota((ROWS,), 0, LAYOUT.reduce(1))
+        by_window = token - (sizes.window - 1) + (row & (sizes.tokens - 1))
+        first = by_window if first is None else jnp.maximum(first, by_window)
+    return None if first is None else first - tile.base
 
 
-def _attend_keys(refs, shared, tile, token, warpgroup, sizes, carry):
+def _hide_by_place(scores, tile, token, start, sizes, first=None):
+    """Hides the keys of a block that are before the first of each row, or after its token."""
+    shape = scores.shape
+    keys = start + iota(shape, 1)
+    visible = token - tile.base + (iota(shape, 0) & (sizes.tokens - 1)) >= keys
+    scores = jnp.where(visible, scores, -jnp.inf)
+    return scores if first is None else jnp.where(by_row(first, shape) <= keys, scores, -jnp.inf)
+
+
+def _hide_by_id(scores, refs, tile, token, start, sizes):
+    """Hides the keys of a block whose ids are not those of each row, or as `_hide_by_place`."""
+    shape, group = scores.shape, lax.div(token, sizes.tokens)
+    distance = token - tile.base + (iota(shape, 0) & (sizes.tokens - 1))
+    distance -= start + iota(shape, 1)
+    scores = jnp.where(distance >= 0, scores, -jnp.inf)
+    if sizes.window:
+        scores = jnp.where(distance < sizes.window, scores, -jnp.inf)
+    own = load(refs.row_ids.at[tile.batch, group], LAYOUT.reduce(1), optimized=False)
+    ids = refs.ids.at[tile.batch, pl.ds(tile.base + start, shape[1])]
+    ids = load(ids, LAYOUT.reduce(0), optimized=False)
+    return jnp.where(by_row(own, shape) == by_column(ids, shape), scores, -jnp.inf)
+
+
+def over_keys(refs, place, sizes, one, carry, halves=1):
+    """carry = one(block, carry, hide, halves) of each block of keys that a tile sees.
+
+    Args:
+      refs: arrays by name.
+      place: function that gives (tile, token).
+      sizes: `Sizes`.
+      one: function; hide(scores, start=first key of theirs) masks scores; halves: 2 if it must
+        take a block in two.
+      carry: arrays.
+      halves: 2 if each block is taken in two.
+    """
+
+    def loop(begin, end, carry, hide=None, halves=halves):
+        return lax.fori_loop(begin, end, functools.partial(one, hide=hide, halves=halves), carry)
+
+    if sizes.documents:
+        tile, token = place()
+        hide = functools.partial(_hide_by_id, refs=refs, tile=tile, token=token, sizes=sizes)
+        # The ids of all keys of a block would not fit the registers.
+        carry = loop(0, tile.general, carry, hide, 2)
+    tile, token = place()
+    first = _first_keys(refs, tile, token, sizes)
+    hide = functools.partial(_hide_by_place, tile=tile, token=token, sizes=sizes, first=first)
+    if first is not None:
+        carry = loop(tile.general, tile.inside, carry, hide)
+    carry = loop(tile.inside, tile.causal, carry)
+    return loop(tile.causal, tile.end, carry, hide)
+
+
+def half_of(shared, stage, half, halves, sizes):
+    """The rows of a stage, or half of them, as a matrix."""
+    octets = KEYS // OCTET // halves
+    return matrix(shared.ring.at[stage, pl.ds(half * octets, octets)], sizes)
+
+
+def _attend_keys(refs, shared, place, warpgroup, sizes, carry):
     """The sequence's part; two warpgroups take turns at the tensor core."""
     dtype = shared.ring.dtype
 
@@ -198,86 +308,94 @@ def _attend_keys(refs, shared, tile, token, warpgroup, sizes, carry):
         plgpu.barrier_arrive(shared.turn)
         plgpu.barrier_wait(shared.turn)
 
-    def one(block, carry, masked):
+    def one(block, carry, hide, halves):
         acc, highest, total = carry
-        step = 2 * (block - tile.begin)
-        k_stage, v_stage = stage_of(step, sizes), stage_of(step + 1, sizes)
+        k_stage, v_stage = stage_of(2 * block, sizes), stage_of(2 * block + 1, sizes)
         plgpu.barrier_wait(shared.full.at[k_stage])
+        for half in range(halves):
+            start = half * (KEYS // halves)
 
-        def products(add):
-            add(shared.q.at[warpgroup], shared.ring.at[k_stage], transpose=True)
-            turn()
+            def products(add, half=half):
+                keys = half_of(shared, k_stage, half, halves, sizes)
+                add(shared.q.at[warpgroup], keys, transpose=True)
+                turn()
 
-        scores = _accumulate(None, (ROWS, KEYS), products, sizes)
-        plgpu.barrier_arrive(shared.used.at[k_stage])
-        if masked:
-            visible = _visible_keys(refs, tile, token, block, sizes)
-            scores = jnp.where(visible, scores, -jnp.inf)
-        weights, acc, highest, total = _soften(scores, acc, highest, total, sizes.factor)
-        total += weights.sum(axis=1)
-        narrow = weights.astype(dtype)
-        acc, total, highest, narrow = lax.optimization_barrier((acc, total, highest, narrow))
-        plgpu.barrier_arrive(shared.turn)
-        plgpu.barrier_wait(shared.full.at[v_stage])
-        plgpu.barrier_wait(shared.turn)
-        acc = _accumulate(acc, acc.shape, lambda add: add(narrow, shared.ring.at[v_stage]), sizes)
+            scores = accumulate(None, (ROWS, KEYS // halves), products, sizes)
+            if half == halves - 1:
+                plgpu.barrier_arrive(shared.used.at[k_stage])
+            if hide is not None:
+                scores = hide(scores, start=block * KEYS + start)
+            weights, acc, highest, total = _soften(scores, acc, highest, total, sizes.factor)
+            total += weights.sum(axis=1)
+            narrow = weights.astype(dtype)
+            acc, total, highest, narrow = lax.optimization_barrier((acc, total, highest, narrow))
+            plgpu.barrier_arrive(shared.turn)
+            if half == 0:
+                plgpu.barrier_wait(shared.full.at[v_stage])
+            plgpu.barrier_wait(shared.turn)
+            values = half_of(shared, v_stage, half, halves, sizes)
+            acc = accumulate(acc, acc.shape, functools.partial(add_product, narrow, values), sizes)
         plgpu.barrier_arrive(shared.used.at[v_stage])
         return acc, highest, total
 
-    plain, masked = (functools.partial(one, masked=masked) for masked in (False, True))
     pl.when(warpgroup == 1)(turn)
-    if sizes.segments:
-        carry = lax.fori_loop(tile.begin, tile.end, masked, carry)
-    else:
-        causal = lax.div(tile.token + 1, KEYS)  # blocks before see no future
-        inside = tile.begin
-        if sizes.window:
-            first = jnp.maximum(tile.token + TILES * TOKENS - sizes.window, 0)
-            inside = jnp.clip(lax.div(first + KEYS - 1, KEYS), tile.begin, causal)
-            carry = lax.fori_loop(tile.begin, inside, masked, carry)
-        carry = lax.fori_loop(inside, causal, plain, carry)
-        carry = lax.fori_loop(causal, tile.end, masked, carry)
+    carry = over_keys(refs, place, sizes, one, carry)
     pl.when(warpgroup == 0)(turn)
     return carry
 
 
-def _attend_slots(refs, shared, tile, token, warpgroup, sizes, carry):
-    dtype, half = shared.ring.dtype, KEYS // TILES
+def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
+    dtype, (tile, token) = shared.ring.dtype, place()
     queries = (shared.q_depth if sizes.own_query else shared.q).at[warpgroup]
-    base = 2 * (tile.end - tile.begin)
-    group = lax.div(token, TOKENS) if sizes.by_token else 0
-    batch = tile.batch if sizes.by_token else 0
 
     def of_part(part, x):
-        here = lax.div(_iota(x.shape, 0), TOKENS_PER_STAGE * HEADS) == part
+        if sizes.parts == 1:
+            return x
+        here = (iota(x.shape, 0) & (sizes.tokens - 1)) >> 3 == part
         return jnp.where(here, x, jnp.zeros_like(x))
 
     def own_slots(stage):
-        return shared.ring.at[stage, pl.ds(pl.multiple_of(warpgroup * half, half), half)]
+        start = pl.multiple_of(warpgroup * SLOTS, SLOTS)
+        return matrix(shared.ring.at[stage, pl.ds(start, SLOTS)], sizes)
 
-    def clear_hidden(stage, chunk, part):
+    def slot_and_token(row):
+        """Those of a row of a stage, of 8 each."""
+        pair = row >> 3, row & (OCTET - 1)
+        return pair[::-1] if sizes.by_row else pair
+
+    def visible_slots(words, slot, chunk):
+        if sizes.by_token:
+            return lax.shift_right_logical(words, slot) & 1 != 0
+        slot += chunk * SLOTS
+        return (tile.first_slot <= slot) & (slot < tile.end_slot)
+
+    def clear_hidden(place, chunk, part):
         """Zeroes the hidden slots of a stage: they may hold NaN, and 0 times NaN is NaN."""
-        words = [
-            refs.words[batch, group, chunk, (part * TOKENS_PER_STAGE + i) * HEADS]
-            for i in range(TOKENS_PER_STAGE)
-        ]
 
-        @pl.when(functools.reduce(jnp.bitwise_and, words) != -1)
-        def _():
-            place = own_slots(stage)
-            row = _iota((half,), 0, LAYOUT.reduce(1))
-            word = jnp.where(row < CHUNK, words[0], words[1])
-            seen = lax.shift_right_logical(word, lax.rem(row, CHUNK)) & 1
-            x = load(place, LAYOUT)
-            place[...] = jnp.where(by_row(seen, x.shape) != 0, x, jnp.zeros_like(x))
+        def clear():
+            words, layout = None, LAYOUT.reduce(1)
+            if sizes.by_token:
+                words = refs.slot_words.at[tile.batch, lax.div(token, OCTET) + part, chunk]
+                words = load(words, layout, optimized=False)
+            slot = slot_and_token(iota((ROWS,), 0, layout))[0]
+            seen = visible_slots(words, slot, chunk)
+            x = place[...].reshape(ROWS, -1) if sizes.interpret else load(place, LAYOUT)
+            x = jnp.where(by_row(jnp.where(seen, 1, 0), x.shape) != 0, x, jnp.zeros_like(x))
+            place[...] = x.reshape(place.shape) if sizes.interpret else x
             plgpu.commit_smem()
 
+        if sizes.by_token:
+            clear()
+        else:
+            slot = chunk * SLOTS
+            pl.when((slot < tile.first_slot) | (slot + SLOTS > tile.end_slot))(clear)
+
     def add_parts(add, left, step, chunk, clear, transpose):
-        for part in range(STAGES_PER_CHUNK):
+        def one_part(part, _):
             stage = stage_of(step + part, sizes)
-            plgpu.barrier_wait(shared.full.at[stage])
+            plgpu.barrier_wait(shared.slots_full.at[stage])
             if clear:
-                clear_hidden(stage, chunk, part)
+                clear_hidden(own_slots(stage), chunk, part)
             # Queries are loaded again: otherwise the compiler keeps all parts of them in registers.
             rows = load(queries, LAYOUT) if left is None else left
             add(of_part(part, rows), own_slots(stage), transpose)
@@ -285,25 +403,36 @@ def _attend_slots(refs, shared, tile, token, warpgroup, sizes, carry):
                 plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(shared.used.at[stage])
 
+        if sizes.interpret:
+            for part in range(sizes.parts):
+                one_part(part, None)
+        else:
+            # Unrolled the parts spill registers; the barrier keeps the compiler from doing so.
+            parts = lax.optimization_barrier(jnp.int32(sizes.parts))
+            lax.fori_loop(0, parts, one_part, None)
+
     def one(chunk, carry):
         acc, highest, total = carry
-        step = base + (chunk - tile.first_chunk) * (2 * STAGES_PER_CHUNK)
-        word = load(refs.words.at[batch, group, chunk], LAYOUT.reduce(1), optimized=False)
+        step = 2 * (tile.end + chunk * sizes.parts)
+        chunk += tile.first_chunk
         # If all tokens have the same visible slots, hidden ones fall into columns that are dropped.
-        scores = _accumulate(
+        scores = accumulate(
             None,
-            (ROWS, half),
+            (ROWS, ROWS),
             lambda add: add_parts(add, None, step, chunk, sizes.by_token, True),
             sizes,
         )
-        row, column = (_iota(scores.shape, axis) for axis in (0, 1))
-        bits = lax.shift_right_logical(by_row(word, scores.shape), lax.rem(column, CHUNK))
-        own = lax.rem(lax.div(row, HEADS), TOKENS_PER_STAGE) == lax.div(column, CHUNK)
-        scores = jnp.where(((bits & 1) != 0) & own, scores, -jnp.inf)
+        words, shape = None, scores.shape
+        if sizes.by_token:
+            words = refs.row_words.at[tile.batch, lax.div(token, sizes.tokens), chunk]
+            words = by_row(load(words, LAYOUT.reduce(1), optimized=False), shape)
+        slot, of_token = slot_and_token(iota(shape, 1))
+        own = iota(shape, 0) & (OCTET - 1) == of_token
+        scores = jnp.where(own & visible_slots(words, slot, chunk), scores, -jnp.inf)
         weights, acc, highest, total = _soften(scores, acc, highest, total, sizes.factor)
         total += weights.sum(axis=1)
-        narrow, step = weights.astype(dtype), step + STAGES_PER_CHUNK
-        acc = _accumulate(
+        narrow, step = weights.astype(dtype), step + sizes.parts
+        acc = accumulate(
             acc,
             acc.shape,
             lambda add: add_parts(add, narrow, step, chunk, True, False),
@@ -311,36 +440,49 @@ def _attend_slots(refs, shared, tile, token, warpgroup, sizes, carry):
         )
         return acc, highest, total
 
-    return lax.fori_loop(tile.first_chunk, tile.end_chunk, one, carry)
+    return lax.fori_loop(0, tile.chunks, one, carry)
 
 
-def compute(refs, shared, tile, warpgroup, sizes):
+def store_rows(refs, result, tile, token, sizes):
+    """Starts the copies of a tile's results, from shared memory to o."""
+    for i in range(sizes.heads):
+        exists = token < sizes.length
+        if sizes.group % sizes.heads:
+            exists &= tile.head + i < sizes.group
+
+        @pl.when(exists)
+        def _(i=i):
+            head, tokens = tile.kv_head * sizes.group + tile.head + i, pl.ds(token, sizes.tokens)
+            rows = refs.o.at[tile.batch, tokens, head, full_slice(sizes.width)]
+            place = result.at[pl.ds(i * sizes.tokens, sizes.tokens)]
+            plgpu.copy_smem_to_gmem(place, rows)
+
+
+def compute(refs, shared, warpgroup, sizes):
     """A compute warpgroup: one tile of ROWS queries, from loading them to storing their results."""
-    token = tile.token + warpgroup * TOKENS
-    _load_queries(refs, shared, tile, token, warpgroup, sizes)
+
+    def place():
+        tile = tile_of(refs, sizes)
+        return tile, tile.token + warpgroup * sizes.tokens
+
+    tile, token = place()
+    load_queries(refs, shared, tile, token, warpgroup, sizes)
     full = functools.partial(plgpu.layout_cast, new_layout=LAYOUT.reduce(1))
     carry = (
         plgpu.layout_cast(jnp.zeros((ROWS, sizes.width), jnp.float32), LAYOUT),
         full(jnp.full((ROWS,), LOWEST, jnp.float32)),
         full(jnp.zeros((ROWS,), jnp.float32)),
     )
-    for attend in (_attend_keys, _attend_slots):
-        carry = attend(refs, shared, tile, token, warpgroup, sizes, carry)
+    carry = _attend_keys(refs, shared, place, warpgroup, sizes, carry)
+    if refs.k_depth is not None:
+        carry = _attend_slots(refs, shared, place, warpgroup, sizes, carry)
     acc, highest, total = carry
-    # Otherwise the compiler keeps the addresses of the queries in registers throughout.
-    token, warpgroup = lax.optimization_barrier((token, warpgroup))
+    tile, token = place()
     result, lse = shared.q.at[warpgroup], shared.lse.at[warpgroup]
     result[...] = (acc / by_row(total, acc.shape)).astype(shared.ring.dtype)
     lse[...] = highest * (1 / LOG2E) + jnp.log(total)
     plgpu.commit_smem()
-    for t in range(TOKENS):
-
-        @pl.when(token + t < sizes.length)
-        def _(t=t):
-            heads = pl.ds(tile.head, HEADS)
-            rows = refs.o.at[tile.batch, token + t, heads, full_slice(sizes.width)]
-            plgpu.copy_smem_to_gmem(result.at[pl.ds(t * HEADS, HEADS)], rows)
-
-    octet, group = lax.div(tile.head, HEADS), lax.div(token, TOKENS)
-    plgpu.copy_smem_to_gmem(lse, refs.lse.at[tile.batch, octet, group])
+    store_rows(refs, result, tile, token, sizes)
+    group = lax.div(token, sizes.tokens)
+    plgpu.copy_smem_to_gmem(lse, refs.lse.at[tile.batch, tile.column, group])
     plgpu.wait_smem_to_gmem(0)

@@ -60,6 +60,11 @@ class Sizes:
         return round_up(self.group, 16)
 
     @property
+    def heads(self):
+        """Query heads of an item in global memory: copied in eights if there are more than 8."""
+        return self.group if self.group <= OCTET else round_up(self.group, OCTET)
+
+    @property
     def padded_width(self):
         """H, rounded up to what a matrix product reads at once."""
         return round_up(self.width, CHUNK)
@@ -82,8 +87,8 @@ class Sizes:
         }
 
     def by_item(self, x_BTNH):
-        """[items, G, H]."""
-        return x_BTNH.reshape(self.items, self.group, self.width)
+        """[items, heads, H]: zeros behind G."""
+        return pad(x_BTNH.reshape(self.items, self.group, self.width), 1, self.heads)
 
     def scalars_by_item(self, x_BNT, fill):
         """[items, columns], float32."""

@@ -40,10 +40,12 @@ def _blocks(sides, static, num_queries, num_keys):
         yield queries, keys, _visible(sides, static.window, queries, keys)
 
 
-def is_long(q_shape, num_keys: int) -> bool:
-    """Whether static blocks would be too many, or too large."""
+def is_long(q_shape, k_shape) -> bool:
+    """Whether static blocks would be too many, or too large: on a CPU those of one head of keys."""
     batch, length, heads, _ = q_shape
-    scores = batch * heads * min(length, QUERY_BLOCK) * num_keys
+    _, num_keys, kv_heads, _ = k_shape
+    at_once = heads // kv_heads if jax.default_backend() == 'cpu' else batch * heads
+    scores = at_once * min(length, QUERY_BLOCK) * num_keys
     too_long = length > QUERY_BLOCK * MAX_BLOCKS or scores > MAX_SCORES
     return too_long and not _static.get()
 
@@ -56,7 +58,7 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
     if not num_keys:
         return jnp.zeros_like(q_BTNH), jnp.full((batch, heads, length), -jnp.inf, wide)
     sides = _sides(mask, static, kv_heads)
-    if is_long(q_BTNH.shape, num_keys):
+    if is_long(q_BTNH.shape, k_BSKH.shape):
         return _tiled_forward(static, q_BTNH, k_BSKH, v_BSKH, sides)
     q_XGTH, k_X1SH, v_X1SH = (_by_head(x, kv_heads) for x in (q_BTNH, k_BSKH, v_BSKH))
     arrays = q_XGTH, k_X1SH[:, 0], v_X1SH[:, 0], sides
@@ -76,7 +78,7 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
         sums = (jnp.zeros(side.shape, lse_BNT.dtype) for side in (k_BSKH, v_BSKH))
         return jnp.zeros_like(q_BTNH), *sums
     sides = _sides(mask, static, kv_heads)
-    if is_long(q_BTNH.shape, num_keys):
+    if is_long(q_BTNH.shape, k_BSKH.shape):
         by_query = do_BTNH, lse_BNT, delta_BNT
         return _tiled_backward(static, q_BTNH, k_BSKH, v_BSKH, sides, *by_query)
     q_XGTH, k_X1SH, v_X1SH, do_XGTH = (
@@ -108,6 +110,7 @@ def _in_parts(function, q_XGTH, k_XSH, *arrays):
     count, group, length, _ = q_XGTH.shape
     scores = group * min(length, QUERY_BLOCK) * k_XSH.shape[1]
     size = max(1, CPU_BLOCK_SCORES // scores)
+    # A prime number goes one at a time, which took no longer than all at once, from 32 tokens on.
     size = next(n for n in range(min(size, count), 0, -1) if count % n == 0)
     if size == count or _static.get() or jax.default_backend() != 'cpu':
         return function(q_XGTH, k_XSH, *arrays)

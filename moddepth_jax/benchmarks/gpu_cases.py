@@ -7,18 +7,17 @@ from moddepth_jax.benchmarks.kernel_cases import CASES, PACKED_CASES
 from moddepth_jax.benchmarks.runner import Case
 
 FUSED, CUDNN = 'mosaic_gpu_fused', 'cudnn'
-_PLAIN = tuple(name for name in CASES if not name.startswith('fused_'))
-_PACKED = tuple(name for name in PACKED_CASES if not name.startswith('fused_'))
+_PLAIN, _PACKED = tuple(CASES), tuple(PACKED_CASES)
 # What an implementation is checked with; the fused kernel and cuDNN support only some cases.
 _CHECKED = {
-    FUSED: ('group_of_8', 'fused_rows', 'fused_window', 'fused_own_query', 'group_of_16')
-    + ('masked', 'sums', 'fused_one_slot', 'fused_octets_of_7'),
+    FUSED: ('group_of_8', 'group_of_2', 'rows', 'window', 'own_query', 'group_of_1', 'group_of_3')
+    + ('group_of_16', 'group_of_5', 'group_of_12', 'masked', 'sums', 'octets_of_7', 'one_slot'),
     CUDNN: ('group_of_8', 'group_of_2', 'masked', 'window', 'own_query', 'rows', 'group_of_1'),
     'pallas': ('group_of_8', 'group_of_2', 'masked', 'depth_alone', 'rows', 'own_query')
     + ('group_of_3',),
     'xla': ('group_of_8', 'group_of_2', 'masked', 'rows', 'own_query', 'float32'),
 }
-_FUSED_PACKED = ('edges', 'fused_three', 'fused_rows', 'fused_window')
+_FUSED_PACKED = tuple(name for name in _PACKED if name != 'no_slots')
 # Length and rows of a batch that fit one large GPU.
 _BATCHES = {'124m': (2048, 16), '700m': (4096, 4)}
 # Expected seconds of a training step's case: compilation, and what `auto` measures before it.

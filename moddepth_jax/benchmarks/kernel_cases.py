@@ -23,11 +23,8 @@ CASES = {
     'width_96': {'T': 200, 'N': 8, 'H': 96, 'L': 64},
     'group_of_5': {'T': 97, 'N': 5, 'K': 1, 'H': 56, 'L': 7},
     'float32': {'T': 97, 'N': 8, 'L': 7, 'dtype': 'float32'},
-    'fused_rows': {'T': 97, 'R': 150, 'N': 8, 'K': 1, 'num': 6, 'traced': True, 'mask': True},
-    'fused_window': {'T': 300, 'N': 16, 'window': 50, 'L': 64},
-    'fused_own_query': {'T': 97, 'N': 16, 'own_query': True, 'num': 6},
-    'fused_one_slot': {'T': 200, 'N': 16, 'L': 1},
-    'fused_octets_of_7': {'T': 97, 'N': 16, 'L': 70, 'num': 66, 'mask': True, 'R': 99},
+    'octets_of_7': {'T': 97, 'N': 16, 'L': 70, 'num': 66, 'mask': True, 'R': 99},
+    'group_of_12': {'T': 97, 'N': 12, 'K': 1, 'L': 9},
     'width_256': {'T': 97, 'N': 8, 'H': 256, 'L': 9},
 }
 # Packed documents. In `edges`, boundaries are at the edge of a block and next to it.
@@ -39,9 +36,6 @@ PACKED_CASES = {
     'group_of_3': {'T': 200, 'N': 6, 'L': 24, 'segments': (64, 136)},
     'rows': {'T': 97, 'R': 150, 'N': 8, 'num': 6, 'segments': True, 'mask': True},
     'window': {'T': 200, 'N': 8, 'window': 50, 'L': 7, 'segments': True},
-    'fused_three': {'T': 200, 'N': 16, 'segments': True, 'mask': True, 'own_query': True},
-    'fused_rows': {'T': 97, 'R': 150, 'N': 8, 'K': 1, 'num': 6, 'segments': True},
-    'fused_window': {'T': 300, 'N': 16, 'window': 50, 'L': 7, 'segments': True},
 }
 LARGEST_TOYS = {'B': 1, 'T': 7, 'R': 9, 'N': 8, 'H': 16, 'L': 5, 'num': 3}
 LARGEST_TOYS |= {'window': 4, 'slot_window': 2}

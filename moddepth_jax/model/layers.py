@@ -85,9 +85,14 @@ def _flat_dot_general(x, kernel, dimensions, **options):
 
     The gradient of a product over several axes of tokens makes XLA on CPUs transpose its inputs.
     """
-    (contracted, _), _ = dimensions
-    kept, features = x.shape[: -len(contracted)], kernel.shape[len(contracted) :]
-    rows = math.prod(x.shape[x.ndim - len(contracted) :])
+    (contracted, leading), batch = dimensions
+    count = len(contracted)
+    expected = tuple(range(x.ndim - count, x.ndim)), tuple(range(count)), (), ()
+    if tuple(map(tuple, (contracted, leading, *batch))) != expected:
+        right = 'must contract the last axes of x with the first of the kernel, in order'
+        raise ValueError(f'{dimensions=} {right}')
+    kept, features = x.shape[: x.ndim - count], kernel.shape[count:]
+    rows = math.prod(kernel.shape[:count])
     x, kernel = x.reshape(-1, rows), kernel.reshape(rows, -1)
     product = jax.lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), **options)
     return product.reshape(*kept, *features)

@@ -77,11 +77,10 @@ def permuted(evidence: Evidence, generator: np.random.Generator) -> Evidence:
 
 
 def _permuted(study, generator):
-    by_stem, noise = {}, {}
+    by_stem, noise, chose = {}, {}, fit.choosing_seeds(study)
     for row in study['runs']:
         stem = row['run'].rpartition('-seed')[0]
-        chose = len(study['sizes']) > 1 and row['seed'] == study['seeds'][0]
-        if row['bits_per_byte'] is not None and not chose:
+        if row['bits_per_byte'] is not None and row['seed'] not in chose:
             by_stem.setdefault((row['budget'], stem), {})[row['seed']] = row
     for (budget, _), rows in by_stem.items():
         mean = np.mean([row['bits_per_byte'] for row in rows.values()])

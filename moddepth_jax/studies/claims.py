@@ -6,7 +6,9 @@ import pathlib
 import tomllib
 from typing import NamedTuple
 
-from moddepth_jax.studies import judges, places
+import numpy as np
+
+from moddepth_jax.studies import fit, judges, places
 from moddepth_jax.studies.judges import FAILS, HOLDS, NOTHING, UNDECIDED, Finding
 from moddepth_jax.studies.places import Evidence, NotMeasured, Spec
 from moddepth_jax.studies.run_numbers import numbers_within
@@ -18,6 +20,7 @@ from moddepth_jax.studies.statistics import (
     all_within,
     detectable,
     holm,
+    interval,
     seeds_needed,
 )
 from moddepth_jax.studies.store import MEASURES_FILE, STUDY_FILE, read_json
@@ -333,4 +336,26 @@ def _studies(evidence):
         labels |= {name: variant['label'] for name, variant in study['variants'].items()}
     heads = ('study', 'config', 'corpus', 'runs', 'missing', 'Python', 'JAX', 'device')
     names = '; '.join(f'`{name}` {label}' for name, label in labels.items())
-    return [*markdown_rows(heads, *rows), '', f'Names of variants: {names}.']
+    losses = [line for name in sorted(evidence.studies) for line in _losses(evidence, name)]
+    return [*markdown_rows(heads, *rows), '', f'Names of variants: {names}.', *losses]
+
+
+def _losses(evidence, name):
+    """The variants of a study at its largest budget, by their loss; none if its seeds are few."""
+    study = evidence.studies[name]
+    if len(study['seeds']) <= MIN_SEEDS:
+        return []
+    budget, reference, rows = study['budgets'][-1], fit.reference(study), []
+    for variant, differences in fit.paired_differences(study, budget).items():
+        of_variant = fit.select(study, variant, budget)
+        losses = fit.judging(study, of_variant)
+        if not losses:
+            continue
+        size, mean = fit.best(of_variant).size, np.mean([*losses.values()])
+        known = differences and variant != reference
+        difference = f'{interval([differences]):+.3f}' if known else ''
+        rows.append((f'`{variant}`', size, str(len(losses)), f'{mean:.3f}', difference))
+    rows.sort(key=lambda row: row[3])
+    each = f'{budget:g} steps' if study['kind'] == 'steps' else places.budget_text(budget)
+    heads = ('variant', 'size', 'seeds', 'bits a byte', f'less `{reference}`, in pairs')
+    return ['', f'**{name}**, {each}', '', *markdown_rows(heads, *rows)]

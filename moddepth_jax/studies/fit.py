@@ -90,6 +90,32 @@ def best(rows: list[dict]) -> Size:
     return next(found for found in sizes(rows) if found.size == size)
 
 
+def choosing_seeds(study: dict) -> list[int]:
+    """The first seed, if it chose among sizes and so must not judge them too; else none."""
+    return study['seeds'][: len(study['sizes']) > 1]
+
+
+def judging(study: dict, rows: list[dict]) -> dict[int, float]:
+    """{seed: bits/byte} of a variant's rows at their best size, without the seed that chose it."""
+    chose = choosing_seeds(study)
+    size = best(rows).size
+    mine = [row for row in rows if row['size'] == size and row['seed'] not in chose]
+    return {row['seed']: row['bits_per_byte'] for row in mine}
+
+
+def paired_differences(study: dict, budget: float) -> dict[str, list[float]]:
+    """Bits/byte of each variant less those of the reference, of the seeds that both have.
+
+    Each at its best size of the budget, or where it was run.
+    """
+    by_variant = {name: judging(study, rows) for name, rows in found(study, budget)}
+    others = by_variant.get(reference(study), {})
+    return {
+        name: [bits - others[seed] for seed, bits in mine.items() if seed in others]
+        for name, mine in by_variant.items()
+    }
+
+
 def fit(rows: list[dict]) -> Fit | None:
     """Least squares through the losses of the choosing seed; None for fewer than three sizes."""
     found = sizes(choosing(rows))

@@ -11,7 +11,7 @@ import string
 from moddepth_jax.studies import fit
 from moddepth_jax.studies.plot_style import budget_name, scientific
 from moddepth_jax.studies.plots import FIGURES
-from moddepth_jax.studies.statistics import INVALID_GAP, MIN_SEEDS, MIN_STEPS
+from moddepth_jax.studies.statistics import INVALID_GAP, MIN_SEEDS, MIN_STEPS, interval
 
 _OFF_BUDGET = 0.01
 
@@ -139,7 +139,7 @@ def _best_tables(study):
 
 def _best_rows(study, budget):
     optimum = fit.optimum(fit.select(study, fit.reference(study), budget))
-    bits = fit.bits_per_nat(study)
+    bits, paired = fit.bits_per_nat(study), fit.paired_differences(study, budget)
     for name, runs in fit.found(study, budget):
         best, parabola = fit.best(runs), fit.fit(runs)
         steps = next(run['steps'] for run in runs if run['size'] == best.size)
@@ -159,9 +159,18 @@ def _best_rows(study, budget):
             'FLOPs of a forward pass, relative': _number(cost, '.2f'),
             'causal loss, nats': (loss, best.loss, ''),
             'bits/byte': _number(best.loss * bits, '.4f'),
+            'bits/byte less the reference, in pairs': _paired(paired[name]),
             'loss, relative': _number(best.loss / optimum.loss if optimum else None, '.4f'),
             'optimum': vertex,
         }
+
+
+def _paired(differences):
+    """The mean with its 95% interval; empty for the reference itself and without common seeds."""
+    if not any(differences):
+        return ''
+    mean = interval([differences])
+    return f'{mean:+.4f}', mean.mean, ''
 
 
 def _run_table(study):

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moddepth_jax.studies import fit
 from moddepth_jax.studies.statistics import INVALID_GAP, MIN_STEPS
 
 MIN_SIZES = 3  # of dense models, for the best of them to be called optimal
@@ -49,10 +50,11 @@ class Spec(NamedTuple):
 
     @property
     def _each(self):
-        return f'{self.steps} steps' if self.steps else _budget_text(self.flops)
+        return f'{self.steps} steps' if self.steps else budget_text(self.flops)
 
 
-def _budget_text(flops):
+def budget_text(flops: float) -> str:
+    """Such as 2e12 FLOPs."""
     return f'{flops:.3g} FLOPs'.replace('e+', 'e')
 
 
@@ -91,19 +93,15 @@ class Place(NamedTuple):
         return self.evidence.studies[self.name]
 
     @property
-    def chosen(self) -> bool:
-        """Whether the first seed has chosen among sizes, so that it must not judge them too."""
-        return len(self.study['sizes']) > 1
-
-    @property
     def planned(self) -> int:
         """How many seeds judge, by the plan."""
-        return self.spec.seeds - self.chosen
+        return self.spec.seeds - len(fit.choosing_seeds(self.study))
 
     def seeds(self, groups) -> list[int]:
         """The seeds that judge: planned ones that all the groups have."""
-        planned = self.study['seeds'][self.chosen : self.spec.seeds]
-        return [seed for seed in planned if all(seed in group.rows for group in groups)]
+        chose = fit.choosing_seeds(self.study)
+        judging = [seed for seed in self._planned_seeds if seed not in chose]
+        return [seed for seed in judging if all(seed in group.rows for group in groups)]
 
     def group(self, variant: str) -> Group:
         """The runs of a variant, or of BEST_DENSE. Raises NotMeasured if there are none."""
@@ -143,7 +141,7 @@ class Place(NamedTuple):
 
     def _at_edge(self, rows, best):
         """Whether a better size may lie beyond those tried; none is shallower than one layer."""
-        tried = [row['parameters'] for row in self._tried(rows)]
+        tried = [row['parameters'] for row in self._tried(rows)] or [best['parameters']]
         smallest = best['parameters'] <= min(tried) and not best['size'].startswith('1x')
         return smallest or best['parameters'] >= max(tried)
 
@@ -193,7 +191,7 @@ class Place(NamedTuple):
         study, rows = self.study, [row for group in groups for row in group.rows.values()]
         steps = sorted({row['steps'] for row in rows})
         span = f'{steps[0]}' if len(steps) == 1 else f'{steps[0]} to {steps[-1]}'
-        budget = f'{_budget_text(self.spec.budget)}, ' if study['kind'] == 'flops' else ''
+        budget = f'{budget_text(self.spec.budget)}, ' if study['kind'] == 'flops' else ''
         length, epochs = study['sequence_length'], max(row['epochs'] for row in rows)
         tokens = f'{study["batch_tokens"]} tokens in rows of {length}, {study["corpus"]}'
         return f'{self.name}: {budget}{span} steps of {tokens}, {epochs:.2g} epochs at most'

@@ -20,8 +20,9 @@ from tests.launch.commands import is_running
 
 H200 = Device('gpu', 'NVIDIA H200', (9, 0), 'cuda 13000', not_measured='')
 LARGE = USUAL._replace(q=(8, 1024, 16, 64), k=(8, 1024, 2, 64))
-NAMES = ('cudnn+xla', 'cudnn+mosaic_gpu', 'cudnn+mosaic_gpu_fused', 'cudnn+pallas', 'xla+xla')
-TIMES = dict(zip(NAMES, (5, 1, 2, 3, 9), strict=True))
+NAMES = ('cudnn+xla', 'cudnn+mosaic_gpu', 'cudnn+mosaic_gpu_fused', 'cudnn+pallas')
+NAMES += ('mosaic_gpu+mosaic_gpu_fused', 'xla+xla')
+TIMES = dict(zip(NAMES, (5, 1, 2, 3, 4, 9), strict=True))
 # What a candidate may do in place of returning its time.
 CRASH = 'os.abort()'
 NO_MEMORY = 'raise SystemExit("RESOURCE_EXHAUSTED: 9 bytes")'
@@ -76,11 +77,11 @@ def test_the_fastest_is_taken_and_remembered(machine, monkeypatch):
     parts, lines, started = machine()
     assert parts == Parts('cudnn', 'mosaic_gpu') and started == list(NAMES)
     first, last = lines
-    assert 'measuring 5 candidates for 8 x 1024 queries, once' in first
+    assert 'measuring 6 candidates for 8 x 1024 queries, once' in first
     assert last == (
         'depth_attention on NVIDIA H200: sequence by cudnn, depth by mosaic_gpu, the fastest of '
-        'cudnn+mosaic_gpu 1 ms, cudnn+mosaic_gpu_fused 2 ms, cudnn+pallas 3 ms, cudnn+xla 5 ms, '
-        'xla+xla 9 ms'
+        'cudnn+mosaic_gpu 1 ms, cudnn+mosaic_gpu_fused 2 ms, cudnn+pallas 3 ms, '
+        'mosaic_gpu+mosaic_gpu_fused 4 ms, cudnn+xla 5 ms, xla+xla 9 ms'
     )
     assert ' false' in machine.log.read_text()
     assert machine() == (parts, [last], [])
@@ -149,10 +150,10 @@ def test_an_interrupted_measurement_leaves_no_process(machine, error):
     ('acts', 'num_slots', 'parts', 'tried'),
     [
         # A cuDNN that does not work does not cost the depth part its kernels.
-        ({'xla+mosaic_gpu': 2, **dict.fromkeys(NAMES[:4], CRASH)}, 12, 'xla+mosaic_gpu', 8),
-        ({'cudnn+xla': CRASH, 'xla+xla': CRASH}, 0, 'xla', 2),
+        ({'xla+mosaic_gpu': 2, **dict.fromkeys(NAMES[:4], CRASH)}, 12, 'xla+mosaic_gpu', 9),
+        ({'cudnn+xla': CRASH, 'mosaic_gpu+xla': CRASH, 'xla+xla': CRASH}, 0, 'xla', 3),
         # What merely found too little memory is not held to be broken.
-        ({'cudnn+xla': NO_MEMORY, 'xla+xla': CRASH}, 0, 'cudnn', 2),
+        ({'cudnn+xla': NO_MEMORY, 'mosaic_gpu+xla': CRASH, 'xla+xla': CRASH}, 0, 'cudnn', 3),
     ],
 )
 def test_where_many_fail(machine, acts, num_slots, parts, tried):

@@ -51,7 +51,7 @@ def test_cpu_runs_xla_unless_asked_otherwise():
         *((device, {}, XLA) for device in (AMD, TPU, Device('gpu', 'NVIDIA T4', (7, 5)))),
         # Neither initialization nor a short prompt, nor what one form alone can compute.
         (HOPPER._replace(not_measured=''), {}, CUDNN),
-        (HOPPER._replace(not_measured=''), LARGE._asdict() | {'num_slots': 0} | NOT_CUDNN, XLA),
+        (HOPPER._replace(not_measured=''), LARGE._asdict() | {'num_slots': 0} | FLOAT32, XLA),
     ],
 )
 def test_what_was_never_run_is_not_taken_unmeasured(device, changes, parts):
@@ -64,17 +64,22 @@ def test_candidates_of_a_measurement():
     """Each depth part with cuDNN where it fits, and XLA's own form; the proven one comes first."""
     with pytest.raises(AssertionError, match='measured'):
         choose(None, LARGE, HOPPER._replace(not_measured=''))
-    hopper = [CUDNN, *(Parts('cudnn', name) for name in KERNELS), XLA]
+    ours = Parts('mosaic_gpu', 'mosaic_gpu_fused')
+    hopper = [CUDNN, *(Parts('cudnn', name) for name in KERNELS), ours, XLA]
     packed = USUAL._replace(k=USUAL.q, num_slots=0, segments=True)
-    windowed = [XLA, *(Parts('xla', name) for name in KERNELS)]
+    windowed = [XLA, *(Parts('xla', name) for name in KERNELS), ours]
     for device, shapes, candidates in (
         (HOPPER, USUAL, hopper),
         *((device, USUAL, [CUDNN, hopper[3], XLA]) for device in (OLDER, BLACKWELL)),
         (HOPPER, USUAL._replace(**NOT_CUDNN), windowed),
-        (HOPPER, packed, [CUDNN, XLA]),
+        (HOPPER, packed, [CUDNN, Parts('mosaic_gpu'), XLA]),
         (OLDER, packed, [XLA]),
     ):
         assert backends.plan(shapes, device)[0] == candidates
+    for group in (1, 2, 3):  # of the shipped configs
+        shapes = USUAL._replace(k=(2, 1024, 12 // group, 64), q=(2, 1024, 12, 64), segments=True)
+        fused = {parts for parts in backends.plan(shapes, HOPPER)[0] if parts.depth == ours.depth}
+        assert ours in fused and len(fused) == 2
     refused = backends.plan(USUAL._replace(**FLOAT32), HOPPER)[1]
     assert set(refused) == {'cudnn', 'mosaic_gpu', 'mosaic_gpu_fused'}
 
@@ -90,6 +95,7 @@ def test_a_name_is_taken_or_refused():
     assert choose('pallas', USUAL, AMD) == Parts('xla', 'pallas')
     for name in ('mosaic_gpu', 'mosaic_gpu_fused'):
         assert choose(name, LARGE, hopper) == Parts('cudnn', name)
+        assert choose(name, LARGE._replace(**NOT_CUDNN), hopper) == Parts('mosaic_gpu', name)
         with pytest.raises(ValueError, match='capability 8.0 must be 9.x.*: .*xla, pallas'):
             choose(name, LARGE, older)
     with pytest.raises(ValueError, match='platform tpu must be a GPU'):

@@ -45,6 +45,7 @@ MOSAIC = {
     'two_padded_chunks': {'L': 70, 'G': 8, 'num': 66, 'window': 62, 'mask': True, 'H': 128},
     'two_chunks': {'L': 72, 'num': 70, 'window': 69, 'B': 2, 'K': 3, 'T': 2, 'G': 1},
     'group_of_16': {'L': 64, 'G': 16, 'H': 96, 'num': 17, 'T': 2, 'mask': True},
+    'group_of_12': {'G': 12, 'L': 9, 'num': 7, 'T': 2},
     'narrow_tiles': {'H': 80, 'G': 7, 'num': 4, 'window': 3},
     'widest': {'H': 128, 'L': 16, 'T': 2, 'sums': 'bfloat16'},
     'rows': {'L': 24, 'T': 5, 'R': 6, 'K': 2, 'num': 20, 'window': 11, 'B': 2, 'mask': True},
@@ -252,10 +253,10 @@ UNSUPPORTED = [
     (mosaic, shapes_of(WIDE, 1, 'float32'), 'float32'),
     (mosaic, shapes_of(WIDE, 1, HALF, 'float16'), 'bfloat16, float16 must be one'),
     *((mosaic, shapes_of((1, 8, 8, H), 1, HALF), str(H)) for H in (60, 72, 256, 264)),
-    *((mosaic, shapes_of((1, 8, N, 64), 1, HALF), str(N)) for N in (12, 40)),
+    *((mosaic, shapes_of((1, 8, N, 64), 1, HALF), str(N)) for N in (33, 40)),
     (mosaic, shapes_of((2, 2**28, 8, 64), 4, HALF), str(2**31)),
     (mosaic, shapes_of((2, 8, 8, 64), 4, HALF)._replace(slot_rows=2**28), str(2**31)),
-    (fused, USUAL._replace(q=(2, 1024, 14, 64)), '7 query heads'),
+    (fused, USUAL._replace(q=(2, 1024, 66, 64)), '33 query heads'),
     (fused, USUAL._replace(dtypes=('float32',)), 'float32'),
     (fused, USUAL._replace(k=(2, 65, 2, 64)), '65 keys'),
     (fused, USUAL._replace(ordered=False), 'positions'),
@@ -276,8 +277,9 @@ def test_supported_shapes():
     assert fused.unsupported(USUAL) is None
     for heads, width in ((128, 200), (8, 256)):
         assert triton.unsupported(shapes_of((1, 8, heads, width), 2, HALF), None) is None
-    for group, width in itertools.product((1, 3, 5, 8, 16), (8, 56, 64, 80, 96, 112, 128)):
-        assert mosaic.unsupported(shapes_of((2, 97, 2 * group, width), 2, HALF)) is None
+    for group, width in itertools.product((1, 3, 5, 8, 12, 16), (8, 56, 64, 80, 96, 112, 128)):
+        shapes = shapes_of((2, 97, 2 * group, width), 2, HALF)
+        assert mosaic.unsupported(shapes) is None and fused.unsupported(shapes) is None
 
 
 def test_any_number_of_programs_is_on_one_axis():

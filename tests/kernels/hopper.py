@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.backends import DEPTH, Parts, load_module
-from kernels_pallas.joint_softmax import Slots, Static
-from kernels_pallas.mosaic import fused
+from kernels_pallas.joint_softmax import SequenceMask, Slots, Static
+from kernels_pallas.mosaic import fused, sequence
 
 # An H200, as XLA's target configuration describes devices.
 TARGET = """
@@ -207,19 +207,36 @@ def depth_call(backend, way, B, T, K, G, H, L, R=None, mask=False, dtype=jnp.bfl
     return function, (q, q, by_head, by_head, slots, sums)
 
 
-def fused_call(T, K, G, H, L, R=None, general=False, dtype=jnp.bfloat16, windows=(1024, 16)):
-    """The fused forward, and its arguments; general: windows, segments, own queries, mask, rows."""
+def fused_call(T, K, G, H, L, R=None, kind='', dtype=jnp.bfloat16, windows=(1024, 16)):
+    """The fused forward, and its arguments; num_slots is traced.
+
+    kind 'documents': with segments; 'general': with windows, own queries, mask and rows too.
+    """
     q, key, rows = shape(1, T, K * G, H, dtype=dtype), shape(1, T, K, H, dtype=dtype), None
-    segments, own, mask = None, None, None
-    if general:
-        rows = segments = shape(1, T, dtype=jnp.int32)
-        own, mask = q, shape(L, 1, R or T, dtype=bool)
+    segments, own, mask = shape(1, T, dtype=jnp.int32) if kind else None, None, None
+    if kind == 'general':
+        rows, own, mask = segments, q, shape(L, 1, R or T, dtype=bool)
     side = shape(L, 1, R or T, K, H, dtype=dtype)
     slots = Slots(side, side, shape(dtype=jnp.int32), mask, rows)
-    window, slot_window = windows if general else (0, 0)
+    window, slot_window = windows if kind == 'general' else (0, 0)
     static = Static(window, True, slot_window, H**-0.5, False, Parts('xla', 'mosaic_gpu_fused'))
     function = functools.partial(fused.fused_forward, static=static)
     return function, (q, key, key, segments, own, slots)
+
+
+def sequence_call(way, T, K, G, H, documents=False, window=0, dtype=jnp.bfloat16):
+    """The sequence part `way` (forward or backward) by Mosaic GPU, and its arguments."""
+    q, key = shape(1, T, K * G, H, dtype=dtype), shape(1, T, K, H, dtype=dtype)
+    ids, by_head = shape(1, T, dtype=jnp.int32), shape(1, K * G, T, dtype=jnp.float32)
+    static = Static(window, True, 0, H**-0.5, False, Parts('mosaic_gpu'))
+
+    def function(q, k, v, ids, *joint):
+        ids = ids if documents else None
+        passes = {'forward': sequence.sequence_forward, 'backward': sequence.sequence_backward}
+        return passes[way](q, k, v, SequenceMask(None, None, ids, ids), static, *joint)
+
+    joint = (q, q, by_head, by_head) if way == 'backward' else ()
+    return function, (q, key, key, ids, *joint)
 
 
 # (H, G, L, with a mask and a look-up of tokens)
@@ -231,14 +248,35 @@ SHAPES = (
     (128, 3, 70, False),
     (64, 8, 70, True),
 )
+# (H, G, L, kind) of `fused_call`
+FUSED = (
+    (64, 8, 64, ''),
+    (128, 8, 64, ''),
+    (64, 1, 64, 'documents'),
+    (128, 2, 70, 'documents'),
+    (64, 3, 48, 'documents'),
+    (96, 5, 70, 'general'),
+    (64, 8, 70, 'general'),
+    (128, 1, 70, 'general'),
+    (128, 2, 70, 'general'),
+    (128, 3, 70, 'general'),
+    (128, 8, 70, 'general'),
+    (128, 12, 70, 'general'),
+)
+# (H, G, with segments and a window)
+SEQUENCE = ((64, 1, False), (128, 2, False), (128, 8, False), (64, 8, True), (128, 2, True))
 
 
 def _kernels():
     """By name: what gives a function and the shapes of its arguments; T = 4096, bfloat16."""
     found = {}
-    for H, G, L, general in ((64, 8, 64, False), (128, 8, 64, False), (64, 8, 70, True)):
-        name = f'fused_forward_H{H}_G{G}_L{L}' + '_general' * general
-        found[name] = functools.partial(fused_call, 4096, 8, G, H, L, general=general)
+    for H, G, L, kind in FUSED:
+        name = f'fused_forward_H{H}_G{G}_L{L}' + f'_{kind}' * bool(kind)
+        found[name] = functools.partial(fused_call, 4096, 8, G, H, L, kind=kind)
+    for way, (H, G, documents) in itertools.product(('forward', 'backward'), SEQUENCE):
+        name = f'mosaic_sequence_{way}_H{H}_G{G}' + '_documents' * documents
+        options = {'documents': documents, 'window': 1024 * documents}
+        found[name] = functools.partial(sequence_call, way, 4096, 8, G, H, **options)
     ways = itertools.product(
         (('pallas', 'pallas'), ('mosaic', 'mosaic_gpu')), ('forward', 'backward')
     )

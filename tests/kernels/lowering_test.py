@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.backends import Parts
 from kernels_pallas.joint_softmax import SequenceMask, Slots, Static, joint_attention
-from tests.kernels.hopper import depth_call, fused_call, lower, shape
+from tests.kernels.hopper import depth_call, fused_call, lower, sequence_call, shape
 
 # JAX means to remove it; until then it is what runs on GPUs older than Hopper.
 pytestmark = pytest.mark.filterwarnings(
@@ -88,9 +88,10 @@ def lower_fused(*sizes, **options):
     'sizes',
     [
         {'T': 200, 'K': 2, 'G': 8, 'H': 64, 'L': 64},
-        {'T': 97, 'K': 2, 'G': 8, 'H': 128, 'L': 70, 'general': True},
-        {'T': 1025, 'K': 1, 'G': 16, 'H': 56, 'L': 7, 'R': 1024, 'general': True},
-        {'T': 3, 'K': 1, 'G': 24, 'H': 96, 'L': 1, 'dtype': jnp.float16},
+        {'T': 97, 'K': 2, 'G': 2, 'H': 128, 'L': 70, 'kind': 'documents'},
+        {'T': 1025, 'K': 1, 'G': 12, 'H': 56, 'L': 7, 'R': 1024, 'kind': 'general'},
+        {'T': 3, 'K': 1, 'G': 3, 'H': 96, 'L': 1, 'dtype': jnp.float16},
+        {'T': 8, 'K': 1, 'G': 1, 'H': 128, 'L': 9},
     ],
 )
 def test_fused_lowers(sizes):
@@ -98,11 +99,19 @@ def test_fused_lowers(sizes):
     assert len(re.findall('@mosaic_gpu', lower_fused(**sizes))) == 1
 
 
+@pytest.mark.parametrize('documents', [False, True])
+def test_sequence_lowers(documents):
+    """One kernel forward, two backward, at a length that no block divides."""
+    for way, kernels in (('forward', 1), ('backward', 2)):
+        function, arrays = sequence_call(way, 97, 2, 3, 128, documents)
+        assert len(re.findall('@mosaic_gpu', lower(function, *arrays))) == kernels
+
+
 def test_hopper_reaches_beyond_31_bits():
     """TMA takes a coordinate per dimension: each side fits 31 bits here, and their product 37."""
     for text in lower_depth('mosaic_gpu', B=1, T=2**20 + 1, K=8, G=1, H=128, L=64):
         assert re.search(r'@mosaic_gpu.*tensor<64x8388616x128xbf16>', text)
-    assert 'tensor<64x1x1048577x8x128xbf16>' in lower_fused(2**20 + 1, 8, 8, 128, 64)
+    assert 'tensor<64x1x131072x8x8x128xbf16>' in lower_fused(2**20, 8, 2, 128, 64)
 
 
 @pytest.mark.parametrize('dlse', [False, True])

@@ -50,6 +50,36 @@ def test_loops_visit_only_tiles_with_visible_keys():
     assert bounds(ids) == ([0, 0, 1, 3], [1, 2, 3, 4])
 
 
+def test_rows_are_long_by_what_is_computed_at_once(monkeypatch):
+    """A CPU takes few heads at a time, so that the batch does not matter there."""
+    few, many = (1, 512, 16, 64), (256, 512, 16, 64)
+    for q_shape in (few, many):
+        assert not sequence.is_long(q_shape, (q_shape[0], 512, 4, 64))
+        assert sequence.is_long(q_shape, (q_shape[0], 2**18, 4, 64))
+        assert sequence.is_long((q_shape[0], 2049, 16, 64), (q_shape[0], 2049, 4, 64))
+    monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+    assert not sequence.is_long(few, (1, 512, 4, 64))
+    assert sequence.is_long(many, (256, 512, 4, 64))
+
+
+@pytest.mark.parametrize('empty', [{'B': 0}, {'T': 0}])
+@pytest.mark.parametrize('implementation', ['xla', 'pallas'])
+def test_no_tokens_have_no_outputs_and_no_gradients(implementation, empty):
+    """An empty batch, or empty rows, with slots whose sums are asked for."""
+    sizes = {'B': 2, 'T': 5} | empty
+    q, k = (jnp.ones((sizes['B'], sizes['T'], heads, 8)) for heads in (4, 2))
+    side = jnp.ones((3, *k.shape))
+
+    def attention(q, k, side, total):
+        options = {'return_lse': True, 'thread_slots': True, 'slot_sums': (total, total)}
+        return depth_attention(q, k, k, side, side, implementation=implementation, **options)
+
+    results, pull = jax.vjp(attention, q, k, side, side)
+    lse = jnp.zeros((sizes['B'], 4, sizes['T']))
+    assert [x.shape for x in results] == [x.shape for x in (q, lse, *4 * [side])]
+    assert [x.shape for x in pull(results)] == [x.shape for x in (q, k, side, side)]
+
+
 @pytest.mark.parametrize('block', [16, 'parts', 'tiles'])
 def test_hidden_pairs_have_exactly_zero_gradient(block, monkeypatch):
     """The outputs of queries before 20 have no derivative, to the bit, by any token from 20 on."""

@@ -1,6 +1,8 @@
 """launch.isoflop: the configs of a study's runs, what it refuses, and a study that is killed."""
 
+import functools
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -12,6 +14,8 @@ import pytest
 from launch.study_config import StudyConfig
 from moddepth_jax.data.directory import lock_directory
 from moddepth_jax.hparams import from_config
+from moddepth_jax.studies.claims import CLAIMS, STUDIES
+from moddepth_jax.studies.places import BEST_DENSE, MIN_SIZES
 from moddepth_jax.training.summary import num_parameters
 from moddepth_jax.training.train_step import init_state
 from tests.forked_commands import ROOT
@@ -48,35 +52,67 @@ def test_configs_that_no_study_can_use_are_refused_in_one_line(
     assert '\n' not in str(error.value)
 
 
-def flags_of(target):
+@functools.cache
+def commands_of(target):
+    """Flags of each command of a study, by name."""
     command = ['make', '-n', target, 'VENV_PYTHON=python3']
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    recipe = shown.replace('\\\n', ' ').split('-m launch.isoflop', 1)[1].split('\n')[0]
-    return dict(flag.removeprefix('--').split('=', 1) for flag in recipe.split())
+    commands = re.findall(r'-m launch\.isoflop (.*)', shown.replace('\\\n', ' '))
+    flags = [[flag.removeprefix('--').partition('=') for flag in each.split()] for each in commands]
+    return [{name: value for name, _, value in each} for each in flags]
+
+
+@pytest.mark.parametrize('target', ['study', *sorted(STUDIES), 'study-gpu', 'study-moda-gpu'])
+def test_every_target_trains_different_models(target):
+    """Each variant can be built, and no two of one study are the same model."""
+    for given in commands_of(target):
+        kind = 'flops' if 'budgets' in given else 'steps'
+        overrides = {
+            name.removeprefix('config.'): value
+            for name, value in given.items()
+            if name.startswith('config.') and not value.isdecimal()
+        }
+        budget = float(given['budgets' if kind == 'flops' else 'steps'].split(',')[0])
+        size = given['sizes'].split(',')[-1]
+        config = StudyConfig(given['config'], overrides, kind)
+        models = {
+            variant: from_config(config.config(variant, size, budget)).model
+            for variant in given['variants'].split(',')
+            if variant != 'shallow'  # dense, of another size
+        }
+        assert len(set(models.values())) == len(models)
+        assert int(config.shallower(size).split('x')[0]) < int(size.split('x')[0])
+
+
+def variants_at(spec):
+    """Those that claims compare there, also claims over several budgets of its study."""
+    names = set()
+    for claim in CLAIMS:
+        budgets = claim.args.get('budgets', [])
+        if claim.spec == spec or spec.flops in budgets and claim.spec.study == spec.study:
+            args = (claim.args.get(name, []) for name in ('first', 'second', 'others', 'variants'))
+            names.update(*([arg] if isinstance(arg, str) else arg for arg in args))
+    return names - {BEST_DENSE} | ({'dense', 'shallow'} if BEST_DENSE in names else set())
 
 
 @pytest.mark.parametrize(
-    'target', ['study', 'study-moda', 'study-experts', 'study-gpu', 'study-moda-gpu']
+    'spec', sorted({claim.spec for claim in CLAIMS if claim.spec}), ids=lambda spec: spec.text
 )
-def test_every_target_trains_different_models(target):
-    """Each variant can be built, and no two of one study are the same model."""
-    given = flags_of(target)
-    kind = 'flops' if 'budgets' in given else 'steps'
-    overrides = {
-        name.removeprefix('config.'): value
-        for name, value in given.items()
-        if name.startswith('config.') and not value.isdecimal()
-    }
-    budget = float(given['budgets' if kind == 'flops' else 'steps'].split(',')[0])
-    size = given['sizes'].split(',')[0]
-    config = StudyConfig(given['config'], overrides, kind)
-    models = {
-        variant: from_config(config.config(variant, size, budget)).model
-        for variant in given['variants'].split(',')
-        if variant != 'shallow'  # dense, of another size
-    }
-    assert len(set(models.values())) == len(models)
-    assert int(config.shallower(size).split('x')[0]) < int(size.split('x')[0])
+def test_every_place_of_the_claims_is_trained_as_planned(spec):
+    """One command has its budget, size and seeds, and each variant that a claim names there."""
+    commands, unit = commands_of(spec.study), 'budgets' if spec.flops else 'steps'
+    assert len({flags['workdir'] for flags in commands}) == len(commands)
+    (flags,) = (
+        flags
+        for flags in commands
+        if spec.budget in map(float, flags.get(unit, 'nan').split(','))
+        and (not spec.size or spec.size in flags['sizes'].split(','))
+    )
+    assert spec.study in pathlib.PurePath(flags['workdir']).parts
+    assert len(set(flags['seeds'].split(','))) == spec.seeds
+    if not spec.size:
+        assert 'noall_sizes' in flags and len(flags['sizes'].split(',')) >= MIN_SIZES
+    assert variants_at(spec) <= set(flags['variants'].split(','))
 
 
 def test_the_wider_model_has_as_many_parameters_as_moda():

@@ -148,6 +148,16 @@ def test_each_form_is_another_program(tiny_config):
         assert bool(names & {'checkpoint', 'remat', 'remat2'}) == (remat == 'block')
 
 
+@pytest.mark.parametrize('knobs, again', [({}, False), (ROUTED, False), (MODA, True)])
+def test_attention_is_computed_again_only_with_slots(knobs, again, tiny_config):
+    """Without slots a rematerialized model has no exponentials but those of a plain one."""
+    counts = [
+        sum(eqn.primitive.name == 'exp' for eqn in traced(tiny_config, knobs, form))
+        for form in ({'model.remat': 'none'}, {'model.remat': 'block'})
+    ]
+    assert (0 < counts[0] < counts[1]) if again else (0 < counts[0] == counts[1])
+
+
 @pytest.mark.parametrize('remat', parameters(('block',), ('block', 'none')))
 @pytest.mark.parametrize(
     'stream', parameters(('moda', 'value_residual'), ('moda', 'residual', 'value_residual'))

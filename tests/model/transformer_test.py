@@ -9,7 +9,7 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.hparams.registry import CAUSAL_RULES
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.model.decoding import unroll
-from moddepth_jax.model.layers import rms_norm
+from moddepth_jax.model.layers import _flat_dot_general, rms_norm
 from moddepth_jax.model.transformer import (
     Transformer,
     causal_routing,
@@ -249,3 +249,14 @@ def test_a_rule_without_its_averages_or_experts_is_refused(name, routing, messag
     for refuse in refusals:
         with pytest.raises(ValueError, match=message):
             refuse()
+
+
+@pytest.mark.parametrize(
+    'dimensions', [(((1,), (0,)), ((), ())), (((2,), (1,)), ((), ())), (((2,), (0,)), ((0,), (1,)))]
+)
+def test_flat_products_contract_last_axes_with_first_ones(dimensions):
+    """Other axes, and axes of a batch, are refused: their product would be another."""
+    x_BTD, kernel_DNH = jnp.ones((3, 3, 3)), jnp.ones((3, 3, 3))
+    with pytest.raises(ValueError, match='must contract') as error:
+        _flat_dot_general(x_BTD, kernel_DNH, dimensions)
+    assert '\n' not in str(error.value)

@@ -149,6 +149,13 @@ def _diverge(study):
     study['runs'][-1] |= dict.fromkeys(('loss', 'bits_per_byte', 'routing_gap'))
 
 
+def _diverge_first(study, variant):
+    """At every size, so that no seed has chosen among them."""
+    for row in study['runs']:
+        if row['variant'] == variant and row['seed'] == 0:
+            row |= dict.fromkeys(('loss', 'bits_per_byte', 'routing_gap'))
+
+
 PROBLEMS = [
     ({'steps': 499}, None, '499 steps, 500 are needed'),
     ({'routing_gap': 0.06}, None, 'a routing gap of 0.06 nats'),
@@ -156,6 +163,7 @@ PROBLEMS = [
     ({}, lambda s: s.update(diverged=['mod-4x64-6e+11-seed8']), 'a run of mod 4x64 diverged'),
     ({}, lambda s: _lose_size(s, 'dense', '31x64'), 'dense 4x64 is the smallest or largest'),
     ({}, lambda s: _lose_size(s, 'mod', '2x64'), 'mod 4x64 is the smallest or largest'),
+    ({}, lambda s: _diverge_first(s, 'mod'), 'a run of mod 4x64 diverged'),
 ]
 
 
@@ -520,6 +528,33 @@ def test_page_holds_each_claim_once_and_keeps_the_text_outside_its_markers():
     for broken in ('', page.replace(claims.END, ''), page + page):
         with pytest.raises(ValueError, match='markers'):
             replace(broken)
+
+
+def test_numbers_of_what_was_learned_are_those_of_the_rows_they_link_to():
+    """The page leads with lines written by hand: each says which rows of the table it rests on."""
+    text, _, table = (ROOT / 'docs/claims.md').read_text().partition(claims.BEGIN)
+    learned = text.split('## What was learned')[1].split('\n## ')[0]
+    found = dict(re.findall(r'^\| \[.*?\]\(#(\w+)\)(.*)$', table, re.MULTILINE))
+    lines = re.split(r'^\d+\. ', learned, flags=re.MULTILINE)[1:]
+    assert 8 <= len(lines) <= 12
+    for line in lines:
+        ids = re.findall(r'\(#(\w+)\)', line)
+        assert ids, line
+        of_rows = ' '.join(found[name] for name in ids).replace('+', '')
+        numbers = re.findall(r'-?\d+\.\d+', re.sub(r'\(#\w+\)', '', line).replace('+', ''))
+        assert numbers and [n for n in numbers if n not in of_rows] == [], line
+
+
+def test_losses_of_a_study_are_of_the_seeds_that_judge():
+    """A variant that only the choosing seed has run is left out."""
+    spec = BY_ID['mod_beats_dense'].spec
+    study = a_study(spec, {'mod': 1.9, 'dense': 2.0}, noise=0.0)
+    once = [row | {'variant': 'random'} for row in study['runs'] if row['seed'] == 0]
+    study |= {'runs': study['runs'] + once}
+    study['variants']['random'] = {'label': 'random', 'changes': {}}
+    table = claims.markdown([], Evidence({'s': study}, {}, {}))
+    assert '| `mod` | 4x64 | 8 | 1.' in table and '-0.100 (-0.100 to -0.100)' in table
+    assert '| `random` |' not in table
 
 
 def test_studies_are_read_up_to_three_levels_down(tmp_path):

@@ -127,6 +127,15 @@ def test_means_stand_with_their_spread(page_of):
     assert '1.5000 ± 0.0100 (3 seeds)' in page and '>0.9375<' in page and '>2.2500<' in page
 
 
+def test_differences_are_those_of_seeds_in_pairs(page_of):
+    """The seed that chose among sizes is left out: here it alone is far off."""
+    study = made_up(budgets=(6e11,), variants=('dense', 'mod'), seeds=(0, 1, 2, 3))
+    for row in study['runs']:
+        shift = {'dense': 0.0, 'mod': -0.1 - 0.001 * row['seed'] - 5 * (row['seed'] == 0)}
+        row['bits_per_byte'] = 2.0 + 0.3 * row['seed'] + shift[row['variant']]
+    assert '-0.1020 (-0.1045 to -0.0995)' in page_of(study)
+
+
 def test_a_study_without_runs_has_a_page(page_of):
     page = page_of(made_up(variants=SIZED) | {'runs': [], 'missing': ['dense-4x64'], 'tuning': []})
     assert 'No run has finished yet' in page and 'dense-4x64' in page

@@ -1,0 +1,324 @@
+"""Causal attention over the sequence on Hopper, forward and backward: any group, packed documents.
+
+The forward pass is the fused kernel without slots. The backward pass recomputes the weights from
+the logsumexp, in two kernels: one by tiles of queries for dq, one by tiles of keys for dk and dv.
+docs/depth_attention.md, section 8.
+"""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.mosaic import common, fused
+from kernels_pallas.mosaic import fused_body as body
+from kernels_pallas.mosaic.common import (
+    LAYOUT,
+    LOG2E,
+    OCTET,
+    accumulate,
+    add_product,
+    by_column,
+    by_row,
+    full_slice,
+    iota,
+    load,
+    matrix,
+)
+from kernels_pallas.mosaic.fused_body import KEYS, ROWS, TILES
+
+unsupported = fused.unsupported
+
+
+def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
+    """As `xla.sequence.sequence_forward`, of what is not `unsupported`."""
+    return fused.fused_forward(q_BTNH, k_BSKH, v_BSKH, mask.segment_ids_BT, None, None, static)
+
+
+def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
+    """As `xla.sequence.sequence_backward`, all gradients in the dtype of q; nothing is atomic."""
+    del o_BTNH
+    do_BTNH = do_BTNH.astype(q_BTNH.dtype)
+    ids_BT = mask.segment_ids_BT
+    sizes = fused.make_sizes(q_BTNH, k_BSKH, ids_BT, do_BTNH, None, static)
+    operands = fused.make_operands(q_BTNH, k_BSKH, v_BSKH, ids_BT, do_BTNH, None, static, sizes)
+    # Unused rows have weights of 0.
+    operands['lse'] = _by_tile(lse_BNT * LOG2E, sizes, jnp.inf)
+    operands['delta'] = _by_tile(delta_BNT, sizes, 0.0)
+    swizzle = common.swizzle_of(q_BTNH.shape[3], q_BTNH.dtype)
+    dq = _gradient_of_queries(operands, sizes, swizzle)
+    dk, dv = _gradients_of_keys(_by_octet(operands, ids_BT, sizes), sizes, swizzle)
+    return tuple(x[:, : sizes.length] for x in (dq, dk, dv))
+
+
+def _gradient_of_queries(operands, sizes, swizzle):
+    q = operands['q']
+    scratch = fused.make_scratch(sizes, q.dtype, swizzle)
+    blocks = sizes.blocks * len(q) * sizes.kv_heads * sizes.pieces
+    (dq,) = fused.run_kernel(
+        'sequence_backward_q',
+        functools.partial(_compute_dq, sizes=sizes),
+        functools.partial(body.fill, sizes=sizes),
+        operands,
+        {'o': jax.ShapeDtypeStruct(q.shape, q.dtype)},
+        scratch,
+        sizes,
+        blocks,
+    )
+    return dq
+
+
+def _gradients_of_keys(operands, sizes, swizzle):
+    k = operands['k']
+    # Wide heads have products over 32 queries, which a wider swizzle does not allow.
+    scratch = fused.make_scratch(sizes, k.dtype, swizzle if sizes.width <= 64 else min(swizzle, 64))
+    scratch = scratch._replace(
+        q_full=plgpu.Barrier(num_arrivals=2, num_barriers=TILES),
+        full=plgpu.Barrier(num_arrivals=2 * (ROWS // sizes.tokens), num_barriers=sizes.stages),
+    )
+    return fused.run_kernel(
+        'sequence_backward_kv',
+        functools.partial(_compute_dkv, sizes=sizes),
+        functools.partial(_fill_queries, sizes=sizes),
+        operands,
+        {key: jax.ShapeDtypeStruct(k.shape, k.dtype) for key in ('dk', 'dv')},
+        scratch,
+        sizes,
+        -(-sizes.length // KEYS) * len(k) * sizes.kv_heads,
+    )
+
+
+def _by_tile(x_BNT, sizes, fill):
+    """[B, K * pieces, tiles, ROWS] of a number of each query, float32; `fill` in unused rows."""
+    batch, _, length = x_BNT.shape
+    x = x_BNT.astype(jnp.float32).reshape(batch, sizes.kv_heads, sizes.group, length)
+    tokens = sizes.blocks * TILES * sizes.tokens
+    x = _extend(_extend(x, 2, sizes.pieces * sizes.heads, fill), 3, tokens, fill)
+    x = x.reshape(batch, -1, sizes.heads, tokens // sizes.tokens, sizes.tokens)
+    x = jnp.moveaxis(x, 3, 2).reshape(*x.shape[:2], -1, sizes.heads * sizes.tokens)
+    return _extend(x, 3, ROWS, fill)
+
+
+def _extend(x, axis, size, fill):
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths, constant_values=fill)
+
+
+def _compute_dq(refs, shared, warpgroup, sizes):
+    """A compute warpgroup: dq of a tile of queries, by blocks of keys."""
+    dtype = shared.ring.dtype
+
+    def place():
+        tile = body.tile_of(refs, sizes)
+        return tile, tile.token + warpgroup * sizes.tokens
+
+    tile, token = place()
+    body.load_queries(refs, shared, tile, token, warpgroup, sizes)
+    q, do = shared.q.at[warpgroup], shared.q_depth.at[warpgroup]
+    row = tile.batch, tile.column, lax.div(token, sizes.tokens)
+    lse, delta = (
+        load(ref.at[row], LAYOUT.reduce(1), optimized=False) for ref in (refs.lse, refs.delta)
+    )
+
+    def one(block, carry, hide, halves):
+        (dq,) = carry
+        k_stage, v_stage = (body.stage_of(2 * block + i, sizes) for i in range(2))
+        plgpu.barrier_wait(shared.full.at[k_stage])
+        plgpu.barrier_wait(shared.full.at[v_stage])
+        shape = (ROWS, KEYS // halves)
+        for half in range(halves):
+            k, v = (body.half_of(shared, x, half, halves, sizes) for x in (k_stage, v_stage))
+            scores = accumulate(
+                None, shape, functools.partial(add_product, q, k, transpose=True), sizes
+            )
+            if hide is not None:
+                scores = hide(scores, start=block * KEYS + half * shape[1])
+            weights = jnp.exp2(scores * sizes.factor - by_row(lse, shape))
+            dweights = accumulate(
+                None, shape, functools.partial(add_product, do, v, transpose=True), sizes
+            )
+            dscores = (weights * (dweights - by_row(delta, shape))).astype(dtype)
+            dq = accumulate(dq, dq.shape, functools.partial(add_product, dscores, k), sizes)
+        plgpu.barrier_arrive(shared.used.at[k_stage])
+        plgpu.barrier_arrive(shared.used.at[v_stage])
+        return (dq,)
+
+    dq = plgpu.layout_cast(jnp.zeros((ROWS, sizes.width), jnp.float32), LAYOUT)
+    (dq,) = body.over_keys(refs, place, sizes, one, (dq,), halves=2)
+    shared.q.at[warpgroup][...] = (dq * (sizes.factor / LOG2E)).astype(dtype)
+    plgpu.commit_smem()
+    body.store_rows(refs, shared.q.at[warpgroup], *place(), sizes)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _by_octet(operands, ids_BT, sizes):
+    """Operands of `_compute_dkv`: queries in octets of tokens, and where documents end."""
+    split = {key: operands[key] for key in ('q', 'q_depth')}
+    split = {key: x.reshape(x.shape[0], -1, OCTET, *x.shape[2:]) for key, x in split.items()}
+    joined = {key: operands[key] for key in ('k', 'v')}
+    joined = {key: x.reshape(x.shape[0], -1, *x.shape[3:]) for key, x in joined.items()}
+    operands = operands | split | joined | {'last': None, 'key_ids': None}
+    if sizes.documents:
+        first_BT = operands['first']
+        length = sizes.length
+        ends = jnp.pad(first_BT[:, 1:] != first_BT[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+        index_BT = jnp.where(ends, jnp.arange(length, dtype=jnp.int32), length)
+        last_BT = lax.cummin(index_BT, axis=1, reverse=True)
+        operands['last'] = jnp.where(first_BT < 0, -1, last_BT)
+        pad_to = -(-length // KEYS) * KEYS
+        operands['key_ids'] = common.pad(ids_BT.astype(jnp.int32), 1, pad_to).reshape(
+            ids_BT.shape[0], -1, ROWS
+        )
+    return operands
+
+
+def _keys_of(refs, sizes):
+    """The place of a block's first key, and the tiles of queries that see its keys."""
+    item, batches = lax.optimization_barrier(lax.axis_index('item')), refs.q.shape[0]
+    kv_head, rest = lax.rem(item, sizes.kv_heads), lax.div(item, sizes.kv_heads)
+    batch, key = lax.rem(rest, batches), lax.div(rest, batches) * KEYS
+    last_key = jnp.minimum(key + KEYS, sizes.length) - 1
+    # The last query that sees the first key, and the last that sees the last.
+    every = some = lax.optimization_barrier(jnp.int32(sizes.length - 1))
+    by_ids = jnp.bool_(False)
+    if sizes.documents:
+        every, some = refs.last[batch, key], refs.last[batch, last_key]
+        by_ids = some < 0
+        some = jnp.where(by_ids, sizes.length - 1, some)
+    if sizes.window:
+        every = jnp.minimum(every, key + (sizes.window - 1))
+        some = jnp.minimum(some, last_key + (sizes.window - 1))
+    begin, end = lax.div(key, sizes.tokens), lax.div(some, sizes.tokens) + 1
+    general = jnp.where(by_ids, end, begin)
+    # From `causal` on all queries of a tile are behind the last key, to `inside` all see the first.
+    causal = jnp.clip(lax.div(last_key + (sizes.tokens - 1), sizes.tokens), general, end)
+    inside = end
+    if sizes.documents or sizes.window:
+        inside = jnp.clip(lax.div(every + 1, sizes.tokens), causal, end)
+    return types.SimpleNamespace(
+        batch=batch,
+        kv_head=kv_head,
+        key=key,
+        begin=begin,
+        general=general,
+        causal=causal,
+        inside=inside,
+        end=end,
+    )
+
+
+def _fill_queries(refs, shared, sizes):
+    """The memory warpgroup: a stage has a tile of queries, and of their outputs' cotangents."""
+    keys, octets = _keys_of(refs, sizes), sizes.tokens // OCTET
+
+    @pl.loop(keys.begin * sizes.pieces, keys.end * sizes.pieces)
+    def _(i):
+        step = i - keys.begin * sizes.pieces
+        stage = body.next_stage(shared, step, sizes)
+        tile, piece = lax.div(i, sizes.pieces), lax.rem(i, sizes.pieces)
+        for side, ref in enumerate((refs.q, refs.q_depth)):
+            # Rows without a head have the last one's numbers, and an infinite logsumexp.
+            @pl.loop(0, ROWS // sizes.tokens)
+            def _(i, side=side, ref=ref):
+                head = jnp.minimum(piece * sizes.heads + i, sizes.group - 1)
+                head += keys.kv_head * sizes.group
+                rows = pl.ds(tile * octets, octets)
+                source = ref.at[keys.batch, rows, :, head, full_slice(sizes.width)]
+                place = pl.ds(side * (ROWS // OCTET) + i * octets, octets)
+                target = shared.ring.at[stage, place]
+                plgpu.copy_gmem_to_smem(source, target, shared.full.at[stage])
+
+    body.finish(shared, (keys.end - keys.begin) * sizes.pieces, sizes)
+
+
+def _compute_dkv(refs, shared, warpgroup, sizes):
+    """A compute warpgroup: dk and dv of 64 keys, by tiles of queries."""
+    dtype, width = shared.ring.dtype, full_slice(sizes.width)
+    keys = _keys_of(refs, sizes)
+    key = keys.key + warpgroup * ROWS
+    rows = pl.ds(key, ROWS)
+    sides = shared.q.at[warpgroup], shared.q_depth.at[warpgroup]
+    for source, target in zip((refs.k, refs.v), sides, strict=True):
+        source = source.at[keys.batch, rows, keys.kv_head, width]
+        plgpu.copy_gmem_to_smem(source, target, shared.q_full.at[warpgroup])
+    plgpu.barrier_wait(shared.q_full.at[warpgroup])
+    k, v = sides
+
+    # Two sums of H numbers and the scores of 64 queries would not fit the registers.
+    halves = 1 if sizes.width <= 64 else 2
+    shape = ROWS, ROWS // halves
+
+    def by_query(ref, at, start):
+        return load(ref.at[*at, pl.ds(start, shape[1])], LAYOUT.reduce(0), optimized=False)
+
+    def hide(scores, tile, start):
+        token = (start + iota(shape, 1)) & (sizes.tokens - 1)
+        distance = tile * sizes.tokens - key + token - iota(shape, 0)
+        scores = jnp.where(distance >= 0, scores, -jnp.inf)
+        if sizes.window:
+            scores = jnp.where(distance < sizes.window, scores, -jnp.inf)
+        if not sizes.documents:
+            return scores
+        own = refs.key_ids.at[keys.batch, lax.div(key, ROWS)]
+        own = by_row(load(own, LAYOUT.reduce(1), optimized=False), shape)
+        ids = by_column(by_query(refs.row_ids, (keys.batch, tile), start), shape)
+        return jnp.where(own == ids, scores, -jnp.inf)
+
+    def part_of(stage, side, start):
+        octet = side * (ROWS // OCTET) + lax.div(start, OCTET)
+        return matrix(shared.ring.at[stage, pl.ds(octet, shape[1] // OCTET)], sizes)
+
+    def add(total, a, b, transpose=False):
+        size = shape if total is None else total.shape
+        products = functools.partial(add_product, a, b, transpose=transpose)
+        return accumulate(total, size, products, sizes)
+
+    def one(i, carry, masked):
+        tile, piece = lax.div(i, sizes.pieces), lax.rem(i, sizes.pieces)
+        at = keys.batch, keys.kv_head * sizes.pieces + piece, tile
+        stage = body.stage_of(i - keys.begin * sizes.pieces, sizes)
+        plgpu.barrier_wait(shared.full.at[stage])
+
+        def half(j, carry):
+            dk, dv = carry
+            start = j * shape[1]
+            q, do = (part_of(stage, side, start) for side in range(2))
+            scores = add(None, k, q, transpose=True)
+            if masked:
+                scores = hide(scores, tile, start)
+            lse = by_column(by_query(refs.lse, at, start), shape)
+            weights = jnp.exp2(scores * sizes.factor - lse)
+            dv = add(dv, weights.astype(dtype), do)
+            dweights = add(None, v, do, transpose=True)
+            delta = by_column(by_query(refs.delta, at, start), shape)
+            return add(dk, (weights * (dweights - delta)).astype(dtype), q), dv
+
+        # Unrolled the halves spill registers; the barrier keeps the compiler from doing so.
+        carry = lax.fori_loop(0, lax.optimization_barrier(jnp.int32(halves)), half, carry)
+        plgpu.barrier_arrive(shared.used.at[stage])
+        return carry
+
+    zeros = plgpu.layout_cast(jnp.zeros((ROWS, sizes.width), jnp.float32), LAYOUT)
+    carry = zeros, zeros
+    loops = [(keys.begin, keys.causal, True), (keys.causal, keys.inside, False)]
+    if sizes.documents or sizes.window:
+        loops.append((keys.inside, keys.end, True))
+    for begin, end, masked in loops:
+        step = functools.partial(one, masked=masked)
+        carry = lax.fori_loop(begin * sizes.pieces, end * sizes.pieces, step, carry)
+    dk, dv = carry
+    for target, total in zip(sides, (dk * (sizes.factor / LOG2E), dv), strict=True):
+        target[...] = total.astype(dtype)
+    plgpu.commit_smem()
+
+    @pl.when(key < sizes.length)
+    def _():
+        for source, result in zip(sides, (refs.dk, refs.dv), strict=True):
+            plgpu.copy_smem_to_gmem(source, result.at[keys.batch, rows, keys.kv_head, width])
+
+    plgpu.wait_smem_to_gmem(0)
