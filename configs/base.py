@@ -11,7 +11,10 @@ def get_config() -> ConfigDict:
 
     model = config.model = ConfigDict()
     model.vocab_size = 257  # at least the tokenizer's; 256 bytes and one separator
-    model.num_layers = 6  # blocks
+    model.num_layers = 6  # blocks, each with parameters of its own
+    model.loops = 1  # times that the looped blocks run, with the same parameters each time
+    model.looped_layers = 'all'  # all | middle:FIRST:LAST (not that many at both ends)
+    model.loop_order = 'cycle'  # of blocks a, b looped twice: cycle (a b a b) | sequence (a a b b)
     model.d_model = 128  # D, width of the residual stream
     model.d_ff = 384  # F, width of the SwiGLU mlp
     model.num_heads = 4  # N, query heads
@@ -27,7 +30,7 @@ def get_config() -> ConfigDict:
     model.windows = (0,)  # tokens seen by each layer, repeated over depth; 0: all earlier ones
     model.init_std = 0.02  # of every weight matrix, truncated at 3 sigma
     model.embedding_init_std = 0.02  # of the embedding; under post, reordered norms 1; tied D^-0.5
-    model.scale_residual_init = True  # residual outputs start smaller by 1/sqrt(2 num_layers)
+    model.scale_residual_init = True  # residual outputs start smaller by 1/sqrt(2 blocks)
     model.dtype = 'float32'  # float32 | bfloat16 | float64 (with JAX_ENABLE_X64=1); of activations
     model.attention = 'auto'  # auto | reference | xla | pallas | mosaic_gpu | mosaic_gpu_fused
     model.layer_loop = 'scan'  # scan (compile time free of depth) | unrolled; same parameters

@@ -84,7 +84,7 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
         i, j, name = in_layer(keys)
         for repeat in range(len(leaf)):
             found[numbers[i, repeat, j], name] = leaf[repeat]
-    numbers, runs = layer_numbers(target.model), Stack(target.model, 'top_c').runs
+    numbers, runs = layer_numbers(target.model), Stack(target.model, 'top_c').stored_runs
     new, fresh = [], {}
 
     def leaf(path, wanted):

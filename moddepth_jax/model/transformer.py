@@ -147,7 +147,8 @@ def init_stack(key, hparams: ModelHparams, length: int):
     """Parameters of the stack, initialized layer by layer on a random row like embeddings.
 
     The draw of a parameter depends on the key, its layer's number and its name in the layer alone,
-    so that models of one seed start alike wherever they have the same parameters.
+    so that models of one seed start alike wherever they have the same parameters. A looped layer
+    runs once here.
     """
     stream_key, key = jax.random.split(key)
     shape = (1, length, hparams.d_model)
@@ -157,8 +158,9 @@ def init_stack(key, hparams: ModelHparams, length: int):
     seeds_BT = ones_BT.astype(jnp.uint32)
     tokens = TokenInfo(jnp.arange(length)[None], ones_BT, seeds_BT, jnp.zeros_like(ones_BT))
     stack, params = Stack(hparams, 'top_c'), {}
+    runs = stack.stored_runs
     carry = (x_BTD, *empty_slots(hparams, x_BTD))
-    for i, (run, numbers) in enumerate(zip(stack.runs, stack.layer_numbers, strict=True)):
+    for i, (run, numbers) in enumerate(zip(runs, stack.layer_numbers, strict=True)):
 
         def init_repeat(carry, inputs, kinds=run.group):
             numbers, count = inputs
@@ -169,7 +171,7 @@ def init_stack(key, hparams: ModelHparams, length: int):
                 count += kind.slots
             return carry, {name: layer for name, layer in made.items() if layer}
 
-        carry, made = jax.lax.scan(init_repeat, carry, (numbers, stack.counts(i)))
+        carry, made = jax.lax.scan(init_repeat, carry, (numbers, stack.counts(runs, i)))
         if made:  # entry or exit may have none
             params[f'run_{i}'] = made
     return params

@@ -2,4 +2,4 @@
 
 from moddepth_jax.hparams.registry import STREAMS
 from moddepth_jax.model.streams import attention, average, dense, moda, value_residual
-from moddepth_jax.model.streams.base import LayerKind, Stream, layer_kinds
+from moddepth_jax.model.streams.base import LayerKind, Stream, layer_kinds, layer_order

@@ -91,13 +91,19 @@ class Stream(nn.Module):
 
     @classmethod
     def layer_kinds(cls, hparams: ModelHparams) -> list[LayerKind]:
-        """The kind of every layer. Without ends the last writes no slots: none would read them."""
-        per_layer = hparams.depth.slots_per_layer
-        routed, experts = hparams.routed_layers, hparams.expert_layers
+        """The kind of every layer that has parameters of its own.
+
+        Without ends the last writes no slots, unless it is looped: none would read them.
+        """
+        per_layer, layers = hparams.depth.slots_per_layer, hparams.num_layers
+        routed = hparams.routing.routed_layers(layers)
+        experts = hparams.experts.expert_layers(layers)
         kinds = [
             LayerKind(i in routed, hparams.window(i), per_layer, experts=i in experts)
-            for i in range(hparams.num_layers)
+            for i in range(layers)
         ]
+        if not cls.has_ends and hparams.loops_last_layer:
+            return kinds
         if not cls.has_ends:
             return [*kinds[:-1], kinds[-1]._replace(slots=0)]
         entry, last = LayerKind(False, 0, per_layer, part='entry'), LayerKind(False, 0, part='exit')
@@ -169,5 +175,14 @@ def refuse_routed_writers(hparams: ModelHparams):
 
 
 def layer_kinds(hparams: ModelHparams) -> list[LayerKind]:
-    """The kind of every layer, from the first to the last."""
-    return hparams.depth.stream_class.layer_kinds(hparams)
+    """The kind of every layer that runs, from the first to the last; looped ones come again."""
+    kinds = hparams.depth.stream_class.layer_kinds(hparams)
+    return [kinds[layer] for layer in layer_order(hparams)]
+
+
+def layer_order(hparams: ModelHparams) -> list[int]:
+    """The index, among the stream's `layer_kinds`, of every layer that runs."""
+    blocks = hparams.block_order
+    if not hparams.depth.stream_class.has_ends:
+        return list(blocks)
+    return [0, *(1 + block for block in blocks), hparams.num_layers + 1]

@@ -68,6 +68,10 @@ class ValueResidual(Stream):
         if layers < 2:
             right = 'must be 2 or more: later layers read the values of the first'
             refuse('model.num_layers', layers, right)
+        if hparams.block_order.count(0) > 1:
+            right = 'must be middle:1:0 or similar: the first block writes the values that all '
+            right += 'others read, once'
+            refuse('model.looped_layers', hparams.looped_layers, right)
         if depth.sparse_layers and depth.value_mix != 'sparse':
             right = f'must be 0: value_mix {depth.value_mix} mixes in all layers but the first'
             refuse('model.depth.sparse_layers', depth.sparse_layers, right)
