@@ -12,8 +12,8 @@ def get_config() -> ConfigDict:
     model = config.model = ConfigDict()
     model.vocab_size = 257  # at least the tokenizer's; 256 bytes and one separator
     model.num_layers = 6  # blocks, each with parameters of its own
+    model.looped_layers = 'none'  # none | all | middle:FIRST:LAST (not that many at both ends)
     model.loops = 1  # times that the looped blocks run, with the same parameters each time
-    model.looped_layers = 'all'  # all | middle:FIRST:LAST (not that many at both ends)
     model.loop_order = 'cycle'  # of blocks a, b looped twice: cycle (a b a b) | sequence (a a b b)
     model.d_model = 128  # D, width of the residual stream
     model.d_ff = 384  # F, width of the SwiGLU mlp

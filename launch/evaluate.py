@@ -22,6 +22,7 @@ from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 cli.define_step()
+cli.define_loops()
 ROUTING = cli.define_routing(
     'top_c, aux_loss, predictor, threshold or dense', ', compared with top_c'
 )

@@ -21,8 +21,8 @@ class ModelHparams:
 
     vocab_size: checks.Size
     num_layers: Annotated[int, functools.partial(checks.positive, maximum=MAX_LAYERS)]
-    loops: Annotated[int, functools.partial(checks.positive, maximum=MAX_LAYERS)]
     looped_layers: str
+    loops: Annotated[int, functools.partial(checks.positive, maximum=MAX_LAYERS)]
     loop_order: checks.choice('cycle', 'sequence')
     d_model: checks.Size
     d_ff: checks.Size
@@ -69,9 +69,10 @@ class ModelHparams:
             stream = self.depth.stream
             right = f'must be unrolled: layers of the {stream} stream differ in what they read'
             refuse('model.layer_loop', self.layer_loop, right)
-        if not self.depth.stream_class.scans and self.loops > 1:
-            right = f'must be 1: layers of the {self.depth.stream} stream differ in what they read'
-            refuse('model.loops', self.loops, right)
+        if not self.depth.stream_class.scans and self.looped:
+            stream = self.depth.stream
+            right = f'must be none: layers of the {stream} stream differ in what they read'
+            refuse('model.looped_layers', self.looped_layers, right)
         if self.depth.skipped_slots == 'masked' and not self.routed_layers:
             right = 'must be auto: no block is routed, so no token skips one'
             refuse('model.depth.skipped_slots', self.depth.skipped_slots, right)
@@ -83,13 +84,18 @@ class ModelHparams:
             right = f'must be at most {(MAX_LAYERS - self.num_layers) // (last - first) + 1}: '
             right += f'{self.num_blocks} blocks would run, {MAX_LAYERS} may'
             refuse('model.loops', self.loops, right)
-        if self.loops == 1 and (self.looped_layers, self.loop_order) != ('all', 'cycle'):
-            right = 'must be 2 or more where looped_layers or loop_order is set: no block is looped'
+        if not self.looped and self.loops > 1:
+            right = 'must be 1: no block is looped; set model.looped_layers to all'
             refuse('model.loops', self.loops, right)
+        if not self.looped and self.loop_order != 'cycle':
+            right = 'must be cycle: no block is looped; set model.looped_layers to all'
+            refuse('model.loop_order', self.loop_order, right)
 
     @functools.cached_property
     def _loop(self):
         """(first looped block, the block after the last)."""
+        if not self.looped:
+            return 0, 0
         if self.looped_layers == 'all':
             return 0, self.num_layers
         kind, *numbers = self.looped_layers.split(':')
@@ -97,8 +103,8 @@ class ModelHparams:
             first, last = int(numbers[0]), self.num_layers - int(numbers[1])
             if first < last:
                 return first, last
-        right = 'must be all or middle:FIRST:LAST, which leaves out that many blocks at both ends '
-        right += f'of {self.num_layers} and loops at least one'
+        right = 'must be none, all or middle:FIRST:LAST, which leaves out that many blocks at both '
+        right += f'ends of {self.num_layers} and loops at least one'
         return refuse('model.looped_layers', self.looped_layers, right)
 
     def _check_experts(self):
@@ -111,6 +117,11 @@ class ModelHparams:
         if self.experts.choice == 'expert' and self.routing.train_rule == 'threshold':
             right = 'must be top_c where experts choose: they look at whole rows in training'
             refuse('model.routing.train_rule', self.routing.train_rule, right)
+
+    @property
+    def looped(self) -> bool:
+        """Whether some blocks can run several times, with the same parameters each time."""
+        return self.looped_layers != 'none'
 
     @property
     def num_blocks(self) -> int:
@@ -127,9 +138,14 @@ class ModelHparams:
         return (*range(first), *looped, *range(last, self.num_layers))
 
     @property
+    def first_looped(self) -> int:
+        """The number of the first looped block; 0 if there are none."""
+        return self._loop[0]
+
+    @property
     def loops_last_layer(self) -> bool:
-        """Whether the last block runs again after itself or others."""
-        return self.loops > 1 and self._loop[1] == self.num_layers
+        """Whether the last block is looped, so that others may run after it."""
+        return self.looped and self._loop[1] == self.num_layers
 
     @functools.cached_property
     def routed_layers(self) -> tuple[int, ...]:

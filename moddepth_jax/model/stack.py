@@ -73,7 +73,7 @@ class Stack(NamedTuple):
     @property
     def runs(self) -> tuple[Run, ...]:
         """The layers that run, in groups; the repeats of a layer differ in the row of its Place."""
-        if self.hparams.loops == 1:
+        if not self.hparams.looped:
             return self.stored_runs
         kinds = layer_kinds(self.hparams)
         of_one_leaf = [

@@ -126,7 +126,7 @@ def _params_of_run(stack, params, i):
     Each repeat of an ordinary model takes its slice; of a looped model the rows of its layers,
     since copies of the parameters for every loop would be as large as a model without loops.
     """
-    if stack.hparams.loops == 1:
+    if not stack.hparams.looped:
         return params.get(f'run_{i}', {}), lambda of_repeat, j: of_repeat.get(f'layer_{j}', {})
     places = stack.places_of(i)
     rows = [np.array([place.row for place in of_layer], np.int32) for of_layer in places]
@@ -214,7 +214,7 @@ def _backward(stack, residuals, cotangents):
     sums = empty_sums(stack.hparams, slots)
     dslots = jax.tree.map(jnp.zeros_like, slots if sums is None else sums)
     dslots = jax.tree.map(_split_slots, dslots)
-    runs, looped = stack.runs, stack.hparams.loops > 1
+    runs, looped = stack.runs, stack.hparams.looped
     # Of a looped model the gradients of all parameters, to which each loop adds.
     sums_of_loops = jax.tree.map(jnp.zeros_like, params) if looped else {}
     carry, dparams = (dx_BTD, dslots, sums_of_loops), {}

@@ -33,6 +33,19 @@ class SavedRun:
     fingerprint: dict
     notes: tuple[str, ...]
 
+    def with_loops(self, loops: int) -> 'SavedRun':
+        """The run with another number of loops. Raises ValueError if its model cannot have it."""
+        model = self.hparams.model
+        if loops == model.loops:
+            return self
+        if not model.looped:
+            raise ValueError(f'--loops={loops}: no block of this run is looped')
+        if self.state.averages:
+            right = 'its averages of scores are those of each loop in training; leave --loops out'
+            raise ValueError(f'--loops={loops}: this run has {model.loops}, and {right}')
+        model = dataclasses.replace(model, loops=loops)
+        return dataclasses.replace(self, hparams=dataclasses.replace(self.hparams, model=model))
+
     @property
     def hparams_of_stage(self) -> Hparams:
         """`hparams` with the capacity of the last step, with which to evaluate the model."""

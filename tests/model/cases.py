@@ -35,6 +35,8 @@ ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
 HALF_ROUTED = ROUTED | {'model.routing.capacity': 0.5, 'model.routing.causal_rule': 'aux_loss'}
 GROWS = {'model.routing.overflow': 'grow'}
 ROOMY = {'model.routing.cache_capacity': 2.0}  # no token is dropped
+LOOPED = {'model.looped_layers': 'middle:1:1', 'model.loops': 3}
+ALL_LOOPED = {'model.looped_layers': 'all', 'model.loops': 2, 'model.loop_order': 'sequence'}
 TWO = {'model.routing.layers': '1,2'}
 
 
@@ -108,6 +110,10 @@ CASES = {
     'value residual grows': (VALUES | ROUTED | GROWS | POST, 'predictor'),
     'value residual, sparse': (SPARSE | WINDOWS | REORDERED, 'dense'),
     'shared values': (SHARED | WINDOWS | FULL_NORM, 'dense'),
+    'looped': (LOOPED | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
+    'looped threshold': (LOOPED | routed_by('learned', 'threshold') | GROWS, 'threshold'),
+    'looped moda': (ALL_LOOPED | MODA | WINDOWS, 'dense'),
+    'looped values': (LOOPED | VALUES | POST, 'dense'),
     'experts': (experts(layers='every:2', product='ragged_dot'), 'dense'),
     'integrated': (experts(num_noop=3, num_shared=0, scores='sigmoid') | POST, 'dense'),
     'row capacity': (experts(num_routed=3, row_capacity=3) | REORDERED, 'dense'),

@@ -68,9 +68,9 @@ class ValueResidual(Stream):
         if layers < 2:
             right = 'must be 2 or more: later layers read the values of the first'
             refuse('model.num_layers', layers, right)
-        if hparams.block_order.count(0) > 1:
-            right = 'must be middle:1:0 or similar: the first block writes the values that all '
-            right += 'others read, once'
+        if hparams.looped and hparams.first_looped == 0:
+            right = 'must be middle:1:0 or a later start: the first block writes, once, the values '
+            right += 'that all others read'
             refuse('model.looped_layers', hparams.looped_layers, right)
         if depth.sparse_layers and depth.value_mix != 'sparse':
             right = f'must be 0: value_mix {depth.value_mix} mixes in all layers but the first'
