@@ -28,6 +28,8 @@ _PLAIN = {
     'model.depth.stream': 'residual',
     'model.depth.slots': 'auto',
     'model.depth.value_mix': 'auto',
+    'model.looped_layers': 'none',
+    'model.loops': 1,
 }
 
 
@@ -81,6 +83,14 @@ _STREAMS = {
         _stream('value_residual', **{'model.depth.value_mix': 'shared'}),
         'rose s',
     ),
+    **{
+        f'looped_{loops}': Variant(
+            f'all but the first and last block looped {word}',
+            _PLAIN | {'model.looped_layers': 'middle:1:1', 'model.loops': loops},
+            look,
+        )
+        for loops, word, look in ((2, 'twice', 'orange <'), (3, 'three times', 'orange >'))
+    },
     'mod_moda': Variant('MoD and MoDA', _mod() | _moda(), 'green h'),
     'mod_moda_masked': Variant(
         'MoD and MoDA, no slots of skipped blocks',

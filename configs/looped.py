@@ -1,0 +1,17 @@
+"""A looped transformer on a laptop: its two middle blocks run three times, with the same weights.
+
+python -m launch.train --config=configs/looped.py
+python -m launch.train --config=configs/looped.py:loops=1 --workdir=runs/once
+python -m launch.evaluate --workdir=runs/looped --loops=4
+"""
+
+from configs import moda, sizes
+
+
+def get_config(arguments: str = ''):
+    """Arguments: size=LAYERSxWIDTH, steps of training, loops of all blocks but first and last."""
+    values = sizes.parse(arguments, size='4x64', steps='600', loops='3')
+    config = moda.get_config(f'slots=none,size={values["size"]},steps={values["steps"]}')
+    config.model.looped_layers = 'middle:1:1'
+    config.model.loops = sizes.count(values['loops'], 'loops')
+    return config
