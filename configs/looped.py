@@ -5,8 +5,8 @@ python -m launch.train --config=configs/looped.py:loops=1 --workdir=runs/once
 python -m launch.evaluate --workdir=runs/looped --loops=4
 
 Bits a byte held out, seed 0: 2.390; with one loop 2.441; eight blocks of their own
-(configs/moda.py:slots=none), which cost as many FLOPs as three loops, 2.345. A run takes a minute or
-two on two CPU cores.
+(configs/moda.py:slots=none), which cost as many FLOPs as three loops, 2.345. A run takes a minute
+or two on two CPU cores.
 """
 
 from configs import moda, sizes
