@@ -11,7 +11,10 @@ def get_config() -> ConfigDict:
 
     model = config.model = ConfigDict()
     model.vocab_size = 257  # at least the tokenizer's; 256 bytes and one separator
-    model.num_layers = 6  # blocks
+    model.num_layers = 6  # blocks, each with parameters of its own
+    model.looped_layers = 'none'  # none | all | middle:FIRST:LAST (not that many at both ends)
+    model.loops = 1  # times that the looped blocks run, with the same parameters each time
+    model.loop_order = 'cycle'  # of blocks a, b looped twice: cycle (a b a b) | sequence (a a b b)
     model.d_model = 128  # D, width of the residual stream
     model.d_ff = 384  # F, width of the SwiGLU mlp
     model.num_heads = 4  # N, query heads
@@ -27,20 +30,22 @@ def get_config() -> ConfigDict:
     model.windows = (0,)  # tokens seen by each layer, repeated over depth; 0: all earlier ones
     model.init_std = 0.02  # of every weight matrix, truncated at 3 sigma
     model.embedding_init_std = 0.02  # of the embedding; under post, reordered norms 1; tied D^-0.5
-    model.scale_residual_init = True  # residual outputs start smaller by 1/sqrt(2 num_layers)
+    model.scale_residual_init = True  # residual outputs start smaller by 1/sqrt(2 blocks)
     model.dtype = 'float32'  # float32 | bfloat16 | float64 (with JAX_ENABLE_X64=1); of activations
     model.attention = 'auto'  # auto | reference | xla | pallas | mosaic_gpu | mosaic_gpu_fused
     model.layer_loop = 'scan'  # scan (compile time free of depth) | unrolled; same parameters
     model.remat = 'block'  # block (backward recomputes each block, but its attention) | none
 
     depth = model.depth = ConfigDict()
-    # residual | dense | average | attention | moda
+    # residual | dense | average | attention | moda | value_residual
     depth.stream = 'residual'  # what a layer reads of the earlier ones, and writes for later ones
     depth.slots = 'auto'  # moda: auto (attention+ffn) | attention | attention+ffn | block
     depth.attention_slot_projection = False  # moda: a matrix of its own for the attention slot
     depth.slot_keys = 'auto'  # moda: auto (rotated) | rotated | unrotated (the authors' code)
     depth.skipped_slots = 'auto'  # moda with routed blocks: auto (projected) | projected | masked
     depth.slot_window = 0  # moda, attention: number of newest slots that are visible; 0: all
+    depth.value_mix = 'auto'  # value_residual: auto (learned) | learned | fixed | sparse | shared
+    depth.sparse_layers = 0  # value_residual, sparse: number of last layers that mix; 0: auto (3)
     depth.gradient_dtype = 'float32'  # float32 (or wider) | model: sums of slots' gradients
 
     experts = model.experts = ConfigDict()

@@ -294,6 +294,12 @@ def define_step():
     flags.DEFINE_integer('step', None, text, lower_bound=0)
 
 
+def define_loops():
+    """Defines --loops, which `load_saved_run` reads."""
+    text = 'Times that looped blocks run. Default: as in training.'
+    flags.DEFINE_integer('loops', None, text, lower_bound=1)
+
+
 def load_saved_run(workdir: str, mesh_of=None, say_remaining=True):
     """Loads the SavedRun in `workdir` on the mesh of `mesh_of(hparams)`, or on one device.
 
@@ -306,6 +312,8 @@ def load_saved_run(workdir: str, mesh_of=None, say_remaining=True):
     mesh = mesh_of and multihost.run_on_all(lambda: mesh_of(read_hparams(workdir)[0]))
     step = FLAGS['step'].value if 'step' in FLAGS else None
     run = load_run(workdir, mesh, step)
+    if 'loops' in FLAGS and FLAGS['loops'].value is not None:
+        run = run.with_loops(FLAGS['loops'].value)
     _notes.extend(run.notes if multihost.is_leader() else ())
     if say_remaining and step is None and 0 < run.step < run.num_steps and multihost.is_leader():
         remaining = run.num_steps - run.step

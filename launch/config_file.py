@@ -14,12 +14,13 @@ from ml_collections import ConfigDict
 
 from configs import base
 from moddepth_jax.hparams import ExpertsHparams, from_config
+from moddepth_jax.hparams.depth import AUTO_KNOBS
 from moddepth_jax.training.run_dir import CONFIG_FILE, SOURCE_FILE, build_stored, read_config
 
 FLAGS = flags.FLAGS
 _AUTO = (  # knobs whose default is resolved by the others
     *('model.routing.gate', 'model.routing.causal_rule'),
-    *(f'model.depth.{knob}' for knob in ('slots', 'slot_keys', 'skipped_slots', 'gradient_dtype')),
+    *(f'model.depth.{knob}' for knob in (*AUTO_KNOBS, 'gradient_dtype')),
 )
 
 

@@ -22,6 +22,7 @@ from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 cli.define_step()
+cli.define_loops()
 ROUTING = cli.define_routing(
     'top_c, aux_loss, predictor, threshold or dense', ', compared with top_c'
 )
@@ -205,7 +206,8 @@ def _print_report(report, experts):
 
 
 def _of_run(report):
-    return f'{report["workdir"]}, step {report["step"]} of {report["num_steps"]}'
+    loops = f' in {report["loops"]} loops' if report['loops'] else ''
+    return f'{report["workdir"]}, step {report["step"]} of {report["num_steps"]}{loops}'
 
 
 def _print_domains(report):
@@ -250,6 +252,7 @@ def main(_):
             'workdir': WORKDIR.value,
             'step': run.step,
             'num_steps': run.num_steps,
+            'loops': model.loops if model.looped else None,
             'rule': rule if model.looks_ahead else None,
             'compared': (own if rule == 'top_c' else rule) if model.routed_layers else None,
             **result,

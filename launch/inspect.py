@@ -21,6 +21,7 @@ from moddepth_jax.training.progress import printable
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 cli.define_step()
+cli.define_loops()
 TEXT = flags.DEFINE_string('text', None, 'A file, - for stdin, or the text itself.', required=True)
 OUT = flags.DEFINE_string('out', None, 'Directory for page, numbers and pictures.', required=True)
 ROUTING = cli.define_routing('top_c (looks at the future), aux_loss, predictor, threshold or dense')

@@ -77,7 +77,7 @@ def routing_record(variables, hparams: Hparams, batch, routing: str) -> RoutingR
 
 def routing_grid(top_c_RT, selected_RT, hparams: Hparams) -> np.ndarray:
     """int [L, T]: SELECTED, LOOKAHEAD (in the top C only), SKIPPED, or DENSE, from bool [R, T]."""
-    grid_LT = np.full((hparams.model.num_layers, np.shape(top_c_RT)[1]), DENSE)
+    grid_LT = np.full((hparams.model.num_blocks, np.shape(top_c_RT)[1]), DENSE)
     skipped_RT = np.where(top_c_RT, LOOKAHEAD, SKIPPED)
     grid_LT[list(hparams.model.routed_layers)] = np.where(selected_RT, SELECTED, skipped_RT)
     return grid_LT

@@ -75,7 +75,7 @@ def page_data(
             'loss': _rounded(inspection.loss_N),
         },
         'layers': [
-            _layer(inspection, layer, logits_of) for layer in range(hparams.model.num_layers)
+            _layer(inspection, layer, logits_of) for layer in range(hparams.model.num_blocks)
         ],
         'totals': totals(inspection, classes_N),
         'depth': depth and {k: np.asarray(side).tolist() for k, side in depth._asdict().items()},
@@ -96,7 +96,7 @@ def _about(inspection, hparams, routing, logits_of):
         'looks_ahead': routing == 'top_c' and model.looks_ahead,
         'routed': routed,
         'dense': not routed,
-        'num_layers': model.num_layers,
+        'num_layers': model.num_blocks,
         'routed_layers': ', '.join(map(str, model.routed_layers)),
         'router': model.routing.router,
         'gate': model.routing.gate,

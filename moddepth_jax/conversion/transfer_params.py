@@ -18,7 +18,7 @@ _MAY_DIFFER = {  # knobs of the model that a conversion may change
     *('depth', 'routing', 'attention', 'layer_loop', 'remat', 'dtype'),
     *('init_std', 'embedding_init_std', 'scale_residual_init'),
 }
-_NEW = ('router', 'predictor', 'stream')  # what routing and depth streams add to a layer
+_NEW = {'router', 'predictor', 'stream', 'values'}  # what routing and streams add to a layer
 
 
 def check_convertible(source: Hparams, target: Hparams):
@@ -84,7 +84,7 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
         i, j, name = in_layer(keys)
         for repeat in range(len(leaf)):
             found[numbers[i, repeat, j], name] = leaf[repeat]
-    numbers, runs = layer_numbers(target.model), Stack(target.model, 'top_c').runs
+    numbers, runs = layer_numbers(target.model), Stack(target.model, 'top_c').stored_runs
     new, fresh = [], {}
 
     def leaf(path, wanted):
@@ -98,7 +98,8 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
         new.append('.'.join(keys))
         for place in (place for place in places if place not in fresh):
             key = jax.random.fold_in(jax.random.key(target.seed), len(fresh))
-            made = _new_leaves(key, model=target.model, kind=runs[i].group[j])
+            number = np.int32(numbers[place])
+            made = _new_leaves(key, number, model=target.model, kind=runs[i].group[j])
             fresh[place] = jax.tree.map(np.asarray, made)
         return jnp.asarray(np.stack([fresh[place][keys[3:]] for place in places]))
 
@@ -106,12 +107,13 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
 
 
 @functools.partial(jax.jit, static_argnames=('model', 'kind'))
-def _new_leaves(key, *, model, kind):
-    """Initial leaves of router, predictor and stream of one layer, by their path in it."""
+def _new_leaves(key, number, *, model, kind):
+    """Initial leaves of _NEW in one layer, by their path in it."""
     x_BTD = jax.random.normal(key, (1, 8, model.d_model), model.dtype)
     ones_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
-    tokens = TokenInfo(jnp.cumsum(ones_BT, axis=1) - 1, ones_BT, ones_BT.astype(jnp.uint32))
+    seeds_BT = ones_BT.astype(jnp.uint32)
+    tokens = TokenInfo(jnp.cumsum(ones_BT, axis=1) - 1, ones_BT, seeds_BT, 0 * ones_BT)
     carry = (x_BTD, *empty_slots(model, x_BTD))
-    params, _ = init_layer(key, Stack(model, 'top_c'), kind, carry, 0, tokens)
+    params, _ = init_layer(key, number, Stack(model, 'top_c'), kind, carry, 0, tokens)
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    return {_keys(path): leaf for path, leaf in leaves if path[0].key in _NEW}
+    return {_keys(path): leaf for path, leaf in leaves if _NEW & {*_keys(path)}}

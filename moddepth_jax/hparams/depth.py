@@ -6,7 +6,9 @@ from moddepth_jax.hparams import checks
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
 
-AUTO_KNOBS = ('slots', 'slot_keys', 'skipped_slots')  # resolved by the stream's `choices`
+# Resolved by the stream's `choices`.
+AUTO_KNOBS = ('slots', 'slot_keys', 'skipped_slots', 'value_mix')
+COUNT_KNOBS = ('sparse_layers',)  # of the stream's `counts`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +22,8 @@ class DepthHparams:
     skipped_slots: str
     slot_window: checks.CountOrZero
     gradient_dtype: checks.choice('float32', 'model', 'none')
+    value_mix: str
+    sparse_layers: checks.CountOrZero
 
     def check_values(self):
         """Refuse what is wrong with any stream; needs no JAX."""
@@ -40,6 +44,12 @@ class DepthHparams:
             right = f'must be 0: the {self.stream} stream has no slots'
             refuse('model.depth.slot_window', self.slot_window, right)
 
+        for field in COUNT_KNOBS:
+            owners = [name for name, stream in STREAMS.items() if field in stream.counts]
+            if getattr(self, field) and self.stream not in owners:
+                right = f'must be 0: the {self.stream} stream has no such knob; use stream '
+                refuse(f'model.depth.{field}', getattr(self, field), right + ' or '.join(owners))
+
     def _resolve(self, field):
         name, value = f'model.depth.{field}', getattr(self, field)
         choices = self.stream_class.choices.get(field)
@@ -51,7 +61,7 @@ class DepthHparams:
         else:
             owners = {name: s.choices[field] for name, s in STREAMS.items() if field in s.choices}
             checks.one_of(name, value, ('auto', *dict.fromkeys(sum(owners.values(), ()))))
-            right = f'must be auto: the {self.stream} stream has no such slots; use stream '
+            right = f'must be auto: the {self.stream} stream has no such knob; use stream '
             refuse(name, value, right + ' or '.join(owners))
 
     @property

@@ -21,6 +21,9 @@ class ModelHparams:
 
     vocab_size: checks.Size
     num_layers: Annotated[int, functools.partial(checks.positive, maximum=MAX_LAYERS)]
+    looped_layers: str
+    loops: Annotated[int, functools.partial(checks.positive, maximum=MAX_LAYERS)]
+    loop_order: checks.choice('cycle', 'sequence')
     d_model: checks.Size
     d_ff: checks.Size
     num_heads: checks.Size
@@ -56,6 +59,7 @@ class ModelHparams:
         if not self.windows or not all(0 <= window <= checks.MAX_INT for window in self.windows):
             refuse('model.windows', self.windows, 'must hold sizes from 0 (no window) to 2**31 - 1')
         self.routing.routed_layers(self.num_layers)
+        self._check_loops()
         if self.experts.choice != 'none':
             self._check_experts()
 
@@ -65,10 +69,43 @@ class ModelHparams:
             stream = self.depth.stream
             right = f'must be unrolled: layers of the {stream} stream differ in what they read'
             refuse('model.layer_loop', self.layer_loop, right)
+        if not self.depth.stream_class.scans and self.looped:
+            stream = self.depth.stream
+            right = f'must be none: layers of the {stream} stream differ in what they read'
+            refuse('model.looped_layers', self.looped_layers, right)
         if self.depth.skipped_slots == 'masked' and not self.routed_layers:
             right = 'must be auto: no block is routed, so no token skips one'
             refuse('model.depth.skipped_slots', self.depth.skipped_slots, right)
         self.depth.stream_class.check(self)
+
+    def _check_loops(self):
+        first, last = self._loop
+        if self.num_blocks > MAX_LAYERS:
+            right = f'must be at most {(MAX_LAYERS - self.num_layers) // (last - first) + 1}: '
+            right += f'{self.num_blocks} blocks would run, {MAX_LAYERS} may'
+            refuse('model.loops', self.loops, right)
+        if not self.looped and self.loops > 1:
+            right = 'must be 1: no block is looped; set model.looped_layers to all'
+            refuse('model.loops', self.loops, right)
+        if not self.looped and self.loop_order != 'cycle':
+            right = 'must be cycle: no block is looped; set model.looped_layers to all'
+            refuse('model.loop_order', self.loop_order, right)
+
+    @functools.cached_property
+    def _loop(self):
+        """(first looped block, the block after the last)."""
+        if not self.looped:
+            return 0, 0
+        if self.looped_layers == 'all':
+            return 0, self.num_layers
+        kind, *numbers = self.looped_layers.split(':')
+        if kind == 'middle' and len(numbers) == 2 and all(map(str.isdecimal, numbers)):
+            first, last = int(numbers[0]), self.num_layers - int(numbers[1])
+            if first < last:
+                return first, last
+        right = 'must be none, all or middle:FIRST:LAST, which leaves out that many blocks at both '
+        right += f'ends of {self.num_layers} and loops at least one'
+        return refuse('model.looped_layers', self.looped_layers, right)
 
     def _check_experts(self):
         self.experts.expert_layers(self.num_layers)
@@ -82,14 +119,45 @@ class ModelHparams:
             refuse('model.routing.train_rule', self.routing.train_rule, right)
 
     @property
-    def routed_layers(self) -> tuple[int, ...]:
-        """Indices of the routed blocks, ascending; empty for the dense model."""
-        return self.routing.routed_layers(self.num_layers)
+    def looped(self) -> bool:
+        """Whether some blocks can run several times, with the same parameters each time."""
+        return self.looped_layers != 'none'
 
     @property
+    def num_blocks(self) -> int:
+        """The number of blocks that run, one after another; looped ones count once a loop."""
+        first, last = self._loop
+        return self.num_layers + (self.loops - 1) * (last - first)
+
+    @functools.cached_property
+    def block_order(self) -> tuple[int, ...]:
+        """The number of the block, below num_layers, that runs at each of the num_blocks places."""
+        first, last = self._loop
+        looped = list(range(first, last)) * self.loops
+        looped = sorted(looped) if self.loop_order == 'sequence' else looped
+        return (*range(first), *looped, *range(last, self.num_layers))
+
+    @property
+    def first_looped(self) -> int:
+        """The number of the first looped block; 0 if there are none."""
+        return self._loop[0]
+
+    @property
+    def loops_last_layer(self) -> bool:
+        """Whether the last block is looped, so that others may run after it."""
+        return self.looped and self._loop[1] == self.num_layers
+
+    @functools.cached_property
+    def routed_layers(self) -> tuple[int, ...]:
+        """Places of the routed blocks among all that run, ascending; empty for the dense model."""
+        routed = set(self.routing.routed_layers(self.num_layers))
+        return tuple(place for place, block in enumerate(self.block_order) if block in routed)
+
+    @functools.cached_property
     def expert_layers(self) -> tuple[int, ...]:
-        """Indices of the layers whose mlp is experts, ascending; empty without experts."""
-        return self.experts.expert_layers(self.num_layers)
+        """Places, likewise, of the blocks whose mlp is experts; empty without experts."""
+        experts = set(self.experts.expert_layers(self.num_layers))
+        return tuple(place for place, block in enumerate(self.block_order) if block in experts)
 
     @property
     def looks_ahead(self) -> bool:

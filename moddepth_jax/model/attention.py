@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from kernels_pallas import decode_attention, depth_attention
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.layers import RMSNorm, apply_rope, projection, rms_norm
-from moddepth_jax.model.routing import TokenInfo
+from moddepth_jax.model.routing import TokenInfo, gather_tokens
 from moddepth_jax.model.sharding import map_shards
 
 
@@ -39,7 +39,7 @@ class KeysValues(NamedTuple):
 class DepthSlots(NamedTuple):
     """What earlier layers wrote for the same tokens."""
 
-    slots: KeysValues  # leaves [L, B, T, K, H]; or x_LBTD in a stream that reads outputs
+    slots: KeysValues  # leaves [L, B, T, K, H]; or an array, as the stream's `slot_shape`
     valid_LBT: jax.Array | None = None  # bool, which tokens have a slot; None: all
     count: jax.Array | int | None = None  # number of slots that are written; None: L
     # int32, the tokens that the layer runs on, if not on all T; T and above for none.
@@ -47,6 +47,13 @@ class DepthSlots(NamedTuple):
     # Like the slots, but never read: their cotangents are the gradients of the slots, in their
     # dtype. None: the slots' own cotangents are.
     sums: KeysValues | None = None
+
+    def of_tokens(self):
+        """The slots of the tokens that the layer runs on, [L, B, T or C, ...]."""
+        if self.indices_BC is None:
+            return self.slots
+        gather = jax.vmap(gather_tokens, (0, None))
+        return jax.tree.map(lambda side: gather(side, self.indices_BC), self.slots)
 
 
 SLOTS = (None, 'batch', None, 'kv_heads', None)
@@ -104,13 +111,19 @@ class SelfAttention(nn.Module):
     hparams: ModelHparams
     window: int  # tokens that a query sees, itself included; 0: all earlier ones
     gathered: bool = False  # whether the tokens are a selection rather than whole rows
+    mixes: bool = False  # whether the stream's `value_mixer` changes the values
 
     def setup(self):
         hparams = self.hparams
         heads, kv_heads, width = hparams.num_heads, hparams.num_kv_heads, hparams.head_dim
         self.query = projection(hparams, heads, width)
         self.key = projection(hparams, kv_heads, width)
-        self.value = projection(hparams, kv_heads, width)
+        stream = hparams.depth.stream_class
+        self.projects_values = not self.mixes or stream.projects_values(hparams.depth)
+        if self.projects_values:
+            self.value = projection(hparams, kv_heads, width)
+        if self.mixes:
+            self.values = stream.value_mixer(hparams)
         self.out = projection(hparams, hparams.d_model, contracted=2, writes_residual=True)
         if hparams.qk_norm != 'none':
             self.query_norm = RMSNorm(hparams.norm_eps)
@@ -121,20 +134,27 @@ class SelfAttention(nn.Module):
     ):
         """Attend to the cache `view` if T = 1, without it to each other; and to `depth`.
 
-        Returns the output, KeysValues of tokens and of their depth slots, and `depth`, threaded.
+        Returns the output, KeysValues of tokens (no values if it has no projection for them) and
+        of their depth slots, and `depth`, threaded.
         """
-        q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
+        q_BTNH, k_BTKH = self.query(x_BTD), self.key(x_BTD)
+        v_BTKH = self.value(x_BTD) if self.projects_values else None
         if self.hparams.qk_norm != 'none':
             q_BTNH = self._normalize(q_BTNH, self.query_norm)
         q_BTNH = apply_rope(q_BTNH, tokens.positions_BT, self.hparams.rope_theta)
-        keys = slot = KeysValues(self._norm_and_rotate(k_BTKH, tokens.positions_BT), v_BTKH)
+        rotated_BTKH = self._norm_and_rotate(k_BTKH, tokens.positions_BT)
+        if self.mixes:
+            v_BTKH = self.values(x_BTD, q_BTNH, rotated_BTKH, v_BTKH, tokens, depth)
+        keys = slot = KeysValues(rotated_BTKH, v_BTKH)
         if self.hparams.depth.slot_keys == 'unrotated':
             slot = KeysValues(self.slot_key(k_BTKH, tokens.positions_BT), v_BTKH)
+        joint = depth if self.hparams.depth.stream_class.joins_attention else None
         if view is None:
-            o_BTNH, depth = self._over_sequence(q_BTNH, keys, tokens, depth)
+            o_BTNH, joint = self._over_sequence(q_BTNH, keys, tokens, joint)
         else:
-            o_BTNH = self._over_cache(q_BTNH, keys, view, depth)
-        return self.out(o_BTNH), keys, slot, depth
+            o_BTNH = self._over_cache(q_BTNH, keys, view, joint)
+        stored = keys if self.projects_values else keys._replace(v_BTKH=None)
+        return self.out(o_BTNH), stored, slot, depth if joint is None else joint
 
     def slot(self, x_BTD, tokens: TokenInfo) -> KeysValues:
         """The depth slot of tokens whose layer input this would be."""

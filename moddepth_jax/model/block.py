@@ -39,10 +39,11 @@ class Block(nn.Module):
     gathered: bool = False  # whether its tokens are a selection rather than whole rows
     experts: bool = False  # whether experts are its mlp
     ahead: bool = True  # experts that choose tokens look at whole rows; if not, use thresholds
+    mixes: bool = False  # whether the stream changes the values of attention
 
     def setup(self):
         hparams = self.hparams
-        self.attention = SelfAttention(hparams, self.window, self.gathered)
+        self.attention = SelfAttention(hparams, self.window, self.gathered, self.mixes)
         self.mlp = Experts(hparams, self.ahead) if self.experts else SwiGLU(hparams, hparams.d_ff)
         self.attention_norm = RMSNorm(hparams.norm_eps)
         self.mlp_norm = RMSNorm(hparams.norm_eps)

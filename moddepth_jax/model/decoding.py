@@ -88,6 +88,8 @@ def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams,
         slots = stack_slots(written)
         if layer.kind.part == 'block':
             past = cache.layers[len(updates)]
+            if past.v_BKHS is None:
+                past = past._replace(v_BKHS=cache.layers[0].v_BKHS)
             x_B1D, new, update, dropped = layer.apply(
                 params, x_B1D, slots, tokens, args, past, documents_B, active_B, method='decode'
             )

@@ -50,11 +50,16 @@ def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c'
     width, heads, kv_heads = model.d_model, model.num_heads, model.num_kv_heads
     names = ('projections', 'attention', 'mlp', 'expert_router', 'experts', 'router', 'predictor')
     parts = dict.fromkeys((*names, 'depth_projections'), 0.0)
+    written = 0
     for kind, tokens, window in _layers(hparams, length, routing):
         parts['depth_projections'] += stream.projection_flops(model, kind, length, tokens)
         if kind.part != 'block':
             continue
-        parts['projections'] += 2 * tokens * width * model.head_dim * (2 * heads + 2 * kv_heads)
+        sides = 1 + (not kind.mixes or stream.projects_values(model.depth))  # keys, and values
+        parts['projections'] += 2 * tokens * width * model.head_dim * (2 * heads + sides * kv_heads)
+        if kind.mixes:
+            parts['depth_projections'] += stream.mixing_flops(model, tokens, written)
+        written += kind.slots
         parts['attention'] += 4 * _pairs(tokens, window) * heads * model.head_dim
         if kind.experts:
             parts['mlp'] += tokens * experts.num_shared * _pair_flops(model)

@@ -13,7 +13,7 @@ class LayerCache(NamedTuple):
     """Keys and values of one block. Tokens are the last axis: attention reads them fastest so."""
 
     k_BKHS: jax.Array
-    v_BKHS: jax.Array
+    v_BKHS: jax.Array | None  # None: those of the first block
     positions_BS: jax.Array | None  # int32, original positions; None in a dense block: the index
     lengths_B: jax.Array | None  # int32, tokens in the cache; None in a dense block: all of the row
     taken_BE: jax.Array | None = None  # int32, of each expert of a dense block, by `row_capacity`
@@ -67,7 +67,9 @@ def _fit(side_BXS, capacity):
 
 def cache_from_prefill(keys, capacity: int, positions_BS=None, lengths_B=None) -> LayerCache:
     """A block's cache of `capacity` tokens from KeysValues [B, C, K, H]."""
-    k_BKHS, v_BKHS = (_shard(_fit(jnp.moveaxis(side_BCKH, 1, 3), capacity)) for side_BCKH in keys)
+    k_BKHS, v_BKHS = jax.tree.map(
+        lambda side_BCKH: _shard(_fit(jnp.moveaxis(side_BCKH, 1, 3), capacity)), keys
+    )
     positions_BS = None if positions_BS is None else _fit(positions_BS, capacity)
     return LayerCache(k_BKHS, v_BKHS, positions_BS, lengths_B)
 
@@ -91,9 +93,9 @@ def update_cache(cache: Cache, updates, new_documents_B, dropped_B, active_B) ->
             # By vmap: with row indices too, each device would get the updates of all rows.
             return _shard(jax.vmap(one)(side_BX, new_BX, index_B))
 
-        k_BKHS = put(layer.k_BKHS, update.keys.k_BTKH[:, 0])
-        v_BKHS = put(layer.v_BKHS, update.keys.v_BTKH[:, 0])
-        layer = layer._replace(k_BKHS=k_BKHS, v_BKHS=v_BKHS)
+        layer = layer._replace(k_BKHS=put(layer.k_BKHS, update.keys.k_BTKH[:, 0]))
+        if layer.v_BKHS is not None:
+            layer = layer._replace(v_BKHS=put(layer.v_BKHS, update.keys.v_BTKH[:, 0]))
         if layer.lengths_B is not None:
             positions_BS = put(layer.positions_BS, cache.lengths_B)
             layer = layer._replace(positions_BS=positions_BS, lengths_B=layer.lengths_B + writes_B)

@@ -25,7 +25,7 @@ from moddepth_jax.model.streams import LayerKind
 class NewSlots(NamedTuple):
     """The depth slots that a layer writes for later layers."""
 
-    # Oldest first, [B, T, K, H]; or block outputs [B, T, D] in a stream that reads those.
+    # Oldest first, [B, T, K, H]; or arrays [B, T, ...] as the stream's `slot_shape`.
     slots: tuple[KeysValues, ...] = ()
     valid_BT: jax.Array | None = None  # bool, the tokens that have them; None: all
 
@@ -68,11 +68,16 @@ class Layer(nn.Module):
         if kind.part != 'block':
             return
         if kind.routed:
+            options = {'experts': kind.experts, 'mixes': kind.mixes}
             self.operation = MixtureOfDepths(
-                self.hparams, kind.window, self.routing, self.sizes, writes_slots, kind.experts
+                self.hparams, kind.window, self.routing, self.sizes, writes_slots, **options
             )
         else:
-            options = {'experts': kind.experts, 'ahead': self.routing == 'top_c'}
+            options = {
+                'experts': kind.experts,
+                'ahead': self.routing == 'top_c',
+                'mixes': kind.mixes,
+            }
             self.operation = Block(self.hparams, kind.window, writes_slots, **options)
         nn.share_scope(self, self.operation)
 

@@ -66,7 +66,7 @@ def initializer(stddev):
 
 def residual_init(hparams: ModelHparams):
     """Initial weights of the projections that write into the residual stream."""
-    shrink = math.sqrt(2 * hparams.num_layers) if hparams.scale_residual_init else 1.0
+    shrink = math.sqrt(2 * hparams.num_blocks) if hparams.scale_residual_init else 1.0
     return initializer(hparams.init_std / shrink)
 
 

@@ -12,7 +12,7 @@ from moddepth_jax.model.attention import DepthSlots, TokenInfo
 from moddepth_jax.model.layer import Layer, LayerArgs, LayerOutput, Records
 from moddepth_jax.model.routing import CHOICE
 from moddepth_jax.model.sharding import constrain, unshard_params
-from moddepth_jax.model.streams import LayerKind, layer_kinds
+from moddepth_jax.model.streams import LayerKind, layer_kinds, layer_order
 
 
 class Run(NamedTuple):
@@ -39,6 +39,14 @@ def find_runs(kinds) -> tuple[Run, ...]:
     return tuple(runs)
 
 
+class Place(NamedTuple):
+    """Where the parameters of a layer are: params[run][layer], each leaf at `row`."""
+
+    run: str
+    layer: str
+    row: int
+
+
 class Stack(NamedTuple):
     """The static part of a stack: the attributes of its Layers."""
 
@@ -47,26 +55,56 @@ class Stack(NamedTuple):
     sizes: tuple[int, ...] = ()
 
     @property
-    def runs(self) -> tuple[Run, ...]:
-        """The groups of layers and their repeats."""
-        return find_runs(layer_kinds(self.hparams))
+    def stored_runs(self) -> tuple[Run, ...]:
+        """The layers that have parameters of their own; each leaf has an axis of repeats."""
+        return find_runs(self.hparams.depth.stream_class.layer_kinds(self.hparams))
 
-    def counts(self, i: int):
-        """int32 [repeats], the number of slots written before each repeat of run i."""
-        *earlier, run = self.runs[: i + 1]
+    @property
+    def places(self) -> list[Place]:
+        """Where the parameters of each layer that runs are."""
+        stored = [
+            Place(f'run_{i}', f'layer_{j}', row)
+            for i, run in enumerate(self.stored_runs)
+            for row in range(run.repeats)
+            for j in range(len(run.group))
+        ]
+        return [stored[layer] for layer in layer_order(self.hparams)]
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The layers that run, in groups; the repeats of a layer differ in the row of its Place."""
+        if not self.hparams.looped:
+            return self.stored_runs
+        kinds = layer_kinds(self.hparams)
+        of_one_leaf = [
+            (kind, place.run, place.layer) for kind, place in zip(kinds, self.places, strict=True)
+        ]
+        runs = find_runs(of_one_leaf)
+        return tuple(Run(tuple(kind for kind, *_ in run.group), run.repeats) for run in runs)
+
+    def places_of(self, i: int) -> list[list[Place]]:
+        """The place of each repeat, for each layer in the group of run i."""
+        sizes = [len(run.group) * run.repeats for run in self.runs[: i + 1]]
+        places = self.places[sum(sizes[:-1]) : sum(sizes)]
+        group = len(self.runs[i].group)
+        return [places[j::group] for j in range(group)]
+
+    def counts(self, runs, i: int):
+        """int32 [repeats], the number of slots written before each repeat of run i of some runs."""
+        *earlier, run = runs[: i + 1]
         first = sum(kind.slots * run.repeats for run in earlier for kind in run.group)
         return first + sum(kind.slots for kind in run.group) * jnp.arange(run.repeats)
 
     @property
     def layer_numbers(self) -> list[np.ndarray]:
-        """int32 [repeats, layers] of each run: the number of the block; entry -1, exit -2."""
-        kinds = layer_kinds(self.hparams)
+        """int32 [repeats, layers] of each stored run: the block's number; entry -1, exit -2."""
+        kinds, runs = self.hparams.depth.stream_class.layer_kinds(self.hparams), self.stored_runs
         blocks = np.cumsum([kind.part == 'block' for kind in kinds]) - 1
         ends = [{'entry': -1, 'exit': -2}.get(kind.part) for kind in kinds]
         numbers = [end or block for end, block in zip(ends, blocks, strict=True)]
-        sizes = [run.repeats * len(run.group) for run in self.runs]
+        sizes = [run.repeats * len(run.group) for run in runs]
         parts = np.split(np.array(numbers, np.int32), np.cumsum(sizes)[:-1])
-        return [part.reshape(run.repeats, -1) for part, run in zip(parts, self.runs, strict=True)]
+        return [part.reshape(run.repeats, -1) for part, run in zip(parts, runs, strict=True)]
 
     def layer(self, kind: LayerKind, **options) -> Layer:
         """The module of a layer of that kind; `options` are those of a Linen module."""
@@ -81,12 +119,10 @@ class Stack(NamedTuple):
 
 
 def unstack_layers(stack: Stack, params):
-    """Yield (kind, parameters) of each layer, from the first to the last."""
-    for i, run in enumerate(stack.runs):
-        for repeat in range(run.repeats):
-            one = jax.tree.map(lambda leaf, at=repeat: leaf[at], params.get(f'run_{i}', {}))
-            for j, kind in enumerate(run.group):
-                yield kind, one.get(f'layer_{j}', {})
+    """Yield (kind, parameters) of each layer that runs, from the first to the last."""
+    for kind, place in zip(layer_kinds(stack.hparams), stack.places, strict=True):
+        stored = params.get(place.run, {}).get(place.layer, {})
+        yield kind, jax.tree.map(lambda leaf, row=place.row: leaf[row], stored)
 
 
 def stack_slots(written) -> DepthSlots | None:
@@ -103,12 +139,12 @@ def with_remat(function, hparams, prevent_cse):
     """`function`, recomputed backward if `model.remat` says so.
 
     Kept are the choice that it made and the output of its attention: where the tokens are many,
-    that is dear to compute, and as small as the stream. Not so with depth slots: there XLA would
-    copy their buffer, on a GPU, which only the recomputed attention orders.
+    that is dear to compute, and as small as the stream. Not so with several depth slots: there XLA
+    would copy their buffer, on a GPU, which only the recomputed attention orders.
     """
     if hparams.remat == 'none':
         return function
-    kept = () if any(kind.slots for kind in layer_kinds(hparams)) else (ATTENDED,)
+    kept = () if sum(kind.slots for kind in layer_kinds(hparams)) > 1 else (ATTENDED,)
     policy = jax.checkpoint_policies.save_only_these_names(CHOICE, *kept)
     return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 

@@ -49,17 +49,17 @@ def empty_slots(hparams: ModelHparams, x_BTD) -> tuple[KeysValues | None, jax.Ar
     total = sum(kind.slots for kind in layer_kinds(hparams))
     if not total:
         return None, None
-    batch, length = x_BTD.shape[:2]
-    if hparams.depth.stream_class.reads_outputs:
-        x_LBTD = jnp.zeros((total, *x_BTD.shape), x_BTD.dtype)
-        return _split_slots(x_LBTD), None
-    total = slot_buffer_size(total)
-    shape = (total, batch, length, hparams.num_kv_heads, hparams.head_dim)
-    buffer = _split_slots(jnp.zeros(shape, hparams.dtype))
+    stream, (batch, length) = hparams.depth.stream_class, x_BTD.shape[:2]
+    if stream.attends:
+        total = slot_buffer_size(total)
+
+    def empty(slot):
+        return _split_slots(jnp.zeros((total, batch, length, *slot.shape), slot.dtype))
+
     valid_LBT = None
     if hparams.masks_slots:
         valid_LBT = constrain(jnp.zeros((total, batch, length), bool), None, 'batch', None)
-    return KeysValues(buffer, buffer), valid_LBT
+    return jax.tree.map(empty, stream.slot_shape(hparams)), valid_LBT
 
 
 def _split_slots(buffer):
@@ -120,18 +120,47 @@ def _function(stack, kind, repeats):
     return with_remat(call, stack.hparams, prevent_cse=repeats == 1)
 
 
+def _params_of_run(stack, params, i):
+    """What a scan over run i takes, and a function from that at one repeat and j to layer j's.
+
+    Each repeat of an ordinary model takes its slice; of a looped model the rows of its layers,
+    since copies of the parameters for every loop would be as large as a model without loops.
+    """
+    if not stack.hparams.looped:
+        return params.get(f'run_{i}', {}), lambda of_repeat, j: of_repeat.get(f'layer_{j}', {})
+    places = stack.places_of(i)
+    rows = [np.array([place.row for place in of_layer], np.int32) for of_layer in places]
+
+    def pick(rows, j):
+        stored = params.get(places[j][0].run, {}).get(places[j][0].layer, {})
+        at = functools.partial(jax.lax.dynamic_index_in_dim, index=rows[j], keepdims=False)
+        return jax.tree.map(at, stored)
+
+    return rows, pick
+
+
+def _add_gradient(dparams, place, row, dlayer):
+    """The gradients of all parameters with that of a layer added, whose leaves are at a row."""
+    if not dlayer:
+        return dparams
+    run = dparams[place.run]
+    new = jax.tree.map(lambda total, one: total.at[row].add(one), run[place.layer], dlayer)
+    return dparams | {place.run: run | {place.layer: new}}
+
+
 def _run_layers(stack, params, args, tokens, x_BTD, call):
     """All layers, in scans over the repeats of each run: the last carry, records, what is saved."""
     carry = (x_BTD, *empty_slots(stack.hparams, x_BTD))
-    records, saved = [], []
-    for i, run in enumerate(stack.runs):
+    records, saved, runs = [], [], stack.runs
+    for i, run in enumerate(runs):
+        own, pick = _params_of_run(stack, params, i)
 
-        def body(carry, inputs, run=run):
+        def body(carry, inputs, run=run, pick=pick):
             x_BTD, slots, valid_LBT = carry
-            params, args, count = inputs
+            own, args, count = inputs
             outputs = []
             for j, kind in enumerate(run.group):
-                layer_params = params.get(f'layer_{j}', {})
+                layer_params = pick(own, j)
                 sums = empty_sums(stack.hparams, slots)
                 rest = (layer_params, (slots, sums), valid_LBT, count, args[j], tokens)
                 function = _function(stack, kind, run.repeats)
@@ -143,7 +172,7 @@ def _run_layers(stack, params, args, tokens, x_BTD, call):
                 count += kind.slots
             return (x_BTD, slots, valid_LBT), outputs
 
-        inputs = (params.get(f'run_{i}', {}), args[i], stack.counts(i))
+        inputs = (own, args[i], stack.counts(runs, i))
         carry, outputs = jax.lax.scan(body, carry, inputs)
         records.append([record for record, _ in outputs])
         saved.append([residuals for _, residuals in outputs])
@@ -185,18 +214,22 @@ def _backward(stack, residuals, cotangents):
     sums = empty_sums(stack.hparams, slots)
     dslots = jax.tree.map(jnp.zeros_like, slots if sums is None else sums)
     dslots = jax.tree.map(_split_slots, dslots)
-    carry, dparams = (dx_BTD, dslots), {}
+    runs, looped = stack.runs, stack.hparams.looped
+    # Of a looped model the gradients of all parameters, to which each loop adds.
+    sums_of_loops = jax.tree.map(jnp.zeros_like, params) if looped else {}
+    carry, dparams = (dx_BTD, dslots, sums_of_loops), {}
     take = functools.partial(jax.lax.dynamic_index_in_dim, axis=0, keepdims=False)
-    for i, run in reversed(list(enumerate(stack.runs))):
+    for i, run in reversed(list(enumerate(runs))):
+        own, pick = _params_of_run(stack, params, i)
+        places = stack.places_of(i) if looped else ()
 
-        def body(carry, inputs, run=run):
-            dx_BTD, dslots = carry
-            params, args, count, vjps, drecords = inputs
+        def body(carry, inputs, run=run, pick=pick, places=places):
+            dx_BTD, dslots, sums_of_loops = carry
+            own, args, count, vjps, drecords = inputs
             dparams = {}
             for j, kind in reversed(list(enumerate(run.group))):
                 before = count + sum(kind.slots for kind in run.group[:j])
-                layer_params = params.get(f'layer_{j}', {})
-                rest = (layer_params, (slots, sums), valid_LBT, before, args[j], tokens)
+                rest = (pick(own, j), (slots, sums), valid_LBT, before, args[j], tokens)
                 leaves, structure = jax.tree.flatten(rest)
                 vjp, (x_res, dropped) = vjps[j], vjps[j].args_res
                 found = zip(dropped, leaves, strict=True)
@@ -208,16 +241,23 @@ def _backward(stack, residuals, cotangents):
                     like = (slots,) * kind.slots
                     dwritten = jax.tree.map(lambda d, s: d.astype(s.dtype), dwritten, like)
                 dx_BTD, dleaves = vjp((dx_BTD, dwritten, dslots, drecords[j]))
-                dparams[f'layer_{j}'], (dslots, dsums), *_ = structure.unflatten(dleaves)
+                dlayer, (dslots, dsums), *_ = structure.unflatten(dleaves)
                 dslots = dslots if dsums is None else dsums
-            return (dx_BTD, dslots), dparams
+                if places:
+                    place, row = places[j][0], own[j]
+                    sums_of_loops = _add_gradient(sums_of_loops, place, row, dlayer)
+                else:
+                    dparams[f'layer_{j}'] = dlayer
+            return (dx_BTD, dslots, sums_of_loops), dparams
 
         drecords_of_run = [_only(record, True) for record in drecords[i]]
-        counts = stack.counts(i)
-        inputs = (params.get(f'run_{i}', {}), args[i], counts, vjps[i], drecords_of_run)
+        inputs = (own, args[i], stack.counts(runs, i), vjps[i], drecords_of_run)
         carry, dparams[f'run_{i}'] = jax.lax.scan(body, carry, inputs, reverse=True)
     # A layer without parameters has no entry in `params`, and so none here.
-    dparams = {run: {n: dparams[run][n] for n in layers} for run, layers in params.items()}
+    if looped:
+        dparams = carry[2]
+    else:
+        dparams = {run: {n: dparams[run][n] for n in layers} for run, layers in params.items()}
     return dparams, None, None, carry[0]
 
 

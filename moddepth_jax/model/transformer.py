@@ -104,7 +104,8 @@ def token_info(hparams: Hparams, tokens_BT, segment_ids_BT=None, positions_BT=No
     if hparams.model.routed_layers and hparams.model.routing.router_class.draws:
         key = jax.random.key(hparams.seed) if key is None else key
         seeds_BT = token_seeds(key, tokens_BT, positions_BT)
-    return TokenInfo(positions_BT, segment_ids_BT, seeds_BT)
+    ids_BT = tokens_BT if hparams.model.depth.stream_class.reads_ids else None
+    return TokenInfo(positions_BT, segment_ids_BT, seeds_BT, ids_BT)
 
 
 def average_shapes(hparams: ModelHparams) -> dict[str, tuple[int, ...]]:
@@ -146,34 +147,37 @@ def init_stack(key, hparams: ModelHparams, length: int):
     """Parameters of the stack, initialized layer by layer on a random row like embeddings.
 
     The draw of a parameter depends on the key, its layer's number and its name in the layer alone,
-    so that models of one seed start alike wherever they have the same parameters.
+    so that models of one seed start alike wherever they have the same parameters. A looped layer
+    runs once here.
     """
     stream_key, key = jax.random.split(key)
     shape = (1, length, hparams.d_model)
     x_BTD = hparams.embedding_init_std * jax.random.normal(stream_key, shape)
     x_BTD = x_BTD.astype(hparams.dtype)
     ones_BT = jnp.ones(shape[:2], jnp.int32)
-    tokens = TokenInfo(jnp.arange(length)[None], ones_BT, ones_BT.astype(jnp.uint32))
+    seeds_BT = ones_BT.astype(jnp.uint32)
+    tokens = TokenInfo(jnp.arange(length)[None], ones_BT, seeds_BT, jnp.zeros_like(ones_BT))
     stack, params = Stack(hparams, 'top_c'), {}
+    runs = stack.stored_runs
     carry = (x_BTD, *empty_slots(hparams, x_BTD))
-    for i, (run, numbers) in enumerate(zip(stack.runs, stack.layer_numbers, strict=True)):
+    for i, (run, numbers) in enumerate(zip(runs, stack.layer_numbers, strict=True)):
 
         def init_repeat(carry, inputs, kinds=run.group):
             numbers, count = inputs
             made = {}
             for j, kind in enumerate(kinds):
-                layer_key = jax.random.fold_in(key, numbers[j])
-                made[f'layer_{j}'], carry = init_layer(layer_key, stack, kind, carry, count, tokens)
+                layer = (jax.random.fold_in(key, numbers[j]), numbers[j])
+                made[f'layer_{j}'], carry = init_layer(*layer, stack, kind, carry, count, tokens)
                 count += kind.slots
             return carry, {name: layer for name, layer in made.items() if layer}
 
-        carry, made = jax.lax.scan(init_repeat, carry, (numbers, stack.counts(i)))
+        carry, made = jax.lax.scan(init_repeat, carry, (numbers, stack.counts(runs, i)))
         if made:  # entry or exit may have none
             params[f'run_{i}'] = made
     return params
 
 
-def init_layer(key, stack: Stack, kind: LayerKind, carry, count, tokens: TokenInfo):
+def init_layer(key, number, stack: Stack, kind: LayerKind, carry, count, tokens: TokenInfo):
     """Parameters of a layer and the carry after it: x_BTD, and its slots from `count` on.
 
     A routed layer's block and stream start as those of a layer that is not routed.
@@ -184,6 +188,10 @@ def init_layer(key, stack: Stack, kind: LayerKind, carry, count, tokens: TokenIn
     inputs = (x_BTD, depth, tokens, args)
     layer = stack.layer(kind._replace(routed=False), parent=None)
     output, variables = layer.init_with_output(key, *inputs)
+    start = stack.hparams.depth.stream_class.start(stack.hparams, number)
+    if start and kind.part == 'block':
+        variables['params']['stream'] |= start
+        output = layer.apply(variables, *inputs)
     if kind.routed:
         block = variables['params']
         stream = {name: block.pop(name) for name in ('stream',) if name in block}

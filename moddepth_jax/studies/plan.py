@@ -27,6 +27,9 @@ _PLAIN = {
     'model.experts.choice': 'none',
     'model.depth.stream': 'residual',
     'model.depth.slots': 'auto',
+    'model.depth.value_mix': 'auto',
+    'model.looped_layers': 'none',
+    'model.loops': 1,
 }
 
 
@@ -74,6 +77,20 @@ _STREAMS = {
         "matrices on the layers' outputs", _stream('dense', **_UNROLLED), 'orange d'
     ),
     'average': Variant('learned average of the layers', _stream('average', **_UNROLLED), 'green d'),
+    'value_residual': Variant('value residual', _stream('value_residual'), 'rose d'),
+    'value_shared': Variant(
+        'values of the first layer alone',
+        _stream('value_residual', **{'model.depth.value_mix': 'shared'}),
+        'rose s',
+    ),
+    **{
+        f'looped_{loops}': Variant(
+            f'all but the first and last block looped {word}',
+            _PLAIN | {'model.looped_layers': 'middle:1:1', 'model.loops': loops},
+            look,
+        )
+        for loops, word, look in ((2, 'twice', 'orange <'), (3, 'three times', 'orange >'))
+    },
     'mod_moda': Variant('MoD and MoDA', _mod() | _moda(), 'green h'),
     'mod_moda_masked': Variant(
         'MoD and MoDA, no slots of skipped blocks',

@@ -55,7 +55,7 @@ def check_mesh(hparams: Hparams, mesh: Mesh):
         ('tensor', 'model.num_heads', model.num_heads),
         ('tensor', 'model.num_kv_heads', model.num_kv_heads),
     ]
-    if len(model.expert_layers) < model.num_layers:
+    if len(model.expert_layers) < model.num_blocks:
         divided += [('tensor', 'model.d_ff', model.d_ff)]
     if model.expert_layers:
         divided += [('tensor', 'model.experts.d_ff', experts.d_ff)]

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.transformer import causal_routing
 from moddepth_jax.training import multihost
 from moddepth_jax.training.checkpoint import Checkpoints
 from moddepth_jax.training.mesh import abstract_on_mesh
@@ -32,6 +33,22 @@ class SavedRun:
     num_steps: int
     fingerprint: dict
     notes: tuple[str, ...]
+
+    def with_loops(self, loops: int) -> 'SavedRun':
+        """The run with another number of loops, without averages, which are those of each loop.
+
+        Raises ValueError if no block is looped, or if the model is causal by its averages alone.
+        """
+        model = self.hparams.model
+        if loops == model.loops:
+            return self
+        if not model.looped:
+            raise ValueError(f'--loops={loops}: no block of this run is looped')
+        if causal_routing(self.hparams) == 'threshold':
+            right = f'must be {model.loops}: thresholds are averages of scores of each loop'
+            raise ValueError(f'--loops={loops}: {right} in training')
+        hparams = dataclasses.replace(self.hparams, model=dataclasses.replace(model, loops=loops))
+        return dataclasses.replace(self, hparams=hparams, state=self.state.replace(averages={}))
 
     @property
     def hparams_of_stage(self) -> Hparams:

@@ -124,6 +124,8 @@ def _describe_model(hparams):
     """Such as ['12 layers of width 256', '6 routed (learned)', '32 of 256 tokens by top_c']."""
     model, depth = hparams.model, hparams.model.depth
     parts = [f'{model.num_layers} layers of width {model.d_model}']
+    if model.looped:
+        parts.append(f'{model.num_blocks} blocks run in {model.loops} loops ({model.loop_order})')
     if model.routed_layers:
         parts.append(f'{len(model.routed_layers)} routed ({model.routing.router})')
         parts.append(_describe_selection(hparams, hparams.stages[-1]))
@@ -158,7 +160,7 @@ def _describe_experts(model):
         (experts.num_noop, f' and {experts.num_noop} that do nothing'),
         (experts.row_capacity, f' (at most {experts.row_capacity} tokens of a row each)'),
         (experts.num_shared, f' + {experts.num_shared} shared'),
-        (layers < model.num_layers, f' in {layers} layers'),
+        (layers < model.num_blocks, f' in {layers} layers'),
     ]
     return ''.join(text for holds, text in parts if holds)
 

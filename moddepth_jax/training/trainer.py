@@ -130,7 +130,7 @@ class Trainer:
         begin, model = time.monotonic(), self.hparams.model
         scans = '; model.layer_loop=scan would compile one for all of a kind'
         scans *= model.layer_loop == 'unrolled' and model.depth.stream_class.scans
-        what = f'the train step of {model.num_layers} layer{"s" * (model.num_layers > 1)}'
+        what = f'the train step of {model.num_blocks} layer{"s" * (model.num_layers > 1)}'
         self.progress.note(f'compiling {what}{scans} ...')
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             baselines = thread.submit(measure_baselines, self.dataset.corpus) if measures else None

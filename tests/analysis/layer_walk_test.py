@@ -13,6 +13,7 @@ from tests.model.cases import (
     DENSE,
     MODA,
     ROUTED,
+    VALUES,
     random_variables,
     small_hparams,
 )
@@ -30,9 +31,10 @@ CASES = {
     'dense': (DENSE, {}, 'dense'),
     'average': (AVERAGE, {}, 'dense'),
     'attention': (ATTENTION, {}, 'dense'),
+    'values': (VALUES, ROUTED, 'predictor'),
 }
 
-RARE = ('moda_random', 'dense', 'average', 'attention')
+RARE = ('moda_random', 'dense', 'average', 'attention', 'values')
 SLOW = pytest.mark.slow
 
 

@@ -81,6 +81,8 @@ COMMANDS = {
         ('--routing=top_k', ["'top_k'", 'top_c, predictor']),
         ('--num_batches=-1', ['--num_batches=-1', 'non-negative']),
         ('--step=3', ['--step=3: no checkpoint of run', 'steps kept: 4']),
+        ('--loops=2', ['--loops=2: no block of this run is looped']),
+        ('--loops=0', ['--loops=0']),
         ("'--data=*.rst'", ['--data=', '*.rst', 'no file']),
         ('--data=other/short.txt', ['6 tokens', 'needs 33']),
         ("'--data=other/*.jsonl'", ['--text_field', "'body'"]),

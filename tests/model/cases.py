@@ -17,6 +17,8 @@ from moddepth_jax.model.transformer import Transformer
 # Knobs, merged with |.
 MODA = {'model.depth.stream': 'moda'}
 ATTENTION = {'model.depth.stream': 'attention'}
+VALUES = {'model.depth.stream': 'value_residual'}
+SHARED, SPARSE = (VALUES | {'model.depth.value_mix': mix} for mix in ('shared', 'sparse'))
 UNROLLED = {'model.layer_loop': 'unrolled'}
 DENSE = UNROLLED | {'model.depth.stream': 'dense'}
 AVERAGE = UNROLLED | {'model.depth.stream': 'average'}
@@ -33,6 +35,8 @@ ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
 HALF_ROUTED = ROUTED | {'model.routing.capacity': 0.5, 'model.routing.causal_rule': 'aux_loss'}
 GROWS = {'model.routing.overflow': 'grow'}
 ROOMY = {'model.routing.cache_capacity': 2.0}  # no token is dropped
+LOOPED = {'model.looped_layers': 'middle:1:1', 'model.loops': 3}
+ALL_LOOPED = {'model.looped_layers': 'all', 'model.loops': 2, 'model.loop_order': 'sequence'}
 TWO = {'model.routing.layers': '1,2'}
 
 
@@ -102,6 +106,14 @@ CASES = {
         MODA | ROUTED | ROOMY | MASKED | BLOCK_SLOT | UNROTATED | HEAD_NORM,
         'predictor',
     ),
+    'value residual': (VALUES | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
+    'value residual grows': (VALUES | ROUTED | GROWS | POST, 'predictor'),
+    'value residual, sparse': (SPARSE | WINDOWS | REORDERED, 'dense'),
+    'shared values': (SHARED | WINDOWS | FULL_NORM, 'dense'),
+    'looped': (LOOPED | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
+    'looped threshold': (LOOPED | routed_by('learned', 'threshold') | GROWS, 'threshold'),
+    'looped moda': (ALL_LOOPED | MODA | WINDOWS, 'dense'),
+    'looped values': (LOOPED | VALUES | POST, 'dense'),
     'experts': (experts(layers='every:2', product='ragged_dot'), 'dense'),
     'integrated': (experts(num_noop=3, num_shared=0, scores='sigmoid') | POST, 'dense'),
     'row capacity': (experts(num_routed=3, row_capacity=3) | REORDERED, 'dense'),
@@ -120,7 +132,8 @@ if jax.__version_info__ < (0, 11):  # later versions have no such option
 def parameters(fast, names=CASES):
     """Names as pytest parameters; those that are not in `fast` are marked slow."""
     slow = pytest.mark.slow
-    return [name if name in fast else pytest.param(name, marks=slow) for name in names]
+    each = [(name, name if isinstance(name, tuple) else (name,)) for name in names]
+    return [pytest.param(*of, marks=() if name in fast else slow) for name, of in each]
 
 
 def small_hparams(make_config, *knobs):

@@ -91,7 +91,8 @@ def decode(model):
     return out, cache
 
 
-FAST = ('dense', 'predictor', 'norm threshold grows', 'mod and moda', 'row capacity')
+FAST = ('value residual', 'shared values')
+FAST += ('dense', 'predictor', 'norm threshold grows', 'mod and moda', 'row capacity')
 
 
 @pytest.mark.parametrize('name', parameters((*FAST, 'staged, experts choose')))

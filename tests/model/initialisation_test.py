@@ -98,6 +98,8 @@ PAIRS = {
     'slots': (cases.MODA, cases.MODA | cases.OWN_SLOT | cases.POST, (11, 11, 11, 9)),
     'average stream': (cases.ROUTED, cases.AVERAGE | cases.ROUTED, (9, 14, 9, 14)),
     'dense stream': ({}, cases.DENSE, ALL),
+    'value residual': (cases.ROUTED, cases.VALUES | cases.ROUTED, (9, 14, 9, 14)),
+    'shared values': (cases.VALUES, cases.SHARED, (9, 8, 8, 8)),
     'attention stream': (cases.AVERAGE, cases.ATTENTION, ALL),
     'attention streams': (cases.ATTENTION, cases.ATTENTION | cases.ROUTED, (12, 12, 12, 12)),
     'wider': ({}, {'model.d_ff': 24}, (6, 6, 6, 6)),

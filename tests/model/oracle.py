@@ -91,7 +91,7 @@ def forward(params, tokens_BT, segment_ids_BT, model, run):
 def stream(layers, x_TD, row, model):
     """Returns x_TD after all layers."""
     kind = model.depth.stream
-    if kind in ('residual', 'moda'):
+    if kind in ('residual', 'moda', 'value_residual'):
         slots = []  # of (key_TKH, value_TKH, valid_T), oldest first; the embedding writes none
         for number, layer in enumerate(layers):
             x_TD, written = block(layer, x_TD, newest(slots, model), row, number, model)
@@ -156,7 +156,7 @@ def block(layer, x_TD, visible, row, number, model):
 
     attended_TD = rms_norm(x_TD, layer['attention_norm'], model) if place == 'pre' else x_TD
     window = model.windows[number % len(model.windows)]
-    f_TD = attention(layer['attention'], attended_TD, visible, row, window, model)
+    f_TD, slot = attention(layer['attention'], attended_TD, visible, row, window, number, model)
     if place == 'pre':
         x_TD = x_TD + f_TD
         read_TD = rms_norm(x_TD, layer['mlp_norm'], model)
@@ -167,6 +167,8 @@ def block(layer, x_TD, visible, row, number, model):
     else:
         read_TD = x_TD + rms_norm(f_TD, layer['attention_norm'], model)
         y_TD = read_TD + rms_norm(fed_forward(read_TD), layer['mlp_norm'], model)
+    if model.depth.stream == 'value_residual' and number == 0:
+        return y_TD, [slot]
     if model.depth.stream != 'moda':
         return y_TD, []
     return y_TD, written_slots(layer, attended_TD, read_TD, y_TD, row, model)
@@ -282,15 +284,32 @@ def best_of_segments(scores_T, segments_T, num_selected):
     return chosen_T
 
 
-def attention(weights, x_TD, visible, row, window, model):
-    """Returns y_TD, attention over the row and the visible slots in one softmax."""
-    names = ('query', 'key', 'value')
-    query_TNH, key_TKH, value_TKH = (linear(x_TD, weights[name]) for name in names)
+def mixed_values(weights, x_TD, visible, number, model):
+    """Returns the values that a layer attends to, of its own and of the visible slots."""
+    own_TKH = linear(x_TD, weights['value']) if 'value' in weights else None
+    if model.depth.stream != 'value_residual' or number == 0:
+        return own_TKH
+    first_TKH, mix = visible[0][1], model.depth.value_mix
+    if mix == 'shared':
+        return first_TKH
+    if mix == 'sparse':
+        last = model.depth.sparse_layers or 3
+        return own_TKH if number < model.num_layers - last else 5 * first_TKH + own_TKH
+    weight, own_weight = weights['values']['weights'] if mix == 'learned' else (0.5, 0.5)
+    return weight * first_TKH + own_weight * own_TKH
+
+
+def attention(weights, x_TD, visible, row, window, number, model):
+    """Returns y_TD, attention over the row and the visible slots in one softmax; and its slot."""
+    query_TNH, key_TKH = linear(x_TD, weights['query']), linear(x_TD, weights['key'])
 
     def turned(x_TNH, norm):
         return rope(qk_norm(x_TNH, weights, norm, model), row.positions_T, model.rope_theta)
 
     q_TNH, k_TKH = turned(query_TNH, 'query_norm'), turned(key_TKH, 'key_norm')
+    value_TKH = mixed_values(weights, x_TD, visible, number, model)
+    if model.depth.stream != 'moda':
+        visible = []
     if model.depth.slot_keys == 'unrotated':
         visible = [(qk_norm(key, weights, 'key_norm', model), *rest) for key, *rest in visible]
     num_tokens, num_heads, _ = q_TNH.shape
@@ -304,7 +323,8 @@ def attention(weights, x_TD, visible, row, window, model):
             values = [value_TKH[s, group] for s in seen] + depth_values
             mixed_TNH[t, n] = one_query(q_TNH[t, n], keys, values)
     y_TD = np.einsum('tnh,nhd->td', mixed_TNH, weights['out']['kernel'])
-    return y_TD + weights['out'].get('bias', 0)
+    slot = (k_TKH, value_TKH, np.ones(num_tokens, bool))
+    return y_TD + weights['out'].get('bias', 0), slot
 
 
 def sees(t, s, row, window):

@@ -29,6 +29,8 @@ ATTENTION = {'depth.stream': 'attention'}
 UNROLLED = {'layer_loop': 'unrolled'}
 DENSE = UNROLLED | {'depth.stream': 'dense'}
 AVERAGE = UNROLLED | {'depth.stream': 'average'}
+VALUES = {'depth.stream': 'value_residual'}
+SHARED, SPARSE, FIXED = (VALUES | {'depth.value_mix': mix} for mix in ('shared', 'sparse', 'fixed'))
 PRE, POST, REORDERED = ({'norm_placement': place} for place in ('pre', 'post', 'reordered'))
 HEAD, FULL = {'qk_norm': 'head'}, {'qk_norm': 'full'}
 BIAS, TIED = {'use_bias': True}, {'tie_embeddings': True}
@@ -64,6 +66,10 @@ CASES = {
     'dense stream, bias': DENSE | REORDERED | BIAS | TIED,
     'average stream': AVERAGE | POST | FULL,
     'average stream, bias': AVERAGE | PRE | BIAS | TIED | WINDOWS,
+    'value residual': VALUES | PRE | HEAD | BIAS,
+    'value residual, fixed': FIXED | POST | UNROLLED | WINDOWS,
+    'value residual, sparse': SPARSE | REORDERED | {'depth.sparse_layers': 1},
+    'shared values': SHARED | PRE | FULL | BIAS | ONE_EACH,
     'no-op experts': NOOP | BOTH | PRE | {'experts.top_k': 3},
     'experts of some layers': TOKEN | REORDERED | FULL | {'experts.layers': '0,2'},
     'expert choice': EXPERT | BOTH | REORDERED,
@@ -105,6 +111,8 @@ ROUTED_CASES = {
     'masked, block slots': (SLOTS | MASKED | BLOCK | POST | NEWEST, 'top_c'),
     'dense stream': (SLOTS | DENSE | PRE, 'top_c'),
     'attention stream': (SLOTS | ATTENTION | POST, 'threshold'),
+    'value residual': (SLOTS | VALUES | PRE, 'top_c'),
+    'value residual, post': (SLOTS | VALUES | POST | HEAD | WINDOWS, 'threshold'),
     'straight through, aux_loss': (
         routed('straight_through', rule='aux_loss') | POST | BIAS,
         'aux_loss',
@@ -192,6 +200,7 @@ def compare(config, routing, gradients):
 
 FAST = ('block slots', 'both slots', 'unrotated', 'attention slot projection', 'newest slots')
 FAST += ('attention stream', 'dense stream, bias', 'average stream, bias')
+FAST += ('value residual', 'value residual, sparse', 'shared values')
 
 
 @pytest.mark.parametrize('case', parameters(FAST, CASES))
@@ -211,6 +220,7 @@ def test_model_equals_the_oracle(tiny_config, case):
 
 
 FAST = ('sigmoid', 'windows', 'segments', 'threshold', 'predictor', 'straight through', 'moda')
+FAST += ('value residual',)
 
 
 # JAX warns of int32 and int64 indices in float64, which no model is trained in.

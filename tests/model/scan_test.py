@@ -159,7 +159,9 @@ def test_attention_is_computed_again_only_with_slots(knobs, again, tiny_config):
 
 
 @pytest.mark.parametrize('remat', parameters(('block',), ('block', 'none')))
-@pytest.mark.parametrize('stream', parameters(('moda',), ('moda', 'residual')))
+@pytest.mark.parametrize(
+    'stream', parameters(('moda', 'value_residual'), ('moda', 'residual', 'value_residual'))
+)
 def test_program_does_not_grow_with_depth(stream, remat, tiny_config):
     """Gradient and initialization have as many equations at 24 layers as at 6."""
     knobs = ROUTED | {'model.depth.stream': stream, 'model.remat': remat}

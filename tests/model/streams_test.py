@@ -18,7 +18,10 @@ from tests.model.cases import (
     MODA,
     OWN_SLOT,
     ROUTED,
+    SHARED,
+    SPARSE,
     UNROTATED,
+    VALUES,
     parameters,
     small_hparams,
 )
@@ -46,6 +49,10 @@ def test_streams_add_parameters_by_formula(routing, kv_heads, tiny_config):
     assert count(MODA, ATTENTION_SLOT) == plain
     assert count(MODA, BLOCK_SLOT) - plain == (layers - 1) * slot
     assert count(MODA, UNROTATED) == count(MODA)
+    assert count(VALUES) - plain == 2 * (layers - 1)
+    assert count(SPARSE) == plain
+    if not routing:
+        assert plain - count(SHARED) == (layers - 1) * slot / 2
 
 
 def read(name, hparams, x_LBTD, params=None):
@@ -92,12 +99,16 @@ def loss_of(make_config, num_layers, *knobs):
     return lambda params: jnp.sum(model.apply({'params': params}, tokens_BT)[0]), params, hparams
 
 
-@pytest.mark.parametrize('remat', ['block', pytest.param('none', marks=pytest.mark.slow)])
-def test_memory_is_linear_in_depth(remat, tiny_config):
+GROWS = {('moda', 'block'): MODA, ('moda', 'none'): MODA, ('value residual', 'block'): VALUES}
+
+
+@pytest.mark.parametrize(('name', 'remat'), parameters((('moda', 'block'),), GROWS))
+def test_memory_is_linear_in_depth(name, remat, tiny_config):
     """64 layers take at most 2.2 times what 32 take."""
+    knobs = GROWS[name, remat] | {'model.remat': remat}
 
     def temporary_bytes(num_layers):
-        loss, params, _ = loss_of(tiny_config, num_layers, MODA, {'model.remat': remat})
+        loss, params, _ = loss_of(tiny_config, num_layers, knobs)
         compiled = jax.jit(jax.grad(loss)).lower(params).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 

@@ -12,6 +12,7 @@ import pytest
 from launch import cli
 from moddepth_jax.data.directory import lock_directory
 from moddepth_jax.hparams import from_config
+from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training import checkpoint
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
 from moddepth_jax.training.run_dir import open_workdir
@@ -140,3 +141,26 @@ def test_an_older_run_is_read_with_what_it_has(workdir, state):
     jax.tree.map(np.testing.assert_array_equal, run.state.params, state.params)
     knobs, averages = run.notes
     assert 'model.depth.stream=' in knobs and 'threshold' in averages
+
+
+LOOPED = {'model.looped_layers': 'all', 'model.loops': 2, 'model.routing.router': 'learned'}
+
+
+def test_a_looped_run_is_read_with_other_loops(tiny_config, tmp_path, original):
+    """The weights as they are; not where a threshold of each loop decides, or nothing is looped."""
+    for rule in ('predictor', 'threshold'):
+        hparams = from_config(tiny_config(**LOOPED, **{'model.routing.causal_rule': rule}))
+        open_workdir(tmp_path / rule, dataclasses.asdict(hparams))
+        save(tmp_path / rule, jax.jit(lambda h=hparams: init_state(h, NUM_STEPS))(), [4])
+    run = load_run(tmp_path / 'predictor')
+    more = run.with_loops(5)
+    assert run.with_loops(2) is run
+    assert (run.hparams.model.num_blocks, more.hparams.model.num_blocks) == (4, 10)
+    assert more.state.params is run.state.params and run.state.averages and not more.state.averages
+    apply = jax.jit(Transformer(more.hparams_of_stage).apply, static_argnames='routing')
+    logits_BTV, records = apply(more.state.variables, np.ones((1, 32), int), routing='predictor')
+    assert np.isfinite(logits_BTV).all() and records.routing.selected_BT.shape[0] == 5
+    with pytest.raises(ValueError, match='--loops=3: must be 2: thresholds are averages'):
+        load_run(tmp_path / 'threshold').with_loops(3)
+    with pytest.raises(ValueError, match='--loops=3: no block of this run is looped'):
+        load_run(original).with_loops(3)

@@ -48,6 +48,7 @@ class MixtureOfDepths(nn.Module):
     sizes: tuple[int, ...] = ()  # ascending; under a causal rule the least that holds every row
     writes_slots: bool = False  # whether depth slots are made from the block
     experts: bool = False  # whether experts are its mlp
+    mixes: bool = False  # as of Block
 
     def setup(self):
         routing = self.hparams.routing
@@ -57,6 +58,7 @@ class MixtureOfDepths(nn.Module):
         names.pop('top_c', None)
         self.rules = [CAUSAL_RULES[name](self.hparams, name=name) for name in names]
         options = {'experts': self.experts, 'ahead': self.routing == 'top_c', 'gathered': True}
+        options['mixes'] = self.mixes
         self.block = Block(self.hparams, self.window, self.writes_slots, **options)
 
     def __call__(

@@ -3,8 +3,11 @@
 from typing import NamedTuple
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 
 from moddepth_jax.hparams import DepthHparams, ModelHparams
+from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
 from moddepth_jax.model.attention import DepthSlots, KeysValues
 from moddepth_jax.model.block import SlotInputs
@@ -21,6 +24,7 @@ class LayerKind(NamedTuple):
     inputs: int = 0  # arrays that it reads, in a stream that reads outputs
     experts: bool = False  # whether experts are its mlp
     part: str = 'block'
+    mixes: bool = False  # whether the stream's `value_mixer` changes the values of its attention
 
 
 class Stream(nn.Module):
@@ -33,9 +37,14 @@ class Stream(nn.Module):
     kind: LayerKind
     # Values of each knob of `model.depth` that applies and accepts `auto`, which is the first.
     choices = {}
+    counts = ()  # knobs of `model.depth` that are numbers and 0 in all other streams
     scans = True  # whether layers of equal kind have equal shapes, so that they can share a scan
     has_ends = False  # whether the embedding writes a slot and the final norm reads once more
     reads_outputs = False  # whether slots are block outputs [B, T, D], not keys and values
+    # The module, made in SelfAttention of layers whose kind `mixes`, that is called with
+    # (x_BTD, q_BTNH, k_BTKH, v_BTKH, tokens, depth) and returns the values to attend to and store.
+    value_mixer = None
+    reads_ids = False  # whether TokenInfo must have the ids of the tokens
     attends = False  # whether slots are read by attention over depth
     joins_attention = False  # whether heads see the slots in one softmax with the sequence
     parameter_axes = ()  # (end of the path of a matrix in `stream`, its axes), as sharding.LEAVES
@@ -58,19 +67,43 @@ class Stream(nn.Module):
         return 0
 
     @classmethod
+    def slot_shape(cls, hparams: ModelHparams):
+        """ShapeDtypeStructs of one token's slot."""
+        if cls.reads_outputs:
+            return jax.ShapeDtypeStruct((hparams.d_model,), hparams.dtype)
+        side = jax.ShapeDtypeStruct((hparams.num_kv_heads, hparams.head_dim), hparams.dtype)
+        return KeysValues(side, side)
+
+    @classmethod
+    def projects_values(cls, depth: DepthHparams) -> bool:
+        """Whether attention has a value projection in layers whose kind `mixes`."""
+        return True
+
+    @classmethod
+    def start(cls, hparams: ModelHparams, number) -> dict:
+        """First values of those parameters of the stream that depend on the block's number."""
+        return {}
+
+    @classmethod
     def slot_inputs(cls, depth: DepthHparams) -> tuple[str, ...]:
         """Names of the SlotInputs that `write` needs from the block."""
         return ()
 
     @classmethod
     def layer_kinds(cls, hparams: ModelHparams) -> list[LayerKind]:
-        """The kind of every layer. Without ends the last writes no slots: none would read them."""
-        per_layer = hparams.depth.slots_per_layer
-        routed, experts = hparams.routed_layers, hparams.expert_layers
+        """The kind of every layer that has parameters of its own.
+
+        Without ends the last writes no slots, unless it is looped: none would read them.
+        """
+        per_layer, layers = hparams.depth.slots_per_layer, hparams.num_layers
+        routed = hparams.routing.routed_layers(layers)
+        experts = hparams.experts.expert_layers(layers)
         kinds = [
             LayerKind(i in routed, hparams.window(i), per_layer, experts=i in experts)
-            for i in range(hparams.num_layers)
+            for i in range(layers)
         ]
+        if not cls.has_ends and hparams.loops_last_layer:
+            return kinds
         if not cls.has_ends:
             return [*kinds[:-1], kinds[-1]._replace(slots=0)]
         entry, last = LayerKind(False, 0, per_layer, part='entry'), LayerKind(False, 0, part='exit')
@@ -81,6 +114,11 @@ class Stream(nn.Module):
         cls, hparams: ModelHparams, kind: LayerKind, length: int, num_selected: int
     ) -> float:
         """FLOPs of the stream's parameters in a layer whose block processes some of a row."""
+        return 0.0
+
+    @classmethod
+    def mixing_flops(cls, hparams: ModelHparams, tokens: int, written: int) -> float:
+        """FLOPs of `value_mixer` on some tokens of a row, after `written` slots."""
         return 0.0
 
     @classmethod
@@ -122,6 +160,29 @@ class SlotProjection(nn.Module):
         return 4 * hparams.d_model * hparams.num_kv_heads * hparams.head_dim
 
 
+def wide(hparams: ModelHparams):
+    """The dtype of arrays whose gradients are sums over layers: float32, or wider."""
+    return jnp.promote_types(hparams.dtype, jnp.float32)
+
+
+def refuse_routed_writers(hparams: ModelHparams):
+    """Refuse a routed block that writes slots where tokens that skip it would have none."""
+    for i, kind in enumerate(kind for kind in layer_kinds(hparams) if kind.part == 'block'):
+        if kind.routed and kind.slots:
+            right = f'must not route layer {i}: the {hparams.depth.stream} stream stores its '
+            right += 'values, and tokens that skip it have none'
+            refuse('model.routing.layers', hparams.routing.layers, right)
+
+
 def layer_kinds(hparams: ModelHparams) -> list[LayerKind]:
-    """The kind of every layer, from the first to the last."""
-    return hparams.depth.stream_class.layer_kinds(hparams)
+    """The kind of every layer that runs, from the first to the last; looped ones come again."""
+    kinds = hparams.depth.stream_class.layer_kinds(hparams)
+    return [kinds[layer] for layer in layer_order(hparams)]
+
+
+def layer_order(hparams: ModelHparams) -> list[int]:
+    """The index, among the stream's `layer_kinds`, of every layer that runs."""
+    blocks = hparams.block_order
+    if not hparams.depth.stream_class.has_ends:
+        return list(blocks)
+    return [0, *(1 + block for block in blocks), hparams.num_layers + 1]

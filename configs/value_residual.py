@@ -1,0 +1,17 @@
+"""Value residual on a laptop: each layer mixes the first layer's values into its own.
+
+python -m launch.train --config=configs/value_residual.py
+python -m launch.train --config=configs/value_residual.py --config.model.depth.value_mix=shared
+
+The second is SVFormer: later layers have no value projection, and decoding caches values once.
+"""
+
+from configs import moda, sizes
+
+
+def get_config(arguments: str = ''):
+    """Arguments: size=LAYERSxWIDTH, steps of training."""
+    sizes.parse(arguments, size='', steps='')  # no other arguments
+    config = moda.get_config(f'slots=none,{arguments}')
+    config.model.depth.stream = 'value_residual'
+    return config

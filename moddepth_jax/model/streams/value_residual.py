@@ -1,0 +1,115 @@
+"""The stream `value_residual`: layers add the first layer's values to their own."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from moddepth_jax.hparams import DepthHparams, ModelHparams
+from moddepth_jax.hparams.checks import refuse
+from moddepth_jax.hparams.registry import STREAMS
+from moddepth_jax.model.attention import DepthSlots
+from moddepth_jax.model.block import SlotInputs
+from moddepth_jax.model.routing import TokenInfo, gather_tokens
+from moddepth_jax.model.streams.base import Stream, refuse_routed_writers, wide
+
+SPARSE = (5.0, 1.0)  # weights of the first layer's values and of the layer's own
+SPARSE_LAYERS = 3
+
+
+class AddFirstValues(nn.Module):
+    """w_1 V_1 + w_2 X W_V, [B, T, K, H], by `model.depth.value_mix`; `shared`: V_1 alone."""
+
+    hparams: ModelHparams
+
+    @nn.compact
+    def __call__(self, x_BTD, q_BTNH, k_BTKH, v_BTKH, tokens: TokenInfo, depth: DepthSlots):
+        first_BTKH = depth.slots[0]
+        if depth.indices_BC is not None:
+            first_BTKH = gather_tokens(first_BTKH, depth.indices_BC)
+        mix = self.hparams.depth.value_mix
+        if mix == 'shared':
+            return first_BTKH.astype(k_BTKH.dtype)
+        weights = SPARSE if mix == 'sparse' else (0.5, 0.5)
+        if mix == 'learned':
+            weights = self.param('weights', nn.initializers.constant(0.5), (2,))
+        return add_first_values(first_BTKH, v_BTKH, weights)
+
+
+def add_first_values(first_BTKH, v_BTKH, weights):
+    """weights[0] V_1 + weights[1] V, in float32 or wider, returned in the dtype of V."""
+    dtype = jnp.promote_types(v_BTKH.dtype, jnp.float32)
+    v_1, v = (side.astype(dtype) for side in (first_BTKH, v_BTKH))
+    return (weights[0] * v_1 + weights[1] * v).astype(v_BTKH.dtype)
+
+
+@STREAMS.register('value_residual')
+class ValueResidual(Stream):
+    """The running sum; the first layer writes its values V_1, and later layers mix them in.
+
+    ResFormer, and SVFormer as `value_mix=shared` (Zhou et al. 2024, arXiv 2410.17897). The slot is
+    float32, because its gradient is a sum over the layers.
+    """
+
+    choices = {'value_mix': ('learned', 'fixed', 'sparse', 'shared')}
+    counts = ('sparse_layers',)
+    value_mixer = AddFirstValues
+
+    def read(self, x_BTD, depth: DepthSlots | None):
+        return x_BTD, depth if self.kind.mixes else None, depth
+
+    def write(self, y_BTD, slot_inputs: SlotInputs, tokens: TokenInfo, slot_key):
+        if not self.kind.slots:
+            return y_BTD, ()
+        return y_BTD, (slot_inputs.attention_slot.v_BTKH.astype(wide(self.hparams)),)
+
+    @classmethod
+    def check(cls, hparams: ModelHparams):
+        depth, layers = hparams.depth, hparams.num_layers
+        if layers < 2:
+            right = 'must be 2 or more: later layers read the values of the first'
+            refuse('model.num_layers', layers, right)
+        if hparams.looped and hparams.first_looped == 0:
+            right = 'must be middle:1:0 or a later start: the first block writes, once, the values '
+            right += 'that all others read'
+            refuse('model.looped_layers', hparams.looped_layers, right)
+        if depth.sparse_layers and depth.value_mix != 'sparse':
+            right = f'must be 0: value_mix {depth.value_mix} mixes in all layers but the first'
+            refuse('model.depth.sparse_layers', depth.sparse_layers, right)
+        if depth.sparse_layers >= layers:
+            right = f'must be below model.num_layers={layers}: the first layer has nothing to mix'
+            refuse('model.depth.sparse_layers', depth.sparse_layers, right)
+        if depth.value_mix == 'shared' and hparams.routed_layers:
+            right = 'must be none under value_mix shared: a routed block caches other tokens than '
+            right += 'the first block, whose values it would read'
+            refuse('model.routing.router', hparams.routing.router, right)
+        refuse_routed_writers(hparams)
+
+    @classmethod
+    def slot_shape(cls, hparams: ModelHparams):
+        return jax.ShapeDtypeStruct((hparams.num_kv_heads, hparams.head_dim), wide(hparams))
+
+    @classmethod
+    def projects_values(cls, depth: DepthHparams) -> bool:
+        return depth.value_mix != 'shared'
+
+    @classmethod
+    def slot_inputs(cls, depth: DepthHparams) -> tuple[str, ...]:
+        return ('attention_slot',)
+
+    @classmethod
+    def layer_kinds(cls, hparams: ModelHparams):
+        depth, first = hparams.depth, 1
+        if depth.value_mix == 'sparse':
+            first = max(1, hparams.num_layers - (depth.sparse_layers or SPARSE_LAYERS))
+        return [
+            kind._replace(slots=int(i == 0), mixes=i >= first)
+            for i, kind in enumerate(super().layer_kinds(hparams))
+        ]
+
+    @classmethod
+    def difference_at_start(cls, depth: DepthHparams) -> str:
+        return "the value_residual stream adds the first layer's values to those of later layers"
+
+    @classmethod
+    def describe(cls, hparams: ModelHparams) -> str:
+        return f'value residual, {hparams.depth.value_mix}'

@@ -1,0 +1,151 @@
+"""Streams that change the values of attention: what they equal, and what they do not read."""
+
+import jax
+import numpy as np
+import pytest
+
+from moddepth_jax.conversion.transfer_params import transfer_params
+from moddepth_jax.model.decoding import prefill, unroll
+from moddepth_jax.model.kv_cache import cache_bytes
+from moddepth_jax.model.stack import Stack, unstack_layers
+from moddepth_jax.model.streams.value_residual import add_first_values
+from moddepth_jax.model.transformer import Transformer
+from tests.model.cases import (
+    HEAD_NORM,
+    ROUTED,
+    SHARED,
+    SPARSE,
+    VALUES,
+    random_variables,
+    small_hparams,
+)
+
+B, T = 2, 12
+TOKENS_BT = np.random.default_rng(1).integers(0, 32, (B, T)).astype(np.int32)
+SEGMENTS_BT = np.array([[1] * 7 + [2] * 5, [1] * 10 + [0] * 2])
+
+
+def with_leaves(params, **values):
+    """The parameters, those of these names filled with values."""
+
+    def fill(path, leaf):
+        value = values.get(path[-1].key)
+        return leaf if value is None else np.broadcast_to(np.float32(value), leaf.shape)
+
+    return jax.tree_util.tree_map_with_path(fill, params)
+
+
+def gradient(hparams, variables):
+    """Logits, and the gradient of a loss by the parameters."""
+    weights_BTV = np.random.default_rng(7).normal(size=(B, T, hparams.model.vocab_size))
+
+    def loss(params):
+        given = variables | {'params': params}
+        logits_BTV, _ = Transformer(hparams).apply(given, TOKENS_BT, SEGMENTS_BT)
+        return (logits_BTV * weights_BTV).mean(), logits_BTV
+
+    (_, logits_BTV), slopes = jax.jit(jax.value_and_grad(loss, has_aux=True))(variables['params'])
+    return jax.device_get((logits_BTV, slopes))
+
+
+def by_name(hparams, params):
+    """Leaves of the stack by the number and name in their layer."""
+    layers = unstack_layers(Stack(hparams.model, 'top_c'), params['stack'])
+    blocks = [layer for kind, layer in layers if kind.part == 'block']
+    return {
+        (i, jax.tree_util.keystr(path)): leaf
+        for i, layer in enumerate(blocks)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(layer)
+    }
+
+
+# name: (knobs, leaves that turn the stream off)
+OFF = {'value residual': (VALUES, {'weights': [0, 1]})}
+FORMS = {'dense': HEAD_NORM, 'routed': ROUTED}
+
+
+@pytest.mark.parametrize('form', FORMS)
+@pytest.mark.parametrize('name', OFF)
+def test_turned_off_it_is_the_plain_model(name, form, tiny_config):
+    """Logits to the bit, gradients of all that both models have to rounding."""
+    knobs, off = OFF[name]
+    plain, other = (small_hparams(tiny_config, FORMS[form], some) for some in ({}, knobs))
+    variables = random_variables(other, TOKENS_BT)
+    variables['params'] = with_leaves(variables['params'], **off)
+    shared, new = transfer_params(other.model, variables['params'], plain)
+    assert not new
+    expected_BTV, expected = gradient(plain, variables | {'params': shared})
+    logits_BTV, slopes = gradient(other, variables)
+    np.testing.assert_array_equal(logits_BTV, expected_BTV)
+    slopes, expected = by_name(other, slopes), by_name(plain, expected)
+    assert slopes.keys() > expected.keys()
+    for key, leaf in expected.items():
+        np.testing.assert_allclose(slopes[key], leaf, rtol=1e-4, atol=1e-6, err_msg=str(key))
+
+
+def test_shared_values_are_the_first_layers_alone(tiny_config):
+    """Later layers have no value projection and cache keys alone: 5/8 of the bytes of 4 layers."""
+    plain, hparams = (small_hparams(tiny_config, HEAD_NORM, some) for some in ({}, SHARED))
+    sizes = []
+    for some in (plain, hparams):
+        how = {'hparams': some, 'routing': 'dense', 'capacity': T, 'routed_capacity': None}
+        unrolled = unroll(random_variables(some, TOKENS_BT), some, 'dense')
+        _, cache = jax.eval_shape(
+            lambda u, h=how: prefill(u, TOKENS_BT, SEGMENTS_BT, **h), unrolled
+        )
+        sizes.append(cache_bytes(cache._replace(lengths_B=None, documents_B=None, dropped_B=None)))
+    assert [layer.v_BKHS is None for layer in cache.layers] == [False, True, True, True]
+    assert sizes[1] / sizes[0] == 5 / 8
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_values_are_mixed_in_float32_and_rounded_once(dtype):
+    """A weight of 1.003, which bfloat16 would round to 1, shows."""
+    rng = np.random.default_rng(0)
+    first, own = (jax.numpy.asarray(rng.normal(size=(2, 3, 2, 4)), dtype) for _ in range(2))
+    found = add_first_values(first, own, np.float32([0.5, 1.003]))
+    wide = np.asarray(first, np.float32) * 0.5 + np.asarray(own, np.float32) * np.float32(1.003)
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, jax.numpy.asarray(wide, dtype))
+
+
+REFUSED = {
+    'one layer': (VALUES | {'model.num_layers': 1}, 'model.num_layers=1: must be 2 or more'),
+    'first layer routed': (
+        VALUES | ROUTED | {'model.routing.layers': '0,2'},
+        "model.routing.layers='0,2': must not route layer 0: the value_residual stream stores",
+    ),
+    'shared, routed': (
+        SHARED | ROUTED,
+        "model.routing.router='learned': must be none under value_mix shared: a routed block",
+    ),
+    'not sparse': (
+        VALUES | {'model.depth.sparse_layers': 1},
+        'model.depth.sparse_layers=1: must be 0: value_mix learned mixes in all layers',
+    ),
+    'all sparse': (
+        SPARSE | {'model.depth.sparse_layers': 4},
+        'model.depth.sparse_layers=4: must be below model.num_layers=4',
+    ),
+    'no such form': (
+        VALUES | {'model.depth.value_mix': 'shard'},
+        "value_mix='shard': must be one of auto, .* did you mean shared",
+    ),
+    'another stream': (
+        {'model.depth.value_mix': 'fixed'},
+        "value_mix='fixed': must be auto: the residual stream has no such knob; use stream val",
+    ),
+    'number of another stream': (
+        {'model.depth.sparse_layers': 2},
+        'sparse_layers=2: must be 0: the residual stream has no such knob; use stream value_resi',
+    ),
+}
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_what_does_not_fit_is_refused(name, tiny_config):
+    """By one line that names the knob, its value, and what would be right."""
+    knobs, line = REFUSED[name]
+    with pytest.raises(ValueError, match=line) as error:
+        small_hparams(tiny_config, knobs)
+    assert str(error.value).startswith('model.') and '\n' not in str(error.value)
