@@ -22,6 +22,7 @@ class DepthAttention(Stream):
 
     has_ends = True
     attends = True
+    threads_slots = True
 
     def setup(self):
         hparams = self.hparams

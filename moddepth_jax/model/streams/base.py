@@ -25,6 +25,7 @@ class LayerKind(NamedTuple):
     experts: bool = False  # whether experts are its mlp
     part: str = 'block'
     mixes: bool = False  # whether the stream's `value_mixer` changes the values of its attention
+    opens: tuple[bool, ...] = ()  # attention, mlp: whether its output opens a source
 
 
 class Stream(nn.Module):
@@ -45,7 +46,12 @@ class Stream(nn.Module):
     # (x_BTD, q_BTNH, k_BTKH, v_BTKH, tokens, depth) and returns the values to attend to and store.
     value_mixer = None
     reads_ids = False  # whether TokenInfo must have the ids of the tokens
+    # The module, made in Block for attention and for the mlp with (hparams, opens), by which each
+    # reads what the stream carries and joins its output to that; None: x, and x + output.
+    connection = None
     attends = False  # whether slots are read by attention over depth
+    threads_slots = False  # whether `read` threads DepthSlots and so adds to `sums`
+    masks_skipped = False  # whether tokens that skip a routed block have no slots of it
     joins_attention = False  # whether heads see the slots in one softmax with the sequence
     parameter_axes = ()  # (end of the path of a matrix in `stream`, its axes), as sharding.LEAVES
 
@@ -108,6 +114,13 @@ class Stream(nn.Module):
         cls, hparams: ModelHparams, kind: LayerKind, length: int, num_selected: int
     ) -> float:
         """FLOPs of the stream's parameters in a layer whose block processes some of a row."""
+        return 0.0
+
+    @classmethod
+    def reading_flops(
+        cls, hparams: ModelHparams, kind: LayerKind, length: int, num_selected: int, written: int
+    ) -> float:
+        """FLOPs of the reads of a layer, in a row, after `written` slots."""
         return 0.0
 
     @classmethod

@@ -22,6 +22,7 @@ class Moda(Stream):
         'skipped_slots': ('projected', 'masked'),
     }
     attends = True
+    threads_slots = True
     joins_attention = True
 
     def setup(self):
