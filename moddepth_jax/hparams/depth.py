@@ -32,7 +32,7 @@ class DepthHparams:
 
     def __post_init__(self):
         self.check_values()
-        if not self.stream_class.threads_slots:
+        if not self.stream_class.sums_gradients:
             object.__setattr__(self, 'gradient_dtype', 'none')
         elif self.gradient_dtype == 'none':  # a run from before this knob
             object.__setattr__(self, 'gradient_dtype', 'model')

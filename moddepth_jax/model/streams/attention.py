@@ -22,7 +22,7 @@ class DepthAttention(Stream):
 
     has_ends = True
     attends = True
-    threads_slots = True
+    sums_gradients = True
 
     def setup(self):
         hparams = self.hparams

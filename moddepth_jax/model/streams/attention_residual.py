@@ -57,16 +57,15 @@ def mix_sources(query_D, slots_LBTD, visible_LBT, newer, epsilon):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def mix_slots(epsilon, query_D, newer, depth: DepthSlots):
-    """`mix_sources` over depth slots, and the slots and their sums with threaded cotangents.
+    """`mix_sources` over the visible slots of the tokens that the layer runs on.
 
-    Only the arguments are saved for the backward pass, and the gradients of the slots are added to
-    the cotangents in float32, or in the dtype of `depth.sums`.
+    Only the arguments are kept for the backward pass. The gradient of the slots is that of
+    `depth.sums` if there are any, in their dtype.
     """
-    return _mix(epsilon, query_D, newer, depth.slots, depth), depth.slots, depth.sums
+    return _mix(epsilon, query_D, newer, depth.slots, depth)
 
 
 def _mix(epsilon, query_D, newer, slots_LBTD, depth):
-    """`mix_sources` of the tokens that the layer runs on."""
     visible_LBT = jnp.ones((len(slots_LBTD), 1, 1), bool)
     if depth.count is not None:
         visible_LBT = jnp.arange(len(slots_LBTD))[:, None, None] < depth.count
@@ -81,26 +80,20 @@ def _mix(epsilon, query_D, newer, slots_LBTD, depth):
 
 
 def _mix_forward(epsilon, query_D, newer, depth):
-    return mix_slots(epsilon, query_D, newer, depth), (query_D, newer, depth._replace(sums=None))
+    return mix_slots(epsilon, query_D, newer, depth), (query_D, newer, depth)
 
 
-def _mix_backward(epsilon, residuals, cotangents):
+def _mix_backward(epsilon, residuals, dx_BTD):
     query_D, newer, depth = residuals
-    dx_BTD, dslots_LBTD, dsums_LBTD = cotangents
-    summed_LBTD = dslots_LBTD if dsums_LBTD is None else dsums_LBTD
 
     def mix(query_D, newer, slots_LBTD):
         return _mix(epsilon, query_D, newer, slots_LBTD, depth)
 
-    slots_LBTD = depth.slots.astype(dx_BTD.dtype)
-    _, vjp = jax.vjp(mix, query_D, newer, slots_LBTD)
-    dquery_D, dnewer, dmore_LBTD = vjp(dx_BTD)
-    summed_LBTD = (summed_LBTD.astype(dx_BTD.dtype) + dmore_LBTD).astype(summed_LBTD.dtype)
-    if dsums_LBTD is None:
-        ddepth = DepthSlots(summed_LBTD)
-    else:
-        ddepth = DepthSlots(dslots_LBTD, sums=summed_LBTD)
-    return dquery_D, dnewer, ddepth
+    _, vjp = jax.vjp(mix, query_D, newer, depth.slots.astype(dx_BTD.dtype))
+    dquery_D, dnewer, dslots_LBTD = vjp(dx_BTD)
+    if depth.sums is None:
+        return dquery_D, dnewer, DepthSlots(dslots_LBTD.astype(depth.slots.dtype))
+    return dquery_D, dnewer, DepthSlots(None, sums=dslots_LBTD.astype(depth.sums.dtype))
 
 
 mix_slots.defvjp(_mix_forward, _mix_backward)
@@ -118,15 +111,14 @@ class SourceReader(nn.Module):
         self.scale = self.param('scale', nn.initializers.ones, width)
 
     def read(self, sources: Sources, depth: DepthSlots | None):
-        """What the sublayer reads, [B, T, D], and `depth` with threaded cotangents."""
+        """What the sublayer reads before its norm, [B, T, D]."""
         newer = (*sources.closed, sources.newest_BTD)
         query_D, epsilon = self.query * self.scale, self.hparams.norm_eps
         if depth is None:
             x_BTD = mix_sources(query_D, None, None, newer, epsilon)
         else:
-            x_BTD, slots, sums = mix_slots(epsilon, query_D, newer, depth)
-            depth = depth._replace(slots=slots, sums=sums)
-        return x_BTD.astype(sources.newest_BTD.dtype), depth
+            x_BTD = mix_slots(epsilon, query_D, newer, depth)
+        return x_BTD.astype(sources.newest_BTD.dtype)
 
     def add(self, sources: Sources, output_BTD) -> Sources:
         """The sources after the sublayer."""
@@ -151,7 +143,7 @@ class AttentionResidual(Stream):
 
     counts = ('sublayers_per_source',)
     connection = SourceReader
-    threads_slots = True
+    sums_gradients = True
     reads_outputs = True
     masks_skipped = True
 
@@ -162,8 +154,7 @@ class AttentionResidual(Stream):
     def read(self, x_BTD, depth: DepthSlots | None):
         if self.kind.part == 'block':
             return Sources(x_BTD), depth, depth
-        x_BTD, depth = self.reader.read(Sources(x_BTD), depth)
-        return x_BTD, None, depth
+        return self.reader.read(Sources(x_BTD), depth), None, depth
 
     def write(self, y, slot_inputs: SlotInputs, tokens: TokenInfo, slot_key):
         if self.kind.part == 'exit':

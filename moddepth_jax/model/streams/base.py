@@ -50,7 +50,7 @@ class Stream(nn.Module):
     # reads what the stream carries and joins its output to that; None: x, and x + output.
     connection = None
     attends = False  # whether slots are read by attention over depth
-    threads_slots = False  # whether `read` threads DepthSlots and so adds to `sums`
+    sums_gradients = False  # whether gradients of slots are summed in `sums` of another dtype
     masks_skipped = False  # whether tokens that skip a routed block have no slots of it
     joins_attention = False  # whether heads see the slots in one softmax with the sequence
     parameter_axes = ()  # (end of the path of a matrix in `stream`, its axes), as sharding.LEAVES

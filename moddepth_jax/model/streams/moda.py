@@ -22,7 +22,7 @@ class Moda(Stream):
         'skipped_slots': ('projected', 'masked'),
     }
     attends = True
-    threads_slots = True
+    sums_gradients = True
     joins_attention = True
 
     def setup(self):
