@@ -28,6 +28,7 @@ _PLAIN = {
     'model.depth.stream': 'residual',
     'model.depth.slots': 'auto',
     'model.depth.value_mix': 'auto',
+    'model.depth.sublayers_per_source': 0,
 }
 
 
@@ -80,6 +81,12 @@ _STREAMS = {
         'values of the first layer alone',
         _stream('value_residual', **{'model.depth.value_mix': 'shared'}),
         'rose s',
+    ),
+    'attnres': Variant('attention residuals', _stream('attention_residual'), 'red d'),
+    'attnres_block': Variant(
+        'attention residuals, blocks of 4 sublayers',
+        _stream('attention_residual', **{'model.depth.sublayers_per_source': 4}),
+        'red s',
     ),
     'mod_moda': Variant('MoD and MoDA', _mod() | _moda(), 'green h'),
     'mod_moda_masked': Variant(

@@ -195,7 +195,8 @@ class AttentionResidual(Stream):
 
     @classmethod
     def difference_at_start(cls, depth: DepthHparams) -> str:
-        return ''
+        reason = 'sublayers read the mean of their sources in place of the sum, which a pre-norm '
+        return reason + 'tells apart by model.norm_eps alone'
 
     @classmethod
     def describe(cls, hparams: ModelHparams) -> str:
