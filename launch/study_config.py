@@ -10,7 +10,8 @@ from moddepth_jax.studies.plan import VARIANTS, Planned, base_name, nearest_dept
 
 _VARIED = (
     *('routing.router', 'routing.layers', 'routing.capacity'),
-    *('experts.choice', 'depth.stream', 'depth.slots', 'depth.value_mix', 'depth.sublayers_per_source'),
+    *('experts.choice', 'depth.stream', 'depth.slots', 'depth.value_mix'),
+    'depth.sublayers_per_source',
 )
 SET_BY_STUDY = {  # knobs that a study sets, and the flag that they follow from
     'seed': '--seeds',

@@ -134,6 +134,8 @@ VARIANTS = {
         )
         for placement, words in _PLACEMENTS.items()
         for name, (label, changes, look) in _STREAMS.items()
+        # Attention residuals have no running sum that post-norm could norm.
+        if (placement, changes['model.depth.stream']) != ('post', 'attention_residual')
     },
 }
 
