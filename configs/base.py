@@ -37,7 +37,7 @@ def get_config() -> ConfigDict:
     model.remat = 'block'  # block (backward recomputes each block, but its attention) | none
 
     depth = model.depth = ConfigDict()
-    # residual | dense | average | attention | moda | value_residual
+    # residual | dense | average | attention | moda | value_residual | attention_residual
     depth.stream = 'residual'  # what a layer reads of the earlier ones, and writes for later ones
     depth.slots = 'auto'  # moda: auto (attention+ffn) | attention | attention+ffn | block
     depth.attention_slot_projection = False  # moda: a matrix of its own for the attention slot
@@ -46,6 +46,7 @@ def get_config() -> ConfigDict:
     depth.slot_window = 0  # moda, attention: number of newest slots that are visible; 0: all
     depth.value_mix = 'auto'  # value_residual: auto (learned) | learned | fixed | sparse | shared
     depth.sparse_layers = 0  # value_residual, sparse: number of last layers that mix; 0: auto (3)
+    depth.sublayers_per_source = 0  # attention_residual: outputs summed in a source; 0: 1, full
     depth.gradient_dtype = 'float32'  # float32 (or wider) | model: sums of slots' gradients
 
     experts = model.experts = ConfigDict()

@@ -30,7 +30,7 @@ class Seen(NamedTuple):
     kind: LayerKind
     tokens: TokenInfo
     records: Records
-    caught: dict  # arrays of the block: inputs_BTD, and outputs_BTD or indices_BC, delta_BCD
+    caught: dict  # of the block: inputs_BTD, and outputs_BTD or indices_BC, delta_BCD; `added`
     sown: dict  # intermediates
 
 
@@ -79,11 +79,15 @@ def _visit(params, carry, count, tokens, layer_args, *, stack, kind, observe):
         result = call(*args, **kwargs)
         module, method = context.module, context.method_name
         if isinstance(module, MixtureOfDepths) and method == 'gathered':
-            caught['inputs_BTD'], caught['indices_BC'] = args[0], args[3]
+            caught['indices_BC'] = args[3]
+        elif isinstance(module, Block) and method == 'read':  # first by the router, of all tokens
+            caught.setdefault('inputs_BTD', result)
         elif isinstance(module, Block) and module.gathered and method == 'delta':
             caught['delta_BCD'] = result[0]
         elif isinstance(module, Block) and not module.gathered and method == '__call__':
-            caught['inputs_BTD'], caught['outputs_BTD'] = args[0], result[0]
+            caught['outputs_BTD'] = result[0]
+        elif isinstance(module, Block) and method == '_run' and module.attention_connection:
+            caught['added'] = result[0] + result[2]  # there is no output to compare with the input
         return result
 
     x_BTD, slots, valid_LBT = carry
@@ -104,7 +108,7 @@ class LayerDeltas(NamedTuple):
     """
 
     inputs_LBTD: jax.Array  # the stream as the block, or its router, reads it
-    deltas_LBTD: jax.Array  # block(input) - input, without the gate; 0 if the token was skipped
+    deltas_LBTD: jax.Array  # what the block adds, without the gate; 0 if the token was skipped
     gates_LBT: jax.Array  # the factor on the delta: 1 in a dense block, 0 if it was skipped
     selected_LBT: jax.Array  # bool, tokens that the block processed; never padding
     final_BTD: jax.Array  # the stream that the final norm reads
@@ -136,11 +140,15 @@ def _block_arrays(seen):
     inputs_BTD = caught['inputs_BTD']
     wide = jnp.promote_types(inputs_BTD.dtype, jnp.float32)
     if record is None:
-        deltas_BTD = caught['outputs_BTD'].astype(wide) - inputs_BTD.astype(wide)
+        if 'added' in caught:
+            deltas_BTD = caught['added'].astype(wide)
+        else:
+            deltas_BTD = caught['outputs_BTD'].astype(wide) - inputs_BTD.astype(wide)
         real_BT = seen.tokens.segment_ids_BT > 0
         return (inputs_BTD, deltas_BTD, jnp.ones(real_BT.shape, wide), real_BT), records
     deltas_BTD, selected_BT = jnp.zeros(inputs_BTD.shape, wide), record.selected_BT
-    deltas_BTD = scatter_tokens(deltas_BTD, caught['indices_BC'], caught['delta_BCD'].astype(wide))
+    delta_BCD = caught.get('added', caught.get('delta_BCD')).astype(wide)
+    deltas_BTD = scatter_tokens(deltas_BTD, caught['indices_BC'], delta_BCD)
     deltas_BTD = jnp.where(selected_BT[..., None], deltas_BTD, 0.0)
     gates_BT = jnp.where(selected_BT, record.gates_BT, 0.0).astype(wide)
     return (inputs_BTD, deltas_BTD, gates_BT, selected_BT), records

@@ -18,7 +18,8 @@ _MAY_DIFFER = {  # knobs of the model that a conversion may change
     *('depth', 'routing', 'attention', 'layer_loop', 'remat', 'dtype'),
     *('init_std', 'embedding_init_std', 'scale_residual_init'),
 }
-_NEW = {'router', 'predictor', 'stream', 'values'}  # what routing and streams add to a layer
+# What routing and streams add to a layer.
+_NEW = {'router', 'predictor', 'stream', 'values', 'attention_connection', 'mlp_connection'}
 
 
 def check_convertible(source: Hparams, target: Hparams):

@@ -8,7 +8,7 @@ from moddepth_jax.hparams.registry import STREAMS
 
 # Resolved by the stream's `choices`.
 AUTO_KNOBS = ('slots', 'slot_keys', 'skipped_slots', 'value_mix')
-COUNT_KNOBS = ('sparse_layers',)  # of the stream's `counts`
+COUNT_KNOBS = ('sparse_layers', 'sublayers_per_source')  # of the stream's `counts`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +24,7 @@ class DepthHparams:
     gradient_dtype: checks.choice('float32', 'model', 'none')
     value_mix: str
     sparse_layers: checks.CountOrZero
+    sublayers_per_source: checks.CountOrZero
 
     def check_values(self):
         """Refuse what is wrong with any stream; needs no JAX."""
@@ -31,7 +32,7 @@ class DepthHparams:
 
     def __post_init__(self):
         self.check_values()
-        if not self.stream_class.attends:
+        if not self.stream_class.sums_gradients:
             object.__setattr__(self, 'gradient_dtype', 'none')
         elif self.gradient_dtype == 'none':  # a run from before this knob
             object.__setattr__(self, 'gradient_dtype', 'model')

@@ -172,7 +172,8 @@ class ModelHparams:
     @property
     def masks_slots(self) -> bool:
         """Whether tokens that skip a routed block have no depth slot there."""
-        return bool(self.routed_layers) and self.depth.skipped_slots == 'masked'
+        masked = self.depth.skipped_slots == 'masked' or self.depth.stream_class.masks_skipped
+        return bool(self.routed_layers) and masked
 
     def window(self, layer: int) -> int:
         """Attention window of `layer` in tokens, including the query itself; 0: no limit."""

@@ -40,6 +40,7 @@ class Block(nn.Module):
     experts: bool = False  # whether experts are its mlp
     ahead: bool = True  # experts that choose tokens look at whole rows; if not, use thresholds
     mixes: bool = False  # whether the stream changes the values of attention
+    opens: tuple[bool, ...] = (False, False)  # as of LayerKind
 
     def setup(self):
         hparams = self.hparams
@@ -47,13 +48,18 @@ class Block(nn.Module):
         self.mlp = Experts(hparams, self.ahead) if self.experts else SwiGLU(hparams, hparams.d_ff)
         self.attention_norm = RMSNorm(hparams.norm_eps)
         self.mlp_norm = RMSNorm(hparams.norm_eps)
+        self.attention_connection = self.mlp_connection = None
+        connection = hparams.depth.stream_class.connection
+        if connection is not None:
+            self.attention_connection = connection(hparams, self.opens[0])
+            self.mlp_connection = connection(hparams, self.opens[1])
 
     def __call__(
         self, x_BTD, tokens: TokenInfo, view=None, depth=None, expert_state=NO_EXPERT_STATE
     ) -> tuple[jax.Array, BlockAux]:
         """The block's output [B, T, D] and its BlockAux; arguments as of SelfAttention, Experts."""
         _, middle_BTD, transformed_BTD, aux = self._run(x_BTD, tokens, view, depth, expert_state)
-        y_BTD = middle_BTD + transformed_BTD
+        y_BTD = _add(self.mlp_connection, middle_BTD, transformed_BTD)
         return self.mlp_norm(y_BTD) if self.hparams.norm_placement == 'post' else y_BTD, aux
 
     def delta(self, x_BTD, tokens: TokenInfo, view, depth, expert_state):
@@ -63,6 +69,27 @@ class Block(nn.Module):
             return y_BTD - x_BTD, aux
         attended_BTD, _, transformed_BTD, aux = self._run(x_BTD, tokens, view, depth, expert_state)
         return attended_BTD + transformed_BTD, aux
+
+    def gated(self, x, gates_BT, tokens: TokenInfo, view, depth, expert_state):
+        """x after the block with the outputs of attention and mlp times the gates, and BlockAux."""
+        attended_BTD, _, transformed_BTD, aux = self._run(x, tokens, view, depth, expert_state)
+        for connection, output_BTD in (
+            (self.attention_connection, attended_BTD),
+            (self.mlp_connection, transformed_BTD),
+        ):
+            gated_BTD = (gates_BT[..., None] * output_BTD).astype(output_BTD.dtype)
+            x = _add(connection, x, gated_BTD)
+        return x, aux
+
+    def skip(self, x):
+        """x after the block of tokens that skip it."""
+        if self.attention_connection is None:
+            return x
+        return self.mlp_connection.skip(self.attention_connection.skip(x))
+
+    def read(self, x, depth):
+        """What attention reads before its norm, [B, T, D]."""
+        return _read(self.attention_connection, x, depth)
 
     def skipped_slot_inputs(self, x_BTD, tokens: TokenInfo) -> SlotInputs:
         """SlotInputs of tokens that skip the block, as if attention and mlp added nothing."""
@@ -77,14 +104,16 @@ class Block(nn.Module):
     def _run(self, x_BTD, tokens, view, depth, expert_state):
         """What attention adds, the stream after it, what the mlp adds to that, and the BlockAux."""
         placement = self.hparams.norm_placement
-        input_BTD = self.attention_norm(x_BTD) if placement == 'pre' else x_BTD
+        read_BTD = self.read(x_BTD, depth)
+        input_BTD = self.attention_norm(read_BTD) if placement == 'pre' else read_BTD
         attended_BTD, keys, slot, depth = self.attention(input_BTD, tokens, view, depth)
         if placement == 'reordered':
             attended_BTD = self.attention_norm(attended_BTD)
-        middle_BTD = x_BTD + attended_BTD
+        middle_BTD = _add(self.attention_connection, x_BTD, attended_BTD)
         if placement == 'post':
             middle_BTD = self.attention_norm(middle_BTD)
-        mlp_input_BTD = self.mlp_norm(middle_BTD) if placement == 'pre' else middle_BTD
+        read_BTD = _read(self.mlp_connection, middle_BTD, depth)
+        mlp_input_BTD = self.mlp_norm(read_BTD) if placement == 'pre' else read_BTD
         if self.experts:
             real_BT = tokens.segment_ids_BT > 0
             transformed_BTD, record, expert_state = self.mlp(mlp_input_BTD, real_BT, expert_state)
@@ -104,3 +133,11 @@ class Block(nn.Module):
     def _needed_slot_inputs(self):
         depth = self.hparams.depth
         return depth.stream_class.slot_inputs(depth) if self.writes_slots else ()
+
+
+def _read(connection, x, depth):
+    return x if connection is None else connection.read(x, depth)
+
+
+def _add(connection, x, output_BTD):
+    return x + output_BTD if connection is None else connection.add(x, output_BTD)

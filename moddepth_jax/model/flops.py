@@ -49,10 +49,11 @@ def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c'
     model, experts, stream = hparams.model, hparams.model.experts, hparams.model.depth.stream_class
     width, heads, kv_heads = model.d_model, model.num_heads, model.num_kv_heads
     names = ('projections', 'attention', 'mlp', 'expert_router', 'experts', 'router', 'predictor')
-    parts = dict.fromkeys((*names, 'depth_projections'), 0.0)
+    parts = dict.fromkeys((*names, 'depth_projections', 'depth_attention'), 0.0)
     written = 0
     for kind, tokens, window in _layers(hparams, length, routing):
         parts['depth_projections'] += stream.projection_flops(model, kind, length, tokens)
+        parts['depth_attention'] += stream.reading_flops(model, kind, length, tokens, written)
         if kind.part != 'block':
             continue
         sides = 1 + (not kind.mixes or stream.projects_values(model.depth))  # keys, and values
@@ -71,7 +72,7 @@ def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c'
             parts['router'] += 2 * length * width * model.routing.router_class.products
             rule = CAUSAL_RULES[model.routing.causal_rule]
             parts['predictor'] += length * rule.flops_per_token(model)
-    parts['depth_attention'] = sum(
+    parts['depth_attention'] += sum(
         4 * tokens * seen * heads * model.head_dim
         for tokens, seen, _ in depth_readers(hparams, length, routing)
     )

@@ -68,7 +68,7 @@ class Layer(nn.Module):
         if kind.part != 'block':
             return
         if kind.routed:
-            options = {'experts': kind.experts, 'mixes': kind.mixes}
+            options = {'experts': kind.experts, 'mixes': kind.mixes, 'opens': kind.opens}
             self.operation = MixtureOfDepths(
                 self.hparams, kind.window, self.routing, self.sizes, writes_slots, **options
             )
@@ -77,6 +77,7 @@ class Layer(nn.Module):
                 'experts': kind.experts,
                 'ahead': self.routing == 'top_c',
                 'mixes': kind.mixes,
+                'opens': kind.opens,
             }
             self.operation = Block(self.hparams, kind.window, writes_slots, **options)
         nn.share_scope(self, self.operation)
@@ -135,7 +136,11 @@ class Layer(nn.Module):
         if indices_BC is None:
             x_BTD, slots = self.stream.write(y_BTD, slot_inputs, tokens, self._slot_key)
             masked = self.hparams.masks_slots and slots
-            return x_BTD, NewSlots(slots, jnp.ones(y_BTD.shape[:2], bool) if masked else None)
+            return x_BTD, NewSlots(slots, jnp.ones(x_BTD.shape[:2], bool) if masked else None)
+        valid_BT = indices_to_mask(indices_BC, tokens.positions_BT.shape[1])
+        if self.hparams.depth.stream_class.connection is not None:  # slots are parts of y
+            x_BTD, slots = self.stream.write(y_BTD, slot_inputs, tokens, None)
+            return x_BTD, NewSlots(slots, valid_BT)
         y_BCD, tokens_BC = jax.tree.map(
             lambda side: gather_tokens(side, indices_BC), (y_BTD, tokens)
         )
@@ -145,7 +150,6 @@ class Layer(nn.Module):
             zeros_BTX = jnp.zeros((*y_BTD.shape[:2], *side_BCX.shape[2:]), side_BCX.dtype)
             return scatter_tokens(zeros_BTX, indices_BC, side_BCX)
 
-        valid_BT = indices_to_mask(indices_BC, y_BTD.shape[1])
         return y_BTD, NewSlots(jax.tree.map(spread, slots), valid_BT)
 
     def _slot_key(self, k_BTKH, positions_BT):

@@ -70,8 +70,9 @@ def empty_sums(hparams: ModelHparams, slots: KeysValues | None) -> KeysValues | 
     """Stand-ins for sums of the slots' gradients, never read; None if these have their dtype."""
     if slots is None or hparams.depth.gradient_dtype in ('model', 'none'):
         return None
-    dtype = jnp.promote_types(slots.k_BTKH.dtype, jnp.float32)
-    if dtype == slots.k_BTKH.dtype:
+    slot_dtype = jax.tree.leaves(slots)[0].dtype
+    dtype = jnp.promote_types(slot_dtype, jnp.float32)
+    if dtype == slot_dtype:
         return None
     return jax.tree.map(lambda buffer: jnp.zeros(buffer.shape, dtype), slots)
 

@@ -30,6 +30,7 @@ _PLAIN = {
     'model.depth.value_mix': 'auto',
     'model.looped_layers': 'none',
     'model.loops': 1,
+    'model.depth.sublayers_per_source': 0,
 }
 
 
@@ -91,6 +92,12 @@ _STREAMS = {
         )
         for loops, word, look in ((2, 'twice', 'orange <'), (3, 'three times', 'orange >'))
     },
+    'attnres': Variant('attention residuals', _stream('attention_residual'), 'red d'),
+    'attnres_block': Variant(
+        'attention residuals, blocks of 4 sublayers',
+        _stream('attention_residual', **{'model.depth.sublayers_per_source': 4}),
+        'red s',
+    ),
     'mod_moda': Variant('MoD and MoDA', _mod() | _moda(), 'green h'),
     'mod_moda_masked': Variant(
         'MoD and MoDA, no slots of skipped blocks',
@@ -137,6 +144,8 @@ VARIANTS = {
         )
         for placement, words in _PLACEMENTS.items()
         for name, (label, changes, look) in _STREAMS.items()
+        # Attention residuals have no running sum that post-norm could norm.
+        if (placement, changes['model.depth.stream']) != ('post', 'attention_residual')
     },
 }
 

@@ -13,6 +13,7 @@ from tests.model.cases import (
     DENSE,
     MODA,
     ROUTED,
+    SOURCES,
     VALUES,
     random_variables,
     small_hparams,
@@ -32,9 +33,10 @@ CASES = {
     'average': (AVERAGE, {}, 'dense'),
     'attention': (ATTENTION, {}, 'dense'),
     'values': (VALUES, ROUTED, 'predictor'),
+    'sources': (SOURCES, ROUTED, 'predictor'),
 }
 
-RARE = ('moda_random', 'dense', 'average', 'attention', 'values')
+RARE = ('moda_random', 'dense', 'average', 'attention', 'values', 'sources')
 SLOW = pytest.mark.slow
 
 

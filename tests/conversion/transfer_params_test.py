@@ -12,6 +12,7 @@ from moddepth_jax.model.transformer import Transformer
 ROUTED = {'model.routing.router': 'learned'}
 MOD = ROUTED | {'model.routing.layers': '1,2', 'model.routing.gate': 'none'}
 MODA = {'model.depth.stream': 'moda'}
+SOURCES = {'model.depth.stream': 'attention_residual'}
 UNROLLED = {'model.depth.stream': 'average', 'model.layer_loop': 'unrolled'}
 SAME = {  # of the same parameters, with what may differ
     'mod': (ROUTED, {'model.routing.capacity': 0.5, 'model.routing.gate': 'sigmoid'}),
@@ -62,6 +63,7 @@ def by_layer(hparams, params):
     [
         ('windows', MOD | MODA),
         pytest.param('experts', MOD, marks=pytest.mark.slow),
+        ('experts', MOD | SOURCES),
         pytest.param('olmo2', UNROLLED, marks=pytest.mark.slow),
     ],
 )
@@ -80,7 +82,7 @@ def test_shared_leaves_are_transferred_bit_for_bit(dense, changes, tiny_config):
         for name, leaf in old.items():
             np.testing.assert_array_equal(leaf, layer[name], err_msg=str(name))
     fresh = {name[0] for old, layer in pairs for name in layer.keys() - old.keys()}
-    kinds = {'router', 'predictor', 'stream'}
+    kinds = {'router', 'predictor', 'stream', 'attention_connection', 'mlp_connection'}
     assert fresh <= kinds and (('router' in fresh) == ('model.routing.router' in changes))
     assert new and all(kinds & set(name.split('.')) for name in new)
     shapes = jax.eval_shape(Transformer(target).init, jax.random.key(0), np.zeros((1, 16), int))

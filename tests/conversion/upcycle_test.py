@@ -32,6 +32,7 @@ def measure_loss(params, averages, hparams, dataset):
     ('changes', 'most'),
     [
         ({'model.depth.stream': 'moda'}, 0.05),
+        ({'model.depth.stream': 'attention_residual'}, 0.01),
         (STAGES | {'model.routing.router': 'learned'}, 0.05),
         (STAGES | {'model.routing.router': 'straight_through'}, 1e-6),
     ],
@@ -73,6 +74,7 @@ def test_the_reason_names_what_is_in_the_way(tiny_config):
             'model.routing.capacity_stages': '1:0.5',
         },
         'heads share their softmax': {'model.depth.stream': 'moda'},
+        'tells apart by model.norm_eps': {'model.depth.stream': 'attention_residual'},
         'new slots have values 0': {'model.depth.stream': 'moda', 'model.depth.slots': 'block'},
     }
     for words, changes in cases.items():

@@ -19,6 +19,10 @@ MODA = {'model.depth.stream': 'moda'}
 ATTENTION = {'model.depth.stream': 'attention'}
 VALUES = {'model.depth.stream': 'value_residual'}
 SHARED, SPARSE = (VALUES | {'model.depth.value_mix': mix} for mix in ('shared', 'sparse'))
+SOURCES = {'model.depth.stream': 'attention_residual'}
+SOURCES_OF_2, SOURCES_OF_3 = (
+    SOURCES | {'model.depth.sublayers_per_source': size} for size in (2, 3)
+)
 UNROLLED = {'model.layer_loop': 'unrolled'}
 DENSE = UNROLLED | {'model.depth.stream': 'dense'}
 AVERAGE = UNROLLED | {'model.depth.stream': 'average'}
@@ -114,6 +118,10 @@ CASES = {
     'looped threshold': (LOOPED | routed_by('learned', 'threshold') | GROWS, 'threshold'),
     'looped moda': (ALL_LOOPED | MODA | WINDOWS, 'dense'),
     'looped values': (LOOPED | VALUES | POST, 'dense'),
+    'attention residual': (SOURCES | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
+    'attention residual grows': (SOURCES_OF_2 | ROUTED | GROWS | FULL_NORM, 'predictor'),
+    'attention residual, blocks of 2': (SOURCES_OF_2 | WINDOWS | REORDERED, 'dense'),
+    'attention residual, blocks of 3': (SOURCES_OF_3 | ROUTED | ROOMY, 'predictor'),
     'experts': (experts(layers='every:2', product='ragged_dot'), 'dense'),
     'integrated': (experts(num_noop=3, num_shared=0, scores='sigmoid') | POST, 'dense'),
     'row capacity': (experts(num_routed=3, row_capacity=3) | REORDERED, 'dense'),

@@ -21,6 +21,8 @@ from tests.model.cases import (
     LENGTH,
     MODA,
     ROUTED,
+    SOURCES,
+    SOURCES_OF_3,
     TOKENS_BT,
     build,
     parameters,
@@ -91,7 +93,7 @@ def decode(model):
     return out, cache
 
 
-FAST = ('value residual', 'shared values')
+FAST = ('value residual', 'shared values', 'attention residual')
 FAST += ('dense', 'predictor', 'norm threshold grows', 'mod and moda', 'row capacity')
 
 
@@ -188,7 +190,7 @@ def test_no_slot_outlives_its_token(routing, tiny_config):
         return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(cache)]
 
     expected = shapes()
-    for stream in (ATTENTION, AVERAGE, DENSE, MODA):
+    for stream in (ATTENTION, AVERAGE, DENSE, MODA, SOURCES, SOURCES_OF_3):
         assert shapes(stream) == expected
 
 

@@ -14,6 +14,7 @@ from tests.model.cases import (
     CASES,
     MASKED,
     MODA,
+    SOURCES,
     experts,
     parameters,
 )
@@ -195,6 +196,29 @@ def _not_counted(hparams, rows, length):
     return rows * pair * hidden, rows * empty * flops._pair_flops(model)
 
 
+def _traced_reads_of_sources(hparams, rows, length):
+    """Products of the reads of attention residuals in the traced step, less what is counted.
+
+    Of the 4 D of a source that are counted the product with the query is one; the weighted sum is
+    none. The backward pass has two, and where there are slots it computes it again. A scan reads
+    all slots.
+    """
+    model, traced, counted, written = hparams.model, 0, 0, 0
+    if model.depth.stream != 'attention_residual':
+        return 0
+    total = sum(kind.slots for kind in layer_kinds(model))
+    for kind, tokens, _ in flops._layers(hparams, length, 'top_c'):
+        slots = total if model.layer_loop == 'scan' else written
+        reads = [(length, 1)] if kind.routed or kind.part == 'exit' else []
+        if kind.part == 'block':
+            reads += [(tokens, 1), (tokens, 1 + kind.opens[0])]
+        passes = 4 if slots else 3
+        traced += passes * 2 * model.d_model * sum(n * (slots + newer) for n, newer in reads)
+        counted += 3 * 4 * model.d_model * sum(n * (written + newer) for n, newer in reads)
+        written += kind.slots
+    return rows * (traced - counted)
+
+
 # No rematerialization; every pair of a query and a key or slot is computed.
 LITERAL = {'model.remat': 'none', 'model.attention': 'reference'}
 SHAPE = LITERAL | {
@@ -216,7 +240,14 @@ TRACED = (
     | {name: knobs | SHAPE for name, (knobs, *_) in KINDS.items()}
     | {name: SHAPE | WIDE | {'data.batch_size': 2} | knobs for name, knobs in LONG.items()}
 )
-FAST = ('predictor', 'attention stream', 'dense stream', 'mod and moda', 'moda attention slots')
+FAST = (
+    'predictor',
+    'attention stream',
+    'attention residual',
+    'dense stream',
+    'mod and moda',
+    'moda attention slots',
+)
 FAST += ('shared values', 'token', 'integrated', 'expert choice', 'masked', *LONG)
 
 
@@ -227,7 +258,8 @@ def test_counted_flops_are_those_of_the_traced_step(name, tiny_config):
     rows = hparams.data.batch_size, hparams.data.sequence_length
     hidden, empty = (3 * number for number in _not_counted(hparams, *rows))
     counted = flops.train_step_flops(hparams)
-    assert traced_step_flops(hparams) - hidden - empty == pytest.approx(counted, rel=0.01)
+    traced = traced_step_flops(hparams) - _traced_reads_of_sources(hparams, *rows)
+    assert traced - hidden - empty == pytest.approx(counted, rel=0.01)
     parts = flops.forward_breakdown(hparams, *rows)
     depth = parts['depth_projections'] + parts['depth_attention']
     # So that the 1% above would show a stream that is not counted.
@@ -251,6 +283,23 @@ def test_counted_flops_alone_where_attention_is_small(knobs, tiny_config):
     hparams = from_config(tiny_config(**LITERAL | WIDE | wide | row | knobs))
     counted = flops.train_step_flops(hparams)
     assert counted == pytest.approx(traced_step_flops(hparams), rel=0.01)
+
+
+@pytest.mark.parametrize('loop', ['scan', 'unrolled'])
+@pytest.mark.parametrize('size', [1, 3])
+def test_reads_of_sources_are_counted_to_the_product(loop, size, tiny_config):
+    """4 T D for each source that a sublayer or the final norm reads, and nothing else is added."""
+    shape = {'model.num_layers': 3, 'model.remat': 'none', 'model.layer_loop': loop}
+    plain, sources = (
+        from_config(tiny_config(**shape | some))
+        for some in ({}, SOURCES | {'model.depth.sublayers_per_source': size})
+    )
+    rows = sources.data.batch_size, sources.data.sequence_length
+    by_hand = 1 + 2 + 3 + 4 + 5 + 6 + 7 if size == 1 else 1 + 2 + 2 + 2 + 3 + 3 + 3
+    more = flops.train_step_flops(sources) - flops.train_step_flops(plain)
+    assert more == 3 * 4 * rows[0] * rows[1] * sources.model.d_model * by_hand
+    of_reads = more + _traced_reads_of_sources(sources, *rows)
+    assert traced_step_flops(sources) - traced_step_flops(plain) == of_reads
 
 
 def test_reads_of_an_average_are_counted_to_the_product(tiny_config):

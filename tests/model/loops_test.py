@@ -18,6 +18,7 @@ from tests.model.cases import (
     MODA,
     POST,
     ROUTED,
+    SOURCES,
     TWO,
     UNROLLED,
     VALUES,
@@ -42,6 +43,7 @@ MODELS = {
     'moda in the middle': LOOPED | MODA | ROUTED | {'model.routing.layers': '0,2'},
     'values': LOOPED | VALUES,
     'attention stream': LOOPED | ATTENTION | SEQUENCE,
+    'attention residuals': LOOPED | SOURCES | ROUTED | TWO,
     'experts': LOOPED | experts(layers='every:2'),
     'last one looped': ALL_LOOPED | {'model.looped_layers': 'middle:2:0'} | MODA,
 }

@@ -97,6 +97,8 @@ def stream(layers, x_TD, row, model):
             x_TD, written = block(layer, x_TD, newest(slots, model), row, number, model)
             slots = slots + written
         return x_TD
+    if kind == 'attention_residual':
+        return attention_residual(layers, x_TD, row, model)
     entry, *layers, last = layers
     if kind == 'attention':
         query_TNH, *slot = stream_write(entry['stream'], x_TD)
@@ -117,6 +119,70 @@ def stream(layers, x_TD, row, model):
     for number, layer in enumerate(layers):
         outputs.append(block(layer, read(layer['stream']), [], row, number, model)[0])
     return read(last['stream'])
+
+
+def attention_residual(layers, x_TD, row, model):
+    """Returns what the final norm reads, of sublayers that each read all earlier outputs.
+
+    Each token has sources of its own: lists of what sublayers added, of which the first holds the
+    embedding. They are summed when they are read.
+    """
+    size = model.depth.sublayers_per_source or 1
+    sources = [[[x_D]] for x_D in x_TD]  # of each token; a source is a list of vectors
+
+    def read(weights, tokens, sources):
+        """Returns x_TD: the sources of each token, mixed by the softmax of their logits."""
+        found = []
+        for t in tokens:
+            sums = [sum(source) for source in sources[t]]
+            keys = [rms_norm(v_D, {'scale': weights['scale']}, model) for v_D in sums]
+            logits = np.array([weights['query'] @ key_D for key_D in keys])
+            p = np.exp(logits - logits.real.max())
+            found.append(sum(one * v_D for one, v_D in zip(p / p.sum(), sums, strict=True)))
+        return np.array(found).reshape(len(tokens), -1)
+
+    def add(sublayer, tokens, sources, outputs):
+        """Returns the sources of each token with the output of a sublayer."""
+        sources = list(sources)
+        for t, output_D in zip(tokens, outputs, strict=True):
+            opens = sublayer % size == 0
+            old = sources[t]
+            sources[t] = [*old, [output_D]] if opens else [*old[:-1], [*old[-1], output_D]]
+        return sources
+
+    def run(layer, number, tokens, sources):
+        """Returns the outputs of attention and mlp of a layer, of these tokens alone."""
+        place, part, outputs = model.norm_placement, row.take(tokens), []
+        for i, name in enumerate(('attention', 'mlp')):
+            read_TD = read(layer[f'{name}_connection'], tokens, sources)
+            weights, norm = layer[name], layer[f'{name}_norm']
+            if place == 'pre':
+                read_TD = rms_norm(read_TD, norm, model)
+            if name == 'attention':
+                window = model.windows[number % len(model.windows)]
+                output_TD, _ = attention(weights, read_TD, [], part, window, number, model)
+            elif 'router' in weights:
+                output_TD = mixture(weights, read_TD, part, number, model.experts)
+            else:
+                output_TD = mlp(weights, read_TD)
+            if place == 'reordered':
+                output_TD = rms_norm(output_TD, norm, model)
+            outputs.append(output_TD)
+            sources = add(2 * number + i, tokens, sources, output_TD)
+        return outputs
+
+    *layers, last = layers
+    every = np.arange(len(x_TD))
+    for number, layer in enumerate(layers):
+        taken, gates_T, inner = every, np.ones(len(x_TD)), layer
+        if 'router' in layer:
+            read_TD = read(layer['block']['attention_connection'], every, sources)
+            taken, selected_T, gates_T = decide(layer, read_TD, row, number, model)
+            gates_T, inner = np.where(selected_T, gates_T, 0), layer['block']
+        for i, output_TD in enumerate(run(inner, number, taken, sources)):
+            gated_TD = gates_T[taken][:, None] * output_TD
+            sources = add(2 * number + i, taken, sources, gated_TD)
+    return read(last['stream']['reader'], every, sources)
 
 
 def newest(slots, model):
@@ -214,6 +280,32 @@ def routed_block(layer, x_TD, visible, row, number, model):
 
     Tokens that skip the block write slots as if it added nothing, or none.
     """
+    taken, selected_T, gates_T = decide(layer, x_TD, row, number, model)
+    inner = layer['block'] | {'stream': layer.get('stream', {})}
+    visible = [[side[taken] for side in slot] for slot in visible]
+    y_CD, written = block(inner, x_TD[taken], visible, row.take(taken), number, model)
+    block_TD = np.array(x_TD)
+    block_TD[taken] = y_CD
+    y_TD = np.where(selected_T[:, None], x_TD + gates_T[:, None] * (block_TD - x_TD), x_TD)
+    if model.depth.stream != 'moda':
+        return y_TD, []
+    attended_TD = x_TD
+    if model.norm_placement != 'reordered':
+        attended_TD = rms_norm(x_TD, inner['attention_norm'], model)
+    read_TD = attended_TD
+    if model.norm_placement == 'pre':
+        read_TD = rms_norm(x_TD, inner['mlp_norm'], model)
+    slots = written_slots(inner, attended_TD, read_TD, y_TD, row, model)
+    for (key_TKH, value_TKH, valid_T), (key_CKH, value_CKH, _) in zip(slots, written, strict=True):
+        if model.depth.slots != 'block':
+            key_TKH[taken], value_TKH[taken] = key_CKH, value_CKH
+        if model.depth.skipped_slots == 'masked':
+            valid_T[:] = selected_T
+    return y_TD, slots
+
+
+def decide(layer, x_TD, row, number, model):
+    """Returns the tokens that a routed block runs on, bool selected_T, and gates_T."""
     routing, run = model.routing, row.run
     real_T, num_tokens = row.segments_T != 0, len(x_TD)
     scores_T = x_TD @ layer['router']['w'] + layer['router'].get('b', 0)
@@ -236,28 +328,7 @@ def routed_block(layer, x_TD, visible, row, number, model):
     choice = {'scores_BT': scores_T, 'rule_logits_BT': logits_T, 'top_c_BT': top_c_T}
     choice |= {'selected_BT': selected_T, 'dropped_BT': wanted_T & ~selected_T, 'gates_BT': gates_T}
     run.choices.setdefault(number, []).append(choice)
-    taken = sorted([*np.flatnonzero(selected_T), *padding])
-    inner = layer['block'] | {'stream': layer.get('stream', {})}
-    visible = [[side[taken] for side in slot] for slot in visible]
-    y_CD, written = block(inner, x_TD[taken], visible, row.take(taken), number, model)
-    block_TD = np.array(x_TD)
-    block_TD[taken] = y_CD
-    y_TD = np.where(selected_T[:, None], x_TD + gates_T[:, None] * (block_TD - x_TD), x_TD)
-    if model.depth.stream != 'moda':
-        return y_TD, []
-    attended_TD = x_TD
-    if model.norm_placement != 'reordered':
-        attended_TD = rms_norm(x_TD, inner['attention_norm'], model)
-    read_TD = attended_TD
-    if model.norm_placement == 'pre':
-        read_TD = rms_norm(x_TD, inner['mlp_norm'], model)
-    slots = written_slots(inner, attended_TD, read_TD, y_TD, row, model)
-    for (key_TKH, value_TKH, valid_T), (key_CKH, value_CKH, _) in zip(slots, written, strict=True):
-        if model.depth.slots != 'block':
-            key_TKH[taken], value_TKH[taken] = key_CKH, value_CKH
-        if model.depth.skipped_slots == 'masked':
-            valid_T[:] = selected_T
-    return y_TD, slots
+    return np.array(sorted([*np.flatnonzero(selected_T), *padding]), int), selected_T, gates_T
 
 
 def rule_logits(rule, layer, x_TD, scores_T, threshold):

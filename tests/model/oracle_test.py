@@ -31,6 +31,10 @@ DENSE = UNROLLED | {'depth.stream': 'dense'}
 AVERAGE = UNROLLED | {'depth.stream': 'average'}
 VALUES = {'depth.stream': 'value_residual'}
 SHARED, SPARSE, FIXED = (VALUES | {'depth.value_mix': mix} for mix in ('shared', 'sparse', 'fixed'))
+SOURCES = {'depth.stream': 'attention_residual'}
+SOURCES_OF_2, SOURCES_OF_3, ONE_SOURCE = (
+    SOURCES | {'depth.sublayers_per_source': size} for size in (2, 3, 6)
+)
 PRE, POST, REORDERED = ({'norm_placement': place} for place in ('pre', 'post', 'reordered'))
 HEAD, FULL = {'qk_norm': 'head'}, {'qk_norm': 'full'}
 BIAS, TIED = {'use_bias': True}, {'tie_embeddings': True}
@@ -70,6 +74,11 @@ CASES = {
     'value residual, fixed': FIXED | POST | UNROLLED | WINDOWS,
     'value residual, sparse': SPARSE | REORDERED | {'depth.sparse_layers': 1},
     'shared values': SHARED | PRE | FULL | BIAS | ONE_EACH,
+    'attention residual': SOURCES | PRE | HEAD | BIAS | WINDOWS,
+    'attention residual, reordered': SOURCES | REORDERED | UNROLLED | TIED,
+    'attention residual, blocks of 2': SOURCES_OF_2 | PRE | FULL,
+    'attention residual, blocks of 3': SOURCES_OF_3 | PRE | TOKEN,
+    'attention residual, one block': ONE_SOURCE | PRE | UNROLLED,
     'no-op experts': NOOP | BOTH | PRE | {'experts.top_k': 3},
     'experts of some layers': TOKEN | REORDERED | FULL | {'experts.layers': '0,2'},
     'expert choice': EXPERT | BOTH | REORDERED,
@@ -113,6 +122,12 @@ ROUTED_CASES = {
     'attention stream': (SLOTS | ATTENTION | POST, 'threshold'),
     'value residual': (SLOTS | VALUES | PRE, 'top_c'),
     'value residual, post': (SLOTS | VALUES | POST | HEAD | WINDOWS, 'threshold'),
+    'attention residual': (SLOTS | SOURCES | PRE, 'top_c'),
+    'attention residual, threshold': (SLOTS | SOURCES_OF_2 | REORDERED | HEAD, 'threshold'),
+    'attention residual, every block': (
+        routed(rule='predictor') | SOURCES_OF_3 | PRE | {'num_layers': 3},
+        'predictor',
+    ),
     'straight through, aux_loss': (
         routed('straight_through', rule='aux_loss') | POST | BIAS,
         'aux_loss',
@@ -213,7 +228,10 @@ def test_model_equals_the_oracle(tiny_config, case):
     config = tiny_config(**knobs)
     routing = 'threshold' if case == 'thresholds' else 'top_c'
     slopes, run = compare(config, routing, gradients='experts.choice' in CASES[case])
-    assert all(np.any(slope) for slope in jax.tree.leaves(slopes))
+    for path, slope in jax.tree_util.tree_leaves_with_path(slopes):
+        where = jax.tree_util.keystr(path)
+        # The first sublayer of attention residuals finds one source, whose weight is 1.
+        assert np.any(slope) or "['run_0']['layer_0']['attention_connection']" in where, where
     for layer in run.seen.values():
         share_Z = np.mean(layer.chosen, axis=0)
         assert share_Z.max() < 1 and np.mean(share_Z > 0) > 0.7, share_Z

@@ -16,6 +16,7 @@ from tests.model.cases import (
     NEWEST,
     POST,
     ROUTED,
+    SOURCES,
     UNROLLED,
     equations,
     experts,
@@ -28,7 +29,11 @@ from tests.model.cases import (
 BATCH, LENGTH, VOCABULARY = 2, 12, 32
 TOKENS_BT = np.random.default_rng(1).integers(0, VOCABULARY, (BATCH, LENGTH)).astype(np.int32)
 SEGMENTS_BT = np.array([[1] * 7 + [2] * 5, [1] * 10 + [0] * 2])
-ENTRY_QUERY = "['run_0']['layer_0']['stream']['query']['kernel']"
+# What finds one slot or source, whose weight is 1: its query has no gradient.
+ALONE = {
+    'attention': "['run_0']['layer_0']['stream']['query']['kernel']",
+    'attention_residual': "['run_0']['layer_0']['attention_connection']",
+}
 PLAIN = UNROLLED | {'model.remat': 'none'}
 # Runs of two repeats and a last layer that writes no slot.
 FIVE = {'model.num_layers': 5, 'model.routing.layers': 'every:2'}
@@ -80,8 +85,11 @@ FORMS = {
 }
 
 
+FAST = ('mod and moda', 'every layer routed', 'attention residual')
+
+
 @pytest.mark.parametrize('form', parameters(('both',), FORMS))
-@pytest.mark.parametrize('name', parameters(('mod and moda', 'every layer routed'), SCANNED))
+@pytest.mark.parametrize('name', parameters(FAST, SCANNED))
 def test_scanned_and_rematerialized_equals_unrolled(name, form, tiny_config):
     """Loss, records and all gradients, with packing and padding: float64."""
     knobs = SCANNED[name] | {'model.dtype': 'float64'}
@@ -97,8 +105,7 @@ def test_scanned_and_rematerialized_equals_unrolled(name, form, tiny_config):
     leaves = jax.tree_util.tree_leaves_with_path(gradient)
     for (path, leaf), mine in zip(leaves, jax.tree.leaves(other), strict=True):
         largest, where = np.abs(leaf).max(), jax.tree_util.keystr(path)
-        # The first query of the attention stream finds one slot, whose weight is 1.
-        if hparams.model.depth.stream == 'attention' and where.endswith(ENTRY_QUERY):
+        if ALONE.get(hparams.model.depth.stream, where + ' is not') in where and len(leaf) == 1:
             assert np.abs(mine).max() < 1e-9
             continue
         assert largest > 1e-7 and leaf.dtype == mine.dtype, where
@@ -106,12 +113,13 @@ def test_scanned_and_rematerialized_equals_unrolled(name, form, tiny_config):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('stream', [MODA | MASKED, SOURCES], ids=['moda', 'attention residual'])
 @pytest.mark.parametrize(
     ('dtype', 'remat'), [('float32', 'block'), ('float32', 'none'), ('model', 'block')]
 )
-def test_gradients_of_bfloat16_slots(dtype, remat, tiny_config):
+def test_gradients_of_bfloat16_slots(dtype, remat, stream, tiny_config):
     """With sums of the slots' dtype or another, every one is near that of the unrolled layers."""
-    knobs = MODA | routed_by('position', 'threshold') | MASKED
+    knobs = stream | routed_by('position', 'threshold')
     knobs |= {'model.dtype': 'bfloat16', 'model.remat': remat}
     unrolled = small_hparams(tiny_config, knobs, UNROLLED)
     variables = random_variables(unrolled, TOKENS_BT)
@@ -160,7 +168,11 @@ def test_attention_is_computed_again_only_with_slots(knobs, again, tiny_config):
 
 @pytest.mark.parametrize('remat', parameters(('block',), ('block', 'none')))
 @pytest.mark.parametrize(
-    'stream', parameters(('moda', 'value_residual'), ('moda', 'residual', 'value_residual'))
+    'stream',
+    parameters(
+        ('moda', 'value_residual', 'attention_residual'),
+        ('moda', 'residual', 'value_residual', 'attention_residual'),
+    ),
 )
 def test_program_does_not_grow_with_depth(stream, remat, tiny_config):
     """Gradient and initialization have as many equations at 24 layers as at 6."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.model.attention import DepthSlots
+from moddepth_jax.model.stack_scan import empty_slots
 from moddepth_jax.model.streams import STREAMS, LayerKind
 from moddepth_jax.model.transformer import Transformer
 from tests.model.cases import (
@@ -19,6 +20,8 @@ from tests.model.cases import (
     OWN_SLOT,
     ROUTED,
     SHARED,
+    SOURCES,
+    SOURCES_OF_3,
     SPARSE,
     UNROTATED,
     VALUES,
@@ -51,6 +54,7 @@ def test_streams_add_parameters_by_formula(routing, kv_heads, tiny_config):
     assert count(MODA, UNROTATED) == count(MODA)
     assert count(VALUES) - plain == 2 * (layers - 1)
     assert count(SPARSE) == plain
+    assert count(SOURCES) - plain == count(SOURCES_OF_3) - plain == 2 * width * (2 * layers + 1)
     if not routing:
         assert plain - count(SHARED) == (layers - 1) * slot / 2
 
@@ -100,6 +104,8 @@ def loss_of(make_config, num_layers, *knobs):
 
 
 GROWS = {('moda', 'block'): MODA, ('moda', 'none'): MODA, ('value residual', 'block'): VALUES}
+GROWS |= {('attention residual', remat): SOURCES for remat in ('block', 'none')}
+GROWS |= {('attention residual, blocks of 3', 'block'): SOURCES_OF_3}
 
 
 @pytest.mark.parametrize(('name', 'remat'), parameters((('moda', 'block'),), GROWS))
@@ -120,13 +126,15 @@ KEPT = {
     'bfloat16': MODA | {'model.dtype': 'bfloat16'},  # with sums of another dtype
     'projected': MODA | ROUTED,
     'masked': MODA | ROUTED | MASKED,
+    'attention residual': SOURCES,
+    'attention residual, bfloat16': SOURCES | ROUTED | {'model.dtype': 'bfloat16'},
 }
 
 
 @pytest.mark.parametrize('remat', parameters(('none',), ('none', 'block')))
 @pytest.mark.parametrize('name', parameters(('masked', 'bfloat16'), KEPT))
 def test_no_layer_keeps_the_slots(name, remat, tiny_config):
-    """Of what a gradient keeps, the slots are there once: two arrays, and nothing larger.
+    """Of what a gradient keeps, the slots are there once, and nothing larger.
 
     An array that some layer of a scan kept of its buffer would be larger by the scan's length.
     """
@@ -134,10 +142,10 @@ def test_no_layer_keeps_the_slots(name, remat, tiny_config):
     for num_layers in (20, 40):
         loss, params, hparams = loss_of(tiny_config, num_layers, {'model.remat': remat}, KEPT[name])
         _, vjp = jax.eval_shape(lambda params, loss=loss: jax.vjp(loss, params), params)
-        model, slots = hparams.model, 2 * (num_layers - 1)
-        buffer = (slots, BATCH, LENGTH, model.num_kv_heads, model.head_dim)
+        slots, _ = empty_slots(hparams.model, jnp.zeros((BATCH, LENGTH, 1)))
+        buffer, arrays = jax.tree.leaves(slots)[0].shape, len(jax.tree.leaves(slots))
         mine = [leaf for leaf in jax.tree.leaves(vjp) if LENGTH in leaf.shape]
-        assert sum(leaf.shape == buffer for leaf in mine) == 2
+        assert sum(leaf.shape == buffer for leaf in mine) == arrays
         assert max(leaf.size for leaf in mine) == np.prod(buffer)
         kept[num_layers] = sum(leaf.size for leaf in mine)
     assert kept[40] < 2.2 * kept[20]

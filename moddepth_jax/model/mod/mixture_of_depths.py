@@ -17,6 +17,7 @@ from moddepth_jax.model.routing import (
     Selection,
     TokenInfo,
     batch_buckets,
+    gather_tokens,
     mask_to_indices,
     scatter_tokens,
     select_first,
@@ -49,6 +50,7 @@ class MixtureOfDepths(nn.Module):
     writes_slots: bool = False  # whether depth slots are made from the block
     experts: bool = False  # whether experts are its mlp
     mixes: bool = False  # as of Block
+    opens: tuple[bool, ...] = (False, False)  # as of Block
 
     def setup(self):
         routing = self.hparams.routing
@@ -58,16 +60,17 @@ class MixtureOfDepths(nn.Module):
         names.pop('top_c', None)
         self.rules = [CAUSAL_RULES[name](self.hparams, name=name) for name in names]
         options = {'experts': self.experts, 'ahead': self.routing == 'top_c', 'gathered': True}
-        options['mixes'] = self.mixes
+        options |= {'mixes': self.mixes, 'opens': self.opens}
         self.block = Block(self.hparams, self.window, self.writes_slots, **options)
 
     def __call__(
         self, x_BTD, tokens: TokenInfo, args: RoutingArgs, depth: DepthSlots | None = None
     ):
         """x'_BTD, BlockAux, the indices [B, C] of its slot inputs (None: all), RoutingRecord."""
-        scores_BT, rule_logits_BT, gates_BT = self.decide(x_BTD, tokens, args)
+        read_BTD = self.block.read(x_BTD, depth)
+        scores_BT, rule_logits_BT, gates_BT = self.decide(read_BTD, tokens, args)
         routing = self.hparams.routing
-        num_selected = routing.num_selected(x_BTD.shape[1])
+        num_selected = routing.num_selected(read_BTD.shape[1])
         per_segment = routing.select_per == 'segment'
         top_c = select_highest(scores_BT, tokens.segment_ids_BT, num_selected, per_segment)
         if self.routing == 'top_c':
@@ -104,7 +107,17 @@ class MixtureOfDepths(nn.Module):
         def block_fn(x_BCD, tokens):
             return self.block.delta(x_BCD, tokens, None, depth, expert_state)
 
-        y_BTD, aux = update_tokens(block_fn, x_BTD, tokens, gates_BT, indices_BC)
+        if self.hparams.depth.stream_class.connection is None:
+            y_BTD, aux = update_tokens(block_fn, x_BTD, tokens, gates_BT, indices_BC)
+        else:
+            inputs = x_BTD, gates_BT, tokens
+            inputs = jax.tree.map(lambda side: gather_tokens(side, indices_BC), inputs)
+            y_BCD, aux = self.block.gated(*inputs, None, depth, expert_state)
+            y_BTD = jax.tree.map(
+                lambda old_BTD, new_BCD: scatter_tokens(old_BTD, indices_BC, new_BCD),
+                self.block.skip(x_BTD),
+                y_BCD,
+            )
         if depth is not None:
             aux = aux._replace(depth=aux.depth._replace(indices_BC=None))
         return y_BTD, aux
@@ -141,7 +154,7 @@ class MixtureOfDepths(nn.Module):
         """The BlockAux with slot inputs of all tokens, and None; under `masked` as they are."""
         if not self.writes_slots:
             return aux, None
-        if self.hparams.depth.skipped_slots == 'masked':
+        if self.hparams.masks_slots:
             return aux, indices_BC
         slot_inputs = jax.tree.map(
             lambda all_BTX, some_BCX: scatter_tokens(all_BTX, indices_BC, some_BCX),
@@ -154,23 +167,24 @@ class MixtureOfDepths(nn.Module):
         self, x_B1D, tokens: TokenInfo, args: RoutingArgs, cache, documents_B, active_B, depth
     ):
         """One new token of each row, in the least bucket: x', SlotInputs, CacheUpdate, dropped."""
-        batch = x_B1D.shape[0]
-        _, rule_logits_B1, gates_B1 = self.decide(x_B1D, tokens, args)
+        batch = tokens.positions_BT.shape[0]
+        read_B1D = self.block.read(x_B1D, depth)
+        _, rule_logits_B1, gates_B1 = self.decide(read_B1D, tokens, args)
         wanted_B = active_B & (rule_logits_B1[:, 0] > 0)
         selected_B = wanted_B & (cache.lengths_B < cache.capacity)
         indices_B = mask_to_indices(selected_B[None], batch)[0]
         skipped = SlotInputs()
         if self.writes_slots:
             skipped = self.block.skipped_slot_inputs(x_B1D, tokens)
-        if self.hparams.depth.skipped_slots == 'masked':
+        if self.hparams.masks_slots:
             skipped = jax.tree.map(jnp.zeros_like, skipped)
-        nothing_B1KH = jnp.zeros((batch, 1, *cache.k_BKHS.shape[1:3]), x_B1D.dtype)
+        nothing_B1KH = jnp.zeros((batch, 1, *cache.k_BKHS.shape[1:3]), read_B1D.dtype)
 
         def run_at(size):
             rows_C = indices_B[:size]
 
             def bucket(module, x_B1D):
-                old = x_B1D, KeysValues(nothing_B1KH, nothing_B1KH), skipped
+                old = module.block.skip(x_B1D), KeysValues(nothing_B1KH, nothing_B1KH), skipped
                 if not size:
                     return old
                 new = module._decode_rows(
@@ -197,7 +211,7 @@ class MixtureOfDepths(nn.Module):
         self, rows_C, selected_B, x_B1D, tokens, gates_B1, args, cache, documents_B, depth
     ):
         """x', KeysValues and SlotInputs of `rows_C` (B and above: none); if C = B, of all."""
-        batch = x_B1D.shape[0]
+        batch = tokens.positions_BT.shape[0]
         all_rows = rows_C.shape[0] == batch
 
         def pick(side):
@@ -217,6 +231,10 @@ class MixtureOfDepths(nn.Module):
         selected_C = selected_B if all_rows else rows_C < batch
         segment_ids_C1 = jnp.where(selected_C[:, None], tokens_C1.segment_ids_BT, 0)
         tokens_C1 = tokens_C1._replace(segment_ids_BT=segment_ids_C1)
-        delta_C1D, aux = self.block.delta(x_C1D, tokens_C1, view, depth, args.expert_state)
-        y_C1D = x_C1D + (gates_C1[..., None] * delta_C1D).astype(x_C1D.dtype)
+        rest = tokens_C1, view, depth, args.expert_state
+        if self.hparams.depth.stream_class.connection is None:
+            delta_C1D, aux = self.block.delta(x_C1D, *rest)
+            y_C1D = x_C1D + (gates_C1[..., None] * delta_C1D).astype(x_C1D.dtype)
+        else:
+            y_C1D, aux = self.block.gated(x_C1D, gates_C1, *rest)
         return y_C1D, aux.keys, aux.slot_inputs

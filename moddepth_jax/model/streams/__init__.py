@@ -1,5 +1,12 @@
 """Depth streams, one file for each (Zhu et al. 2026, arXiv 2603.15619, section 2.2)."""
 
 from moddepth_jax.hparams.registry import STREAMS
-from moddepth_jax.model.streams import attention, average, dense, moda, value_residual
+from moddepth_jax.model.streams import (
+    attention,
+    attention_residual,
+    average,
+    dense,
+    moda,
+    value_residual,
+)
 from moddepth_jax.model.streams.base import LayerKind, Stream, layer_kinds, layer_order

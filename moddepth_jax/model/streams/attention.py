@@ -22,6 +22,7 @@ class DepthAttention(Stream):
 
     has_ends = True
     attends = True
+    sums_gradients = True
 
     def setup(self):
         hparams = self.hparams

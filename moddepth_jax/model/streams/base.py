@@ -25,6 +25,7 @@ class LayerKind(NamedTuple):
     experts: bool = False  # whether experts are its mlp
     part: str = 'block'
     mixes: bool = False  # whether the stream's `value_mixer` changes the values of its attention
+    opens: tuple[bool, ...] = ()  # attention, mlp: whether its output opens a source
 
 
 class Stream(nn.Module):
@@ -45,7 +46,12 @@ class Stream(nn.Module):
     # (x_BTD, q_BTNH, k_BTKH, v_BTKH, tokens, depth) and returns the values to attend to and store.
     value_mixer = None
     reads_ids = False  # whether TokenInfo must have the ids of the tokens
+    # The module, made in Block for attention and for the mlp with (hparams, opens), by which each
+    # reads what the stream carries and joins its output to that; None: x, and x + output.
+    connection = None
     attends = False  # whether slots are read by attention over depth
+    sums_gradients = False  # whether gradients of slots are summed in `sums` of another dtype
+    masks_skipped = False  # whether tokens that skip a routed block have no slots of it
     joins_attention = False  # whether heads see the slots in one softmax with the sequence
     parameter_axes = ()  # (end of the path of a matrix in `stream`, its axes), as sharding.LEAVES
 
@@ -117,6 +123,13 @@ class Stream(nn.Module):
         return 0.0
 
     @classmethod
+    def reading_flops(
+        cls, hparams: ModelHparams, kind: LayerKind, length: int, num_selected: int, written: int
+    ) -> float:
+        """FLOPs of the reads of a layer, in a row, after `written` slots."""
+        return 0.0
+
+    @classmethod
     def mixing_flops(cls, hparams: ModelHparams, tokens: int, written: int) -> float:
         """FLOPs of `value_mixer` on some tokens of a row, after `written` slots."""
         return 0.0
@@ -182,7 +195,7 @@ def layer_kinds(hparams: ModelHparams) -> list[LayerKind]:
 
 def layer_order(hparams: ModelHparams) -> list[int]:
     """The index, among the stream's `layer_kinds`, of every layer that runs."""
-    blocks = hparams.block_order
-    if not hparams.depth.stream_class.has_ends:
-        return list(blocks)
-    return [0, *(1 + block for block in blocks), hparams.num_layers + 1]
+    kinds = hparams.depth.stream_class.layer_kinds(hparams)
+    blocks = [layer for layer, kind in enumerate(kinds) if kind.part == 'block']
+    ends = range(blocks[0]), range(blocks[-1] + 1, len(kinds))
+    return [*ends[0], *(blocks[number] for number in hparams.block_order), *ends[1]]

@@ -22,6 +22,7 @@ class Moda(Stream):
         'skipped_slots': ('projected', 'masked'),
     }
     attends = True
+    sums_gradients = True
     joins_attention = True
 
     def setup(self):

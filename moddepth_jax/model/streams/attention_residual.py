@@ -1,0 +1,204 @@
+"""The stream `attention_residual`: a sublayer reads a softmax over the outputs of earlier ones."""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from moddepth_jax.hparams import DepthHparams, ModelHparams
+from moddepth_jax.hparams.checks import refuse
+from moddepth_jax.hparams.registry import STREAMS
+from moddepth_jax.model.attention import DepthSlots
+from moddepth_jax.model.block import SlotInputs
+from moddepth_jax.model.routing import TokenInfo, gather_tokens
+from moddepth_jax.model.streams.base import LayerKind, Stream
+
+
+class Sources(NamedTuple):
+    """What the stream carries through a block; sources of earlier blocks are depth slots."""
+
+    newest_BTD: jax.Array  # the sum that sublayers add to
+    closed: tuple[jax.Array, ...] = ()  # [B, T, D] each, those that the block has completed
+
+
+def mix_sources(query_D, slots_LBTD, visible_LBT, newer, epsilon):
+    """sum_i p_i v_i with p = softmax_i(query . v_i / rms(v_i)), [B, T, D] in float32 or wider.
+
+    Attention Residuals (arXiv 2603.15031). All of it is computed in that dtype.
+
+    Args:
+      query_D: the query, times the scale of the key norm.
+      slots_LBTD: earlier sources; None: none.
+      visible_LBT: bool, whether they take part; its axes may be 1.
+      newer: a tuple of other sources [B, T, D], which all take part.
+      epsilon: of the key norm.
+    """
+    dtype = jnp.promote_types(newer[0].dtype, jnp.float32)
+    stacks = [source[None] for source in newer]
+    if slots_LBTD is not None:
+        stacks = [slots_LBTD, *stacks]
+    stacks = [stack_LBTD.astype(dtype) for stack_LBTD in stacks]
+
+    def logits(v_LBTD):
+        dot_LBT = jnp.einsum('lbtd,d->lbt', v_LBTD, query_D.astype(dtype), precision='highest')
+        return dot_LBT * jax.lax.rsqrt(jnp.mean(v_LBTD * v_LBTD, axis=-1) + epsilon)
+
+    logits = [logits(stack_LBTD) for stack_LBTD in stacks]
+    if slots_LBTD is not None:
+        logits[0] = jnp.where(visible_LBT, logits[0], -jnp.inf)
+    p_LBT = jax.nn.softmax(jnp.concatenate(logits), axis=0)
+    ends = list(itertools.accumulate(len(stack) for stack in stacks))[:-1]
+    parts = zip(jnp.split(p_LBT, ends), stacks, strict=True)
+    return sum(jnp.sum(p_LBT[..., None] * v_LBTD, axis=0) for p_LBT, v_LBTD in parts)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def mix_slots(epsilon, query_D, newer, depth: DepthSlots):
+    """`mix_sources` over the visible slots of the tokens that the layer runs on.
+
+    Only the arguments are kept for the backward pass. The gradient of the slots is that of
+    `depth.sums` if there are any, in their dtype.
+    """
+    return _mix(epsilon, query_D, newer, depth.slots, depth)
+
+
+def _mix(epsilon, query_D, newer, slots_LBTD, depth):
+    visible_LBT = jnp.ones((len(slots_LBTD), 1, 1), bool)
+    if depth.count is not None:
+        visible_LBT = jnp.arange(len(slots_LBTD))[:, None, None] < depth.count
+    if depth.valid_LBT is not None:
+        visible_LBT &= depth.valid_LBT
+    if depth.indices_BC is not None:
+        gather = jax.vmap(lambda side_BTX: gather_tokens(side_BTX, depth.indices_BC))
+        slots_LBTD = gather(slots_LBTD)
+        if depth.valid_LBT is not None:
+            visible_LBT = gather(visible_LBT)
+    return mix_sources(query_D, slots_LBTD, visible_LBT, newer, epsilon)
+
+
+def _mix_forward(epsilon, query_D, newer, depth):
+    return mix_slots(epsilon, query_D, newer, depth), (query_D, newer, depth)
+
+
+def _mix_backward(epsilon, residuals, dx_BTD):
+    query_D, newer, depth = residuals
+
+    def mix(query_D, newer, slots_LBTD):
+        return _mix(epsilon, query_D, newer, slots_LBTD, depth)
+
+    _, vjp = jax.vjp(mix, query_D, newer, depth.slots.astype(dx_BTD.dtype))
+    dquery_D, dnewer, dslots_LBTD = vjp(dx_BTD)
+    if depth.sums is None:
+        return dquery_D, dnewer, DepthSlots(dslots_LBTD.astype(depth.slots.dtype))
+    return dquery_D, dnewer, DepthSlots(None, sums=dslots_LBTD.astype(depth.sums.dtype))
+
+
+mix_slots.defvjp(_mix_forward, _mix_backward)
+
+
+class SourceReader(nn.Module):
+    """How one sublayer reads the sources, and joins its output to them."""
+
+    hparams: ModelHparams
+    opens: bool = False  # whether its output opens a source rather than adds to the newest
+
+    def setup(self):
+        width = (self.hparams.d_model,)
+        self.query = self.param('query', nn.initializers.zeros, width)
+        self.scale = self.param('scale', nn.initializers.ones, width)
+
+    def read(self, sources: Sources, depth: DepthSlots | None):
+        """What the sublayer reads before its norm, [B, T, D]."""
+        newer = (*sources.closed, sources.newest_BTD)
+        query_D, epsilon = self.query * self.scale, self.hparams.norm_eps
+        if depth is None:
+            x_BTD = mix_sources(query_D, None, None, newer, epsilon)
+        else:
+            x_BTD = mix_slots(epsilon, query_D, newer, depth)
+        return x_BTD.astype(sources.newest_BTD.dtype)
+
+    def add(self, sources: Sources, output_BTD) -> Sources:
+        """The sources after the sublayer."""
+        newest_BTD, closed = sources
+        if self.opens:
+            return Sources(output_BTD, (*closed, newest_BTD))
+        return Sources(newest_BTD + output_BTD, closed)
+
+    def skip(self, sources: Sources) -> Sources:
+        """The sources of tokens that skip the sublayer, of the same structure as by `add`."""
+        newest_BTD, closed = sources
+        return Sources(newest_BTD, (*closed, *[jnp.zeros_like(newest_BTD)] * self.opens))
+
+
+@STREAMS.register('attention_residual')
+class AttentionResidual(Stream):
+    """Attention Residuals (arXiv 2603.15031), full and in blocks of `sublayers_per_source`.
+
+    A source is the embedding or the sum of the outputs of some sublayers; x is the newest of them.
+    A sublayer that opens a source writes the one before it as a slot. There is no running sum.
+    """
+
+    counts = ('sublayers_per_source',)
+    connection = SourceReader
+    sums_gradients = True
+    reads_outputs = True
+    masks_skipped = True
+
+    def setup(self):
+        if self.kind.part == 'exit':
+            self.reader = SourceReader(self.hparams)
+
+    def read(self, x_BTD, depth: DepthSlots | None):
+        if self.kind.part == 'block':
+            return Sources(x_BTD), depth, depth
+        return self.reader.read(Sources(x_BTD), depth), None, depth
+
+    def write(self, y, slot_inputs: SlotInputs, tokens: TokenInfo, slot_key):
+        if self.kind.part == 'exit':
+            return y, ()
+        return y.newest_BTD, y.closed
+
+    @classmethod
+    def check(cls, hparams: ModelHparams):
+        depth, sublayers = hparams.depth, 2 * hparams.num_layers
+        if depth.sublayers_per_source > sublayers:
+            right = f'must be at most {sublayers}, the sublayers of model.num_layers='
+            right += f'{hparams.num_layers}'
+            refuse('model.depth.sublayers_per_source', depth.sublayers_per_source, right)
+        if hparams.norm_placement == 'post':
+            right = 'must be pre or reordered: post norms the running sum, which the '
+            right += 'attention_residual stream does not have'
+            refuse('model.norm_placement', hparams.norm_placement, right)
+
+    @classmethod
+    def layer_kinds(cls, hparams: ModelHparams) -> list[LayerKind]:
+        """Every `sublayers_per_source`-th sublayer opens a source; the final norm reads too."""
+        size = hparams.depth.sublayers_per_source or 1
+        kinds = super().layer_kinds(hparams)
+        for i, kind in enumerate(kinds):
+            opens = tuple(sublayer % size == 0 for sublayer in (2 * i, 2 * i + 1))
+            kinds[i] = kind._replace(slots=sum(opens), opens=opens)
+        return [*kinds, LayerKind(False, 0, part='exit')]
+
+    @classmethod
+    def reading_flops(cls, hparams, kind, length, num_selected, written) -> float:
+        """A product with the query and a weighted sum, 4 D, for each source."""
+        sources = written + 1
+        if kind.part == 'block':
+            both = num_selected * (2 * sources + kind.opens[0])
+            of_router = length * sources if kind.routed else 0
+            return 4 * hparams.d_model * (both + of_router)
+        return 4 * hparams.d_model * length * sources
+
+    @classmethod
+    def difference_at_start(cls, depth: DepthHparams) -> str:
+        reason = 'sublayers read the mean of their sources in place of the sum, which a pre-norm '
+        return reason + 'tells apart by model.norm_eps alone'
+
+    @classmethod
+    def describe(cls, hparams: ModelHparams) -> str:
+        size = hparams.depth.sublayers_per_source or 1
+        return 'full attention residuals' if size == 1 else f'attention residuals, blocks of {size}'

@@ -1,0 +1,264 @@
+"""Attention residuals: what they equal at first, which sources they read, and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.conversion.transfer_params import transfer_params
+from moddepth_jax.model.attention import DepthSlots
+from moddepth_jax.model.stack import Stack, unstack_layers
+from moddepth_jax.model.streams import layer_kinds
+from moddepth_jax.model.streams.attention_residual import mix_slots, mix_sources
+from moddepth_jax.model.transformer import Transformer
+from tests.model.cases import (
+    HEAD_NORM,
+    POST,
+    SOURCES,
+    UNROLLED,
+    WINDOWS,
+    parameters,
+    random_variables,
+    routed_by,
+    small_hparams,
+)
+from tests.model.value_streams_test import (
+    SEGMENTS_BT,
+    TOKENS_BT,
+    by_name,
+    gradient,
+    with_leaves,
+)
+
+EPSILON = 1e-6
+SUBLAYER_NAMES = ('attention', 'mlp')
+
+
+def size_of(sublayers):
+    """Knobs of sources of so many sublayers."""
+    return SOURCES | {'model.depth.sublayers_per_source': sublayers}
+
+
+def draw(*shape, seed=0):
+    """Normal float32 numbers."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def test_a_zero_query_reads_the_mean_of_the_visible_sources():
+    """Of the slots in use, and of the newer sources; hidden ones hold numbers that would show."""
+    slots, newer = draw(4, 2, 3, 8), draw(2, 2, 3, 8, seed=1)
+    slots[3] = 1e9
+    depth = DepthSlots(slots, count=3)
+    found = mix_slots(EPSILON, np.zeros(8, np.float32), tuple(newer), depth)
+    expected = np.concatenate([slots[:3], newer]).mean(axis=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_sources_are_read_as_they_are_and_keys_are_normed():
+    """The softmax of w . v / rms(v) by a loop, in float64, over tokens with different sources."""
+    query, slots = (
+        2 * draw(8, seed=3),
+        draw(4, 2, 3, 8) * [[[[1.0]]], [[[9.0]]], [[[0.1]]], [[[1.0]]]],
+    )
+    newer, valid = draw(1, 2, 3, 8, seed=1), np.random.default_rng(2).random((4, 2, 3)) < 0.6
+    depth = DepthSlots(jnp.float32(slots), jnp.asarray(valid), 3)
+    found = mix_slots(EPSILON, query, tuple(newer), depth)
+    for b, t in np.ndindex(2, 3):
+        of_token = [slots[i, b, t] for i in range(3) if valid[i, b, t]] + [newer[0, b, t]]
+        logits = [query @ v / np.sqrt(np.mean(v**2) + EPSILON) for v in of_token]
+        p = np.exp(logits) / np.exp(logits).sum()
+        expected = sum(one * v for one, v in zip(p, of_token, strict=True))
+        np.testing.assert_allclose(found[b, t], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('masked', [False, True])
+@pytest.mark.parametrize('gathered', [False, True])
+def test_gradients_of_slots_are_those_of_the_sums(gathered, masked, dtype):
+    """In float32, whatever the dtype of the slots; and those of the query and the newer source."""
+    slots, newer = (
+        jnp.asarray(draw(4, 2, 3, 8), dtype),
+        (jnp.asarray(draw(2, 3, 8, seed=1), dtype),),
+    )
+    query = draw(8, seed=3)
+    valid = np.random.default_rng(2).random((4, 2, 3)) < 0.6 if masked else None
+    indices = np.array([[0, 2], [1, 3]]) if gathered else None  # 3 names no token
+    if gathered:
+        newer = (newer[0][:, :2],)
+
+    def read(query, newer, slots, sums):
+        depth = DepthSlots(slots, valid, 3, indices, sums)
+        return mix_slots(EPSILON, query, newer, depth)
+
+    def plain(query, newer, slots):
+        visible = np.arange(4)[:, None, None] < 3
+        if masked:
+            visible = visible & valid
+        if gathered:
+            rows, places = np.arange(2)[:, None], np.minimum(indices, 2)
+            slots = slots[:, rows, places] * (indices < 3)[None, ..., None]
+            visible = np.broadcast_to(visible, (4, 2, 3))[:, rows, places]
+            visible = visible & (indices < 3) if masked else visible
+        return mix_sources(query, slots, visible, newer, EPSILON)
+
+    wide = slots.astype('float32')
+    expected, vjp = jax.vjp(plain, query, newer, wide)
+    dx = draw(*expected.shape, seed=7)
+    found, vjp_of_sums = jax.vjp(read, query, newer, slots, jnp.zeros(slots.shape))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    dquery, dnewer, dslots = vjp(dx)
+    *rest, dsums = vjp_of_sums(dx)
+    assert dsums.dtype == 'float32' and not np.any(rest[2])
+    np.testing.assert_allclose(dsums, dslots, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(rest[0], dquery, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(rest[1][0], dnewer[0])
+
+
+# Sources partition the residual stream, and a norm without epsilon drops the factor of their mean.
+# Which tokens are routed is the same, because these routers read nothing.
+FORMS = {
+    'dense': HEAD_NORM | WINDOWS,
+    'unrolled': UNROLLED,
+    'routed': routed_by('random', 'threshold') | {'model.routing.capacity': 0.5},
+    'all routed': routed_by('position', 'threshold') | {'model.routing.layers': 'every:1'},
+}
+SUBLAYERS = (1, 2, 3, 4, 8)
+EQUAL = [(form, size) for form in FORMS for size in SUBLAYERS]
+FAST = (('dense', 1), ('dense', 3), ('dense', 4), ('routed', 1), ('all routed', 3))
+
+
+@pytest.mark.parametrize(('form', 'size'), parameters(FAST, EQUAL))
+def test_zero_queries_are_the_plain_pre_norm_model(form, size, tiny_config):
+    """Logits, and gradients of all that both models have, full and in blocks: float64.
+
+    So at first they are one function. A source that is missing, counted twice or cumulative shows.
+    """
+    exact = {'model.dtype': 'float64', 'model.norm_eps': 1e-30}
+    with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
+        plain, other = (
+            small_hparams(tiny_config, FORMS[form], exact, some) for some in ({}, size_of(size))
+        )
+        variables = random_variables(other, TOKENS_BT)
+        variables['params'] = with_leaves(variables['params'], query=0)
+        shared, new = transfer_params(other.model, variables['params'], plain)
+        assert not new
+        expected_BTV, expected = gradient(plain, variables | {'params': shared})
+        logits_BTV, slopes = gradient(other, variables)
+    real = np.asarray(SEGMENTS_BT) > 0
+    np.testing.assert_allclose(logits_BTV[real], expected_BTV[real], rtol=1e-9, atol=1e-9)
+    slopes, expected = by_name(other, slopes), by_name(plain, expected)
+    for key, leaf in expected.items():
+        np.testing.assert_allclose(slopes[key], leaf, rtol=1e-7, atol=1e-12, err_msg=str(key))
+
+
+@pytest.mark.parametrize('size', parameters((2,), SUBLAYERS[:3]))
+def test_zero_queries_learn_and_scales_of_keys_do_not(size, tiny_config):
+    """Queries have gradients where there are two sources or more; the first sublayer has one."""
+    hparams = small_hparams(tiny_config, size_of(size), UNROLLED)
+    variables = random_variables(hparams, TOKENS_BT)
+    variables['params'] = with_leaves(variables['params'], query=0)
+    _, slopes = gradient(hparams, variables)
+    layers = [layer for _, layer in unstack_layers(Stack(hparams.model, 'top_c'), slopes['stack'])]
+    readers = [layer[f'{name}_connection'] for layer in layers[:-1] for name in SUBLAYER_NAMES]
+    readers.append(layers[-1]['stream']['reader'])
+    assert not any(np.any(reader['scale']) for reader in readers)
+    sizes = [np.abs(reader['query']).max() for reader in readers]
+    assert sizes[0] == 0 and min(sizes[1:]) > 1e-6
+
+
+def test_queries_start_at_zero(tiny_config):
+    """And scales of keys at one."""
+    hparams = small_hparams(tiny_config, SOURCES)
+    params = Transformer(hparams).init(jax.random.key(0), TOKENS_BT)['params']['stack']
+    found = [
+        (path[-1].key, leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if 'connection' in jax.tree_util.keystr(path) or 'reader' in jax.tree_util.keystr(path)
+    ]
+    assert len(found) == 6
+    for name, leaf in found:
+        np.testing.assert_array_equal(leaf, np.full(leaf.shape, name == 'scale'))
+
+
+def test_blocks_of_one_sublayer_are_the_full_form(tiny_config):
+    """A sublayer opens a source after as many as are summed in one, counted from the first."""
+
+    def opens(size, layers=4):
+        knobs = size_of(size) | {'model.num_layers': layers}
+        kinds = layer_kinds(small_hparams(tiny_config, knobs).model)
+        assert kinds[-1].part == 'exit' and not kinds[-1].slots
+        assert all(kind.slots == sum(kind.opens) for kind in kinds)
+        return [opens for kind in kinds[:-1] for opens in kind.opens]
+
+    assert opens(0) == opens(1) == [True] * 8
+    for size in (2, 3, 4, 5, 8):
+        assert opens(size) == [sublayer % size == 0 for sublayer in range(8)]
+
+
+@pytest.mark.parametrize('gathered', [False, True])
+def test_a_token_reads_its_own_sources_alone(gathered):
+    """Other tokens' sources change no bit of what it reads, nor of the gradient of its sources."""
+    slots, newer, query = draw(4, 2, 3, 8), draw(2, 3, 8, seed=1), draw(8, seed=3)
+    indices = np.array([[0, 1], [0, 1]]) if gathered else None
+    newer = newer[:, :2] if gathered else newer
+
+    def run(slots, newer):
+        depth = DepthSlots(jnp.asarray(slots), None, 3, indices)
+
+        def read(slots, newer):
+            return mix_slots(EPSILON, query, (newer,), depth._replace(slots=slots))
+
+        found, vjp = jax.vjp(read, depth.slots, jnp.asarray(newer))
+        return found, *vjp(jnp.ones_like(found))
+
+    other_slots, other_newer = slots.copy(), newer.copy()
+    other_slots[:, :, [0, 2]], other_newer[:, 0] = 7.0, -3.0
+    (found, dslots, dnewer), (other, dother, dother_newer) = (
+        run(slots, newer),
+        run(other_slots, other_newer),
+    )
+    np.testing.assert_array_equal(found[:, 1], other[:, 1])
+    np.testing.assert_array_equal(dslots[:, :, 1], dother[:, :, 1])
+    np.testing.assert_array_equal(dnewer[:, 1], dother_newer[:, 1])
+    assert np.all(np.any(found[:, 0] != other[:, 0], axis=-1))
+
+
+def test_logits_and_sums_of_bfloat16_are_float32():
+    """A query of 1.003, which bfloat16 would round to 1, shows, and nothing is rounded before."""
+    slots, newer = (jnp.asarray(x, 'bfloat16') for x in (draw(4, 2, 3, 64), draw(2, 3, 64, seed=1)))
+    query, visible = np.full(64, 1.003, np.float32), np.ones((4, 1, 1), bool)
+    found = mix_sources(query, slots, visible, (newer,), EPSILON)
+    wide = mix_sources(
+        query, *(np.asarray(slots, np.float32), visible), (np.float32(newer),), EPSILON
+    )
+    rounded = mix_sources(np.ones(64, np.float32), slots, visible, (newer,), EPSILON)
+    assert found.dtype == 'float32'
+    np.testing.assert_allclose(found, wide, rtol=1e-6, atol=1e-6)
+    assert np.abs(found - rounded).max() > 1e-4
+
+
+REFUSED = {
+    'post': (SOURCES | POST, "model.norm_placement='post': must be pre or reordered: post norms"),
+    'too many': (size_of(9), 'sublayers_per_source=9: must be at most 8, the sublayers of'),
+    'another stream': (
+        {'model.depth.sublayers_per_source': 2},
+        'sublayers_per_source=2: must be 0: the residual stream has no such knob; use stream att',
+    ),
+    'window': (
+        SOURCES | {'model.depth.slot_window': 2},
+        'model.depth.slot_window=2: must be 0: the attention_residual stream',
+    ),
+    'projected slots': (
+        SOURCES | {'model.depth.skipped_slots': 'projected'},
+        "skipped_slots='projected': must be auto: the attention_residual stream has no such knob",
+    ),
+}
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_what_does_not_fit_is_refused(name, tiny_config):
+    """By one line that names the knob, its value, and what would be right."""
+    knobs, line = REFUSED[name]
+    with pytest.raises(ValueError, match=line) as error:
+        small_hparams(tiny_config, knobs)
+    assert str(error.value).startswith('model.') and '\n' not in str(error.value)
