@@ -72,13 +72,15 @@ class Block(nn.Module):
 
     def gated(self, x, gates_BT, tokens: TokenInfo, view, depth, expert_state):
         """x after the block with the outputs of attention and mlp times the gates, and BlockAux."""
+        if self.attention_connection is None:
+            delta_BTD, aux = self.delta(x, tokens, view, depth, expert_state)
+            return x + (gates_BT[..., None] * delta_BTD).astype(x.dtype), aux
         attended_BTD, _, transformed_BTD, aux = self._run(x, tokens, view, depth, expert_state)
         for connection, output_BTD in (
             (self.attention_connection, attended_BTD),
             (self.mlp_connection, transformed_BTD),
         ):
-            gated_BTD = (gates_BT[..., None] * output_BTD).astype(output_BTD.dtype)
-            x = _add(connection, x, gated_BTD)
+            x = connection.add(x, (gates_BT[..., None] * output_BTD).astype(output_BTD.dtype))
         return x, aux
 
     def skip(self, x):

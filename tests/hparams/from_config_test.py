@@ -40,6 +40,7 @@ BAD_VALUES = {
     **knobs('model.depth', 'stream slots slot_keys skipped_slots gradient_dtype', 'densenet'),
     **knobs('model.depth', 'attention_slot_projection', True),
     **knobs('model.depth', 'slot_window', -1, 1),
+    **knobs('model.depth', 'sublayers_per_source', -1, 1),
     **knobs('model.experts', 'choice scores product', 'router', 'tokens', 'soft_max', 'ragged'),
     **knobs('model.experts', 'num_routed top_k d_ff', *NOT_POSITIVE),
     **knobs('model.experts', 'num_shared num_noop row_capacity', -1),

@@ -15,6 +15,7 @@ from tests.model.cases import (
     OTHER_BT,
     ROUTED,
     SIZES,
+    SOURCES,
     TOKENS_BT,
     random_variables,
     small_hparams,
@@ -41,8 +42,11 @@ def changed(one_BTV, other_BTV):
 
 @pytest.mark.parametrize(
     'knobs',
-    [{}, BY_SEGMENT, MODA, MODA | BY_SEGMENT, AVERAGE],
-    ids=['dense', 'selected by segment', 'moda', 'moda selected by segment', 'average stream'],
+    [{}, BY_SEGMENT, MODA, MODA | BY_SEGMENT, AVERAGE, SOURCES | BY_SEGMENT],
+    ids=[
+        *('dense', 'selected by segment', 'moda', 'moda selected by segment', 'average stream'),
+        'attention residual selected by segment',
+    ],
 )
 def test_packed_documents_are_isolated(knobs, tiny_config):
     """A document's logits keep their bits when the others of its row change.

@@ -127,10 +127,14 @@ def test_every_mesh_trains_as_one_device(name, tiny_config):
         MODELS['experts'] | {'training.accumulate_steps': 2, 'data.batch_size': 16},
         {'model.routing.router': 'random', 'model.routing.layers': '1,2'},
         {'model.depth.stream': 'attention', 'model.num_kv_heads': 4},
+        {'model.depth.stream': 'attention_residual', 'model.depth.sublayers_per_source': 2},
         {'model.vocab_size': 264, 'training.loss_chunk': 20},
         {'model.vocab_size': 264, 'training.loss_chunk': 20, 'model.tie_embeddings': True},
     ],
-    ids=['micro-batches', 'of experts', 'random', 'depth attention', 'chunks', 'tied chunks'],
+    ids=[
+        *('micro-batches', 'of experts', 'random', 'depth attention', 'attention residual'),
+        *('chunks', 'tied chunks'),
+    ],
 )
 def test_other_models_train_as_on_one_device(changes, tiny_config):
     """Micro-batches, a router that draws, another depth stream, chunks of the loss."""

@@ -110,9 +110,10 @@ class MixtureOfDepths(nn.Module):
         if self.hparams.depth.stream_class.connection is None:
             y_BTD, aux = update_tokens(block_fn, x_BTD, tokens, gates_BT, indices_BC)
         else:
-            inputs = x_BTD, gates_BT, tokens
-            inputs = jax.tree.map(lambda side: gather_tokens(side, indices_BC), inputs)
-            y_BCD, aux = self.block.gated(*inputs, None, depth, expert_state)
+            x_BCD, gates_BC, tokens_BC = jax.tree.map(
+                lambda side: gather_tokens(side, indices_BC), (x_BTD, gates_BT, tokens)
+            )
+            y_BCD, aux = self.block.gated(x_BCD, gates_BC, tokens_BC, None, depth, expert_state)
             y_BTD = jax.tree.map(
                 lambda old_BTD, new_BCD: scatter_tokens(old_BTD, indices_BC, new_BCD),
                 self.block.skip(x_BTD),
@@ -231,10 +232,5 @@ class MixtureOfDepths(nn.Module):
         selected_C = selected_B if all_rows else rows_C < batch
         segment_ids_C1 = jnp.where(selected_C[:, None], tokens_C1.segment_ids_BT, 0)
         tokens_C1 = tokens_C1._replace(segment_ids_BT=segment_ids_C1)
-        rest = tokens_C1, view, depth, args.expert_state
-        if self.hparams.depth.stream_class.connection is None:
-            delta_C1D, aux = self.block.delta(x_C1D, *rest)
-            y_C1D = x_C1D + (gates_C1[..., None] * delta_C1D).astype(x_C1D.dtype)
-        else:
-            y_C1D, aux = self.block.gated(x_C1D, gates_C1, *rest)
+        y_C1D, aux = self.block.gated(x_C1D, gates_C1, tokens_C1, view, depth, args.expert_state)
         return y_C1D, aux.keys, aux.slot_inputs

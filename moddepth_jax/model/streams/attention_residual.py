@@ -42,11 +42,11 @@ def mix_sources(query_D, slots_LBTD, visible_LBT, newer, epsilon):
         stacks = [slots_LBTD, *stacks]
     stacks = [stack_LBTD.astype(dtype) for stack_LBTD in stacks]
 
-    def logits(v_LBTD):
+    def logits_of(v_LBTD):
         dot_LBT = jnp.einsum('lbtd,d->lbt', v_LBTD, query_D.astype(dtype), precision='highest')
         return dot_LBT * jax.lax.rsqrt(jnp.mean(v_LBTD * v_LBTD, axis=-1) + epsilon)
 
-    logits = [logits(stack_LBTD) for stack_LBTD in stacks]
+    logits = [logits_of(stack_LBTD) for stack_LBTD in stacks]
     if slots_LBTD is not None:
         logits[0] = jnp.where(visible_LBT, logits[0], -jnp.inf)
     p_LBT = jax.nn.softmax(jnp.concatenate(logits), axis=0)
