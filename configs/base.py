@@ -37,7 +37,8 @@ def get_config() -> ConfigDict:
     model.remat = 'block'  # block (backward recomputes each block, but its attention) | none
 
     depth = model.depth = ConfigDict()
-    # residual | dense | average | attention | moda | value_residual | attention_residual
+    # residual | dense | average | attention | moda | value_residual | attention_residual |
+    # hyper_connections
     depth.stream = 'residual'  # what a layer reads of the earlier ones, and writes for later ones
     depth.slots = 'auto'  # moda: auto (attention+ffn) | attention | attention+ffn | block
     depth.attention_slot_projection = False  # moda: a matrix of its own for the attention slot
@@ -47,6 +48,8 @@ def get_config() -> ConfigDict:
     depth.value_mix = 'auto'  # value_residual: auto (learned) | learned | fixed | sparse | shared
     depth.sparse_layers = 0  # value_residual, sparse: number of last layers that mix; 0: auto (3)
     depth.sublayers_per_source = 0  # attention_residual: outputs summed in a source; 0: 1, full
+    depth.hyper_form = 'auto'  # hyper_connections: auto (dynamic) | dynamic | static | constrained
+    depth.num_streams = 0  # hyper_connections: residual streams, each of width D; 0: 4
     depth.gradient_dtype = 'float32'  # float32 (or wider) | model: sums of slots' gradients
 
     experts = model.experts = ConfigDict()

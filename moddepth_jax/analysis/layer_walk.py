@@ -53,7 +53,7 @@ def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, o
         carry, observed = ahead.call(_visit, params, carry, np.int32(count), tokens, args, **static)
         count += kind.slots
         found.append((kind, observed))
-    return found, carry[0]
+    return found, hparams.model.depth.stream_class.leave(hparams.model, carry[0])
 
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
@@ -66,6 +66,7 @@ def _begin(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
     x_BTD = jnp.take(unrolled['embedding'], tokens_BT, axis=0).astype(hparams.model.dtype)
     segment_ids_BT = model_segment_ids(hparams.model, segment_ids_BT)
     tokens = TokenInfo(positions_BT, segment_ids_BT, seeds_BT, tokens_BT)
+    x_BTD = hparams.model.depth.stream_class.enter(hparams.model, x_BTD)
     carry = (x_BTD, *empty_slots(hparams.model, x_BTD))
     return unrolled['layers'], unrolled['layer_args'], tokens, carry
 

@@ -111,6 +111,7 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
 def _new_leaves(key, number, *, model, kind):
     """Initial leaves of _NEW in one layer, by their path in it."""
     x_BTD = jax.random.normal(key, (1, 8, model.d_model), model.dtype)
+    x_BTD = model.depth.stream_class.enter(model, x_BTD)
     ones_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
     seeds_BT = ones_BT.astype(jnp.uint32)
     tokens = TokenInfo(jnp.cumsum(ones_BT, axis=1) - 1, ones_BT, seeds_BT, 0 * ones_BT)

@@ -7,8 +7,8 @@ from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
 
 # Resolved by the stream's `choices`.
-AUTO_KNOBS = ('slots', 'slot_keys', 'skipped_slots', 'value_mix')
-COUNT_KNOBS = ('sparse_layers', 'sublayers_per_source')  # of the stream's `counts`
+AUTO_KNOBS = ('slots', 'slot_keys', 'skipped_slots', 'value_mix', 'hyper_form')
+COUNT_KNOBS = ('sparse_layers', 'sublayers_per_source', 'num_streams')  # of the stream's `counts`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,8 @@ class DepthHparams:
     value_mix: str
     sparse_layers: checks.CountOrZero
     sublayers_per_source: checks.CountOrZero
+    hyper_form: str
+    num_streams: checks.CountOrZero
 
     def check_values(self):
         """Refuse what is wrong with any stream; needs no JAX."""

@@ -71,10 +71,13 @@ class Block(nn.Module):
         return attended_BTD + transformed_BTD, aux
 
     def gated(self, x, gates_BT, tokens: TokenInfo, view, depth, expert_state):
-        """x after the block with the outputs of attention and mlp times the gates, and BlockAux."""
+        """x after the block with what it adds to x times the gates, and BlockAux."""
         if self.attention_connection is None:
             delta_BTD, aux = self.delta(x, tokens, view, depth, expert_state)
             return x + (gates_BT[..., None] * delta_BTD).astype(x.dtype), aux
+        if self.hparams.depth.stream_class.gates_state:
+            y, aux = self(x, tokens, view, depth, expert_state)
+            return x + (gates_BT[..., None] * (y - x)).astype(x.dtype), aux
         attended_BTD, _, transformed_BTD, aux = self._run(x, tokens, view, depth, expert_state)
         for connection, output_BTD in (
             (self.attention_connection, attended_BTD),

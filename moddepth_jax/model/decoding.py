@@ -26,7 +26,13 @@ def unroll(variables, hparams: Hparams, routing: str) -> dict:
     return {**rest, 'layers': layers, 'layer_args': args}
 
 
+def _embed(unrolled, hparams, tokens_BT):
+    x_BTD = embed(unrolled['embedding'], tokens_BT, hparams.model.dtype)
+    return hparams.model.depth.stream_class.enter(hparams.model, x_BTD)
+
+
 def _logits(unrolled, hparams, x_B1D):
+    x_B1D = hparams.model.depth.stream_class.leave(hparams.model, x_B1D)
     scale_D, epsilon = unrolled['final_norm']['scale'], hparams.model.norm_eps
     return lm_head(rms_norm(x_B1D, scale_D, epsilon), unrolled)[:, 0]
 
@@ -47,7 +53,7 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
     check_causal(hparams, routing)
     batch, length = tokens_BT.shape
     tokens = token_info(hparams, tokens_BT, segment_ids_BT)
-    x_BTD = embed(unrolled['embedding'], tokens_BT, hparams.model.dtype)
+    x_BTD = _embed(unrolled, hparams, tokens_BT)
     sizes = static_sizes(length, length if routed_capacity is None else routed_capacity)
     written, caches, dropped_B = [], [], jnp.zeros(batch, jnp.int32)
     for layer, params, args in _layers(unrolled, hparams, routing, sizes):
@@ -81,7 +87,7 @@ def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams,
     documents_B = jnp.where(begins_B, cache.lengths_B, cache.documents_B)
     token_B1 = token_B[:, None]
     tokens = token_info(hparams, token_B1, positions_BT=cache.lengths_B[:, None])
-    x_B1D = embed(unrolled['embedding'], token_B1, hparams.model.dtype)
+    x_B1D = _embed(unrolled, hparams, token_B1)
     # Slots of the new token alone: a query sees those of its own position, so none is kept.
     written, updates, dropped_B = [], [], jnp.zeros_like(token_B)
     for layer, params, args in _layers(unrolled, hparams, routing):

@@ -70,7 +70,10 @@ class Transformer(nn.Module):
         x_BTD = embed(embedding_VD, tokens_BT, model.dtype)
         params, args = self._stack(), self._layer_args(routing, causal_layers_R)
         sizes = causal_sizes(self.hparams, tokens_BT.shape[1], routing)
+        stream = model.depth.stream_class
+        x_BTD = stream.enter(model, x_BTD)
         x_BTD, records = run_stack(Stack(model, routing, sizes), params, tokens, args, x_BTD)
+        x_BTD = stream.leave(model, x_BTD)
         x_BTD = RMSNorm(model.norm_eps, name='final_norm')(x_BTD)
         if not model.tie_embeddings:
             Head(model, name='head')()
@@ -153,7 +156,7 @@ def init_stack(key, hparams: ModelHparams, length: int):
     stream_key, key = jax.random.split(key)
     shape = (1, length, hparams.d_model)
     x_BTD = hparams.embedding_init_std * jax.random.normal(stream_key, shape)
-    x_BTD = x_BTD.astype(hparams.dtype)
+    x_BTD = hparams.depth.stream_class.enter(hparams, x_BTD.astype(hparams.dtype))
     ones_BT = jnp.ones(shape[:2], jnp.int32)
     seeds_BT = ones_BT.astype(jnp.uint32)
     tokens = TokenInfo(jnp.arange(length)[None], ones_BT, seeds_BT, jnp.zeros_like(ones_BT))
@@ -190,7 +193,8 @@ def init_layer(key, number, stack: Stack, kind: LayerKind, carry, count, tokens:
     output, variables = layer.init_with_output(key, *inputs)
     start = stack.hparams.depth.stream_class.start(stack.hparams, number)
     if start and kind.part == 'block':
-        variables['params']['stream'] |= start
+        for name, values in start.items():
+            variables['params'][name] |= values
         output = layer.apply(variables, *inputs)
     if kind.routed:
         block = variables['params']

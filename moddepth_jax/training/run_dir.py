@@ -49,6 +49,8 @@ OLDER_RUNS = {
     'model.depth.value_mix': 'none',
     'model.depth.sparse_layers': 0,
     'model.depth.sublayers_per_source': 0,
+    'model.depth.hyper_form': 'none',
+    'model.depth.num_streams': 0,
     'model.experts.choice': 'none',
     'model.experts.layers': 'every:1',
     'model.experts.num_routed': 8,

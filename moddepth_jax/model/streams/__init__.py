@@ -6,6 +6,7 @@ from moddepth_jax.model.streams import (
     attention_residual,
     average,
     dense,
+    hyper_connections,
     moda,
     value_residual,
 )

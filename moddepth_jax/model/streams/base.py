@@ -25,7 +25,7 @@ class LayerKind(NamedTuple):
     experts: bool = False  # whether experts are its mlp
     part: str = 'block'
     mixes: bool = False  # whether the stream's `value_mixer` changes the values of its attention
-    opens: tuple[bool, ...] = ()  # attention, mlp: whether its output opens a source
+    opens: tuple[bool, ...] = (False, False)  # attention, mlp: whether its output opens a source
 
 
 class Stream(nn.Module):
@@ -49,6 +49,7 @@ class Stream(nn.Module):
     # The module, made in Block for attention and for the mlp with (hparams, opens), by which each
     # reads what the stream carries and joins its output to that; None: x, and x + output.
     connection = None
+    gates_state = False  # whether a gate scales the change of x, or the outputs of a connection
     attends = False  # whether slots are read by attention over depth
     sums_gradients = False  # whether gradients of slots are summed in `sums` of another dtype
     masks_skipped = False  # whether tokens that skip a routed block have no slots of it
@@ -87,8 +88,18 @@ class Stream(nn.Module):
 
     @classmethod
     def start(cls, hparams: ModelHparams, number) -> dict:
-        """First values of those parameters of the stream that depend on the block's number."""
+        """First values of those parameters of a block that depend on its number."""
         return {}
+
+    @classmethod
+    def enter(cls, hparams: ModelHparams, x_BTD):
+        """What the first layer gets, of the embedded tokens."""
+        return x_BTD
+
+    @classmethod
+    def leave(cls, hparams: ModelHparams, x_BTD):
+        """What the final norm reads, of what the last layer returns."""
+        return x_BTD
 
     @classmethod
     def slot_inputs(cls, depth: DepthHparams) -> tuple[str, ...]:

@@ -1,0 +1,200 @@
+"""The stream `hyper_connections`: several residual streams, mixed around every sublayer."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from moddepth_jax.hparams import DepthHparams, ModelHparams
+from moddepth_jax.hparams.checks import refuse
+from moddepth_jax.hparams.registry import STREAMS
+from moddepth_jax.model.attention import DepthSlots
+from moddepth_jax.model.streams.base import Stream, wide
+
+STREAMS_BY_DEFAULT = 4
+SCALE = 0.01  # at first, of the part of the weights that depends on the token
+SINKHORN_STEPS = 20
+# Of `constrained`, at first: logits of the stream that a sublayer reads and of the others, and of
+# the diagonal of the mixture and the rest.
+READ_LOGITS, MIX_LOGITS = (3.0, -3.0), (3.0, -3.0)
+
+
+def sinkhorn(logits):
+    """A matrix of positive numbers whose rows sum to 1, and its columns nearly, [..., S, S].
+
+    exp, then SINKHORN_STEPS times columns, then rows over their sums, which makes the rows exact.
+    """
+    mix = jnp.exp(logits - jnp.max(logits, axis=(-2, -1), keepdims=True))
+    for _ in range(SINKHORN_STEPS):
+        mix = mix / jnp.sum(mix, axis=-2, keepdims=True)
+        mix = mix / jnp.sum(mix, axis=-1, keepdims=True)
+    return mix
+
+
+def _normed(x, axes, epsilon):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=axes, keepdims=True) + epsilon)
+
+
+class HyperConnection(nn.Module):
+    """How one sublayer reads a mixture of the S streams, and what they are after it.
+
+    Weights are float32 or wider, and so are the sums. What depends on the token is zero at first.
+    """
+
+    hparams: ModelHparams
+    opens: bool = False  # not used
+
+    def setup(self):
+        size, zeros = num_streams(self.hparams), nn.initializers.zeros
+        form, dtype = self.hparams.depth.hyper_form, wide(self.hparams)
+        parts = {'read': (size,), 'mix': (size, size), 'add': (size,)}
+        first = {name: leaf for name, leaf in first_values(self.hparams, 0).items()}
+        self.biases = {
+            name: self.param(f'{name}_bias', lambda _, name=name: first[f'{name}_bias'])
+            for name in parts
+        }
+        if form == 'static':
+            return
+        self.scales = {
+            name: self.param(f'{name}_scale', nn.initializers.constant(SCALE), ()) for name in parts
+        }
+        # Of one stream its own read and add and its row of the mixture; or of all streams all.
+        sizes = {'read': 1, 'mix': size, 'add': 1}
+        if form == 'constrained':
+            sizes = {'read': size, 'mix': size * size, 'add': size}
+        self.projections = {
+            name: nn.Dense(out, use_bias=False, kernel_init=zeros, dtype=dtype, precision='highest')
+            for name, out in sizes.items()
+        }
+
+    def _weights(self, name, x_BTSD):
+        """The weights of a part: [B, T, S] or [B, T, S, S], or without B and T if static."""
+        form, bias = self.hparams.depth.hyper_form, self.biases[name].astype(x_BTSD.dtype)
+        if form == 'static':
+            return bias
+        scale, epsilon = self.scales[name].astype(x_BTSD.dtype), self.hparams.norm_eps
+        if form == 'dynamic':
+            found = self.projections[name](_normed(x_BTSD, -1, epsilon))
+            found = found[..., 0] if name != 'mix' else found
+            return bias + scale * jnp.tanh(found)
+        all_BTE = _normed(x_BTSD, (-2, -1), epsilon).reshape(*x_BTSD.shape[:2], -1)
+        found = self.projections[name](all_BTE)
+        logits = bias + scale * found.reshape(*found.shape[:2], *bias.shape)
+        if name == 'mix':
+            return sinkhorn(logits)
+        return jax.nn.sigmoid(logits) * (2.0 if name == 'add' else 1.0)
+
+    def _split(self, x_BTE):
+        size = num_streams(self.hparams)
+        return x_BTE.reshape(*x_BTE.shape[:2], size, -1).astype(wide(self.hparams))
+
+    def read(self, x_BTE, depth: DepthSlots | None):
+        """What the sublayer reads before its norm, [B, T, D], of the streams side by side."""
+        x_BTSD = self._split(x_BTE)
+        weights = self._weights('read', x_BTSD)
+        weights_BTS = jnp.broadcast_to(weights, x_BTSD.shape[:3])
+        x_BTD = jnp.einsum('btsd,bts->btd', x_BTSD, weights_BTS, precision='highest')
+        return x_BTD.astype(x_BTE.dtype)
+
+    def add(self, x_BTE, output_BTD):
+        """The streams after the sublayer: X_i mixed, and its output times a weight of each."""
+        x_BTSD = self._split(x_BTE)
+        mix, add = self._weights('mix', x_BTSD), self._weights('add', x_BTSD)
+        if self.hparams.depth.hyper_form != 'constrained':
+            mix = jnp.swapaxes(mix, -2, -1)  # the rows of the paper's A_r are the old streams
+        mix = jnp.broadcast_to(mix, (*x_BTSD.shape[:3], x_BTSD.shape[2]))
+        y_BTSD = jnp.einsum('btij,btjd->btid', mix, x_BTSD, precision='highest')
+        add_BTS = jnp.broadcast_to(add, x_BTSD.shape[:3])
+        y_BTSD += add_BTS[..., None] * output_BTD[:, :, None].astype(y_BTSD.dtype)
+        return y_BTSD.reshape(x_BTE.shape).astype(x_BTE.dtype)
+
+    def skip(self, x_BTE):
+        """The streams of tokens that skip the sublayer."""
+        return x_BTE
+
+
+def num_streams(hparams: ModelHparams) -> int:
+    """S."""
+    return hparams.depth.num_streams or STREAMS_BY_DEFAULT
+
+
+def first_values(hparams: ModelHparams, sublayer) -> dict[str, jax.Array]:
+    """The biases at first of a sublayer, counted from 0: it reads stream `sublayer` modulo S."""
+    size = num_streams(hparams)
+    home = jnp.arange(size) == sublayer % size
+    if hparams.depth.hyper_form != 'constrained':
+        home = home.astype(jnp.float32)
+        return {'read_bias': home, 'mix_bias': jnp.eye(size), 'add_bias': jnp.ones(size)}
+    mix = jnp.where(jnp.eye(size, dtype=bool), *MIX_LOGITS)
+    return {
+        'read_bias': jnp.where(home, *READ_LOGITS),
+        'mix_bias': mix,
+        'add_bias': jnp.zeros(size),
+    }
+
+
+@STREAMS.register('hyper_connections')
+class HyperConnections(Stream):
+    """S residual streams in place of one: hyper-connections, and the manifold-constrained ones.
+
+    `static` and `dynamic` are Zhu et al. 2024 (arXiv 2409.19606), `constrained` is mHC (arXiv
+    2512.24880). The stream carries all of them side by side, [B, T, S D]: copies of the embedding
+    at first, and their mean at the end.
+    """
+
+    choices = {'hyper_form': ('dynamic', 'static', 'constrained')}
+    counts = ('num_streams',)
+    connection = HyperConnection
+    gates_state = True
+
+    def read(self, x_BTD, depth: DepthSlots | None):
+        return x_BTD, depth, depth
+
+    @classmethod
+    def enter(cls, hparams: ModelHparams, x_BTD):
+        return jnp.tile(x_BTD, (1, 1, num_streams(hparams)))
+
+    @classmethod
+    def leave(cls, hparams: ModelHparams, x_BTD):
+        x_BTSD = x_BTD.reshape(*x_BTD.shape[:2], num_streams(hparams), -1)
+        return jnp.mean(x_BTSD.astype(wide(hparams)), axis=2).astype(x_BTD.dtype)
+
+    @classmethod
+    def check(cls, hparams: ModelHparams):
+        if hparams.norm_placement == 'post':
+            right = 'must be pre or reordered: post norms the sum of stream and output, of which '
+            right += 'the hyper_connections stream has several'
+            refuse('model.norm_placement', hparams.norm_placement, right)
+
+    @classmethod
+    def start(cls, hparams: ModelHparams, number) -> dict:
+        return {
+            f'{name}_connection': {'read_bias': first_values(hparams, 2 * number + i)['read_bias']}
+            for i, name in enumerate(('attention', 'mlp'))
+        }
+
+    @classmethod
+    def reading_flops(cls, hparams, kind, length, num_selected, written) -> float:
+        """2 S D for the mixture that is read, 2 S^2 D for the new streams, and the projections."""
+        if kind.part != 'block':
+            return 0.0
+        width, size = hparams.d_model, num_streams(hparams)
+        form = hparams.depth.hyper_form
+        read, add = 2 * size * width, 2 * size**2 * width
+        if form == 'dynamic':
+            read, add = read + 2 * size * width, add + 2 * size * width * (size + 1)
+        elif form == 'constrained':
+            read += 2 * size * width * size
+            add += 2 * size * width * (size**2 + size)
+        of_router = length * read if kind.routed else 0
+        return 2 * num_selected * (read + add) + of_router
+
+    @classmethod
+    def difference_at_start(cls, depth: DepthHparams) -> str:
+        if depth.hyper_form != 'constrained':
+            return ''
+        reason = 'sublayers read a sum of streams, which a pre-norm tells from one stream by '
+        return reason + 'model.norm_eps alone'
+
+    @classmethod
+    def describe(cls, hparams: ModelHparams) -> str:
+        return f'{num_streams(hparams)} streams, {hparams.depth.hyper_form} hyper-connections'
