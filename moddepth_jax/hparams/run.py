@@ -194,10 +194,8 @@ class Hparams:
         elif not model.looped:
             right = 'must be (): no block is looped; set model.looped_layers to all'
         elif model.looks_ahead:
-            right = (
-                'must be () where blocks are routed or experts choose: averages are kept of each'
-            )
-            right += ' loop'
+            right = 'must be () where blocks are routed or experts choose: each loop has averages '
+            right += 'of its own'
         if right:
             refuse('training.loops', counts, right)
         self.with_loops(max(counts))  # which may be too many

@@ -97,7 +97,8 @@ def resolve_steps(hparams: Hparams) -> int:
     if not hparams.flop_budget:
         return hparams.training.num_steps
     costs = [_mean_step_flops(hparams, stage) for stage in hparams.stages]
-    cost = max(costs)
+    loops = hparams.training.loops or (0,)
+    cost = max(train_step_flops(hparams, stage, n) for stage in hparams.stages for n in loops)
     if hparams.flop_budget < cost:
         raise ValueError(
             f'flop_budget={hparams.flop_budget:g}: pays for no step; one step of '
