@@ -198,7 +198,7 @@ class Hparams:
             right += 'of its own'
         if right:
             refuse('training.loops', counts, right)
-        self.with_loops(max(counts))  # which may be too many
+        dataclasses.replace(model, loops=max(counts))  # refuses too many
 
     @property
     def stages(self) -> tuple[Stage, ...]:
