@@ -121,6 +121,7 @@ def get_config() -> ConfigDict:
     training = config.training = ConfigDict()
     training.num_steps = 0  # steps of the run where flop_budget is 0
     training.extended_from = 0  # steps before an extension, of which warm-up and stages are shares
+    training.loops = ()  # counts of which each step draws the loops of its model; (): model.loops
     training.accumulate_steps = 1  # micro-batches summed into one step; divides data.batch_size
     training.log_every = 10  # steps between rows of metrics
     training.checkpoint_every = 200  # steps between checkpoints; the last step is always saved

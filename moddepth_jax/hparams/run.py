@@ -109,6 +109,7 @@ class TrainingHparams:
 
     num_steps: checks.CountOrZero
     extended_from: checks.CountOrZero
+    loops: tuple[int, ...]
     accumulate_steps: checks.Count
     log_every: checks.Count
     checkpoint_every: checks.Count
@@ -177,11 +178,27 @@ class Hparams:
         if self.data.batch_size % self.training.accumulate_steps:
             right = f'must divide data.batch_size={self.data.batch_size}'
             refuse('training.accumulate_steps', self.training.accumulate_steps, right)
+        if self.training.loops:
+            self._check_loops()
         for field in ('num_batches', 'final_batches'):
             batches, members = getattr(self.evaluation, field), len(self.data.members)
             if batches < members:
                 right = f'must be at least {members}: one for each member of data.mixture'
                 refuse(f'evaluation.{field}', batches, right)
+
+    def _check_loops(self):
+        counts, model = self.training.loops, self.model
+        right = ''
+        if min(counts) < 1 or len(set(counts)) < 2:
+            right = 'must be (), or two different counts or more, such as (1, 2, 4)'
+        elif not model.looped:
+            right = 'must be (): no block is looped; set model.looped_layers to all'
+        elif model.looks_ahead:
+            right = 'must be () where blocks are routed or experts choose: each loop has averages '
+            right += 'of its own'
+        if right:
+            refuse('training.loops', counts, right)
+        dataclasses.replace(model, loops=max(counts))  # refuses too many
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -192,6 +209,12 @@ class Hparams:
     def steps_of_shares(self, num_steps: int) -> int:
         """The steps of which warm-up and stages are shares, in a run of `num_steps`."""
         return min(self.training.extended_from or num_steps, num_steps)
+
+    def with_loops(self, loops: int) -> 'Hparams':
+        """These hyper-parameters, with so many loops of the model; 0: as they are."""
+        if not loops:
+            return self
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, loops=loops))
 
     def at(self, stage: Stage) -> 'Hparams':
         """These hyper-parameters, with the capacity of a stage of training."""

@@ -99,8 +99,12 @@ def forward_flops(hparams: Hparams, batch: int, length: int, routing: str = 'top
     return sum(forward_breakdown(hparams, batch, length, routing).values())
 
 
-def train_step_flops(hparams: Hparams, stage: Stage | None = None) -> float:
-    """Counted FLOPs of a step in `stage` (None: the last): three forward passes of its batch."""
+def train_step_flops(hparams: Hparams, stage: Stage | None = None, loops: int = 0) -> float:
+    """Counted FLOPs of a step: three forward passes of its batch.
+
+    `stage` is the last by default, `loops` that of the model.
+    """
+    hparams = hparams.with_loops(loops)
     stage = hparams.stages[-1] if stage is None else stage
     shape = (hparams.data.batch_size, hparams.data.sequence_length)
     return 3 * forward_flops(hparams.at(stage), *shape, stage.routing)

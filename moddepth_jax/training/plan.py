@@ -1,11 +1,13 @@
 """The plan of a run, made before anything is compiled or written: stages, steps, data, mesh."""
 
 import dataclasses
+import functools
 import itertools
 import os
 import pathlib
 
 import jax
+import numpy as np
 
 from moddepth_jax.data.pipeline import Dataset, make_dataset
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, tokenizer_of
@@ -60,9 +62,26 @@ def stage_at(hparams: Hparams, num_steps: int, step: int) -> Stage:
     return [stage for first, stage in stage_starts(hparams, num_steps) if first <= step][-1]
 
 
+def loops_at(hparams: Hparams, num_steps: int, step: int) -> int:
+    """The loops of the model in step `step`, drawn from `training.loops`; 0: those of the model."""
+    counts = hparams.training.loops
+    return counts[_draws(hparams.seed, len(counts), num_steps)[step]] if counts else 0
+
+
+@functools.lru_cache(maxsize=4)
+def _draws(seed, num_choices, num_steps):
+    """An index below `num_choices` of each step, the same in a longer run."""
+    uniform = np.random.default_rng([seed, 24]).random(num_steps)
+    return (num_choices * uniform).astype(int)
+
+
 def run_flops(hparams: Hparams, num_steps: int, steps_done: int | None = None) -> float:
     """Counted FLOPs of the first `steps_done` steps (None: all) of a run of `num_steps`."""
     done = num_steps if steps_done is None else steps_done
+    if counts := hparams.training.loops:  # of models of one stage
+        drawn = np.bincount(_draws(hparams.seed, len(counts), num_steps)[:done])
+        each = [train_step_flops(hparams, loops=loops) for loops in counts]
+        return float(sum(n * cost for n, cost in zip(drawn, each, strict=False)))
     starts = [*stage_starts(hparams, num_steps), (num_steps, None)]
     return sum(
         max(0, min(end, done) - first) * train_step_flops(hparams, stage)
@@ -77,8 +96,9 @@ def resolve_steps(hparams: Hparams) -> int:
     """
     if not hparams.flop_budget:
         return hparams.training.num_steps
-    costs = [train_step_flops(hparams, stage) for stage in hparams.stages]
-    cost = max(costs)
+    costs = [_mean_step_flops(hparams, stage) for stage in hparams.stages]
+    loops = hparams.training.loops or (0,)
+    cost = max(train_step_flops(hparams, stage, n) for stage in hparams.stages for n in loops)
     if hparams.flop_budget < cost:
         raise ValueError(
             f'flop_budget={hparams.flop_budget:g}: pays for no step; one step of '
@@ -99,6 +119,11 @@ def resolve_steps(hparams: Hparams) -> int:
     while run_flops(hparams, num_steps + 1) <= hparams.flop_budget:
         num_steps += 1
     return num_steps
+
+
+def _mean_step_flops(hparams, stage):
+    counts = hparams.training.loops or (0,)
+    return sum(train_step_flops(hparams, stage, loops) for loops in counts) / len(counts)
 
 
 def plan_extension(hparams: Hparams, workdir: str | os.PathLike) -> tuple[Hparams, int]:

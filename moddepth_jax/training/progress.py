@@ -160,13 +160,21 @@ class Stopwatch:
         yield
         self._begin = time.monotonic()
 
-    def rates(self, tokens_per_step: float, flops_per_step: float) -> dict[str, float]:
-        """`tokens_per_second`, `flops_per_second` and `data_wait_fraction` since the last call."""
+    @property
+    def steps(self) -> int:
+        """Steps since the last call of `rates`."""
+        return self._steps
+
+    def rates(self, tokens_per_step: float, flops: float) -> dict[str, float]:
+        """`tokens_per_second`, `flops_per_second` and `data_wait_fraction` since the last call.
+
+        `flops` are those of all steps since.
+        """
         self.seconds()
         seconds = max(self._window, 1e-9)
         rates = {
             'tokens_per_second': self._steps * tokens_per_step / seconds,
-            'flops_per_second': self._steps * flops_per_step / seconds,
+            'flops_per_second': flops / seconds,
             'data_wait_fraction': self._waited / seconds,
         }
         self._window, self._waited, self._steps = 0.0, 0.0, 0

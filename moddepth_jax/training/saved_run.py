@@ -47,8 +47,8 @@ class SavedRun:
         if causal_routing(self.hparams) == 'threshold':
             right = f'must be {model.loops}: thresholds are averages of scores of each loop'
             raise ValueError(f'--loops={loops}: {right} in training')
-        hparams = dataclasses.replace(self.hparams, model=dataclasses.replace(model, loops=loops))
-        return dataclasses.replace(self, hparams=hparams, state=self.state.replace(averages={}))
+        hparams, state = self.hparams.with_loops(loops), self.state.replace(averages={})
+        return dataclasses.replace(self, hparams=hparams, state=state)
 
     @property
     def hparams_of_stage(self) -> Hparams:

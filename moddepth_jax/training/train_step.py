@@ -170,19 +170,23 @@ def _update_average(state, average, lowest, decay):
     return jnp.where(jnp.isfinite(moved), moved, average)
 
 
-def train_step(state: TrainState, batch, stage: Stage | None = None) -> tuple[TrainState, dict]:
+def train_step(
+    state: TrainState, batch, stage: Stage | None = None, loops: int = 0
+) -> tuple[TrainState, dict]:
     """One step of the optimizer. Pure; the caller jits it, donating `state`.
 
     The batch is `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32 [B, T]; `stage`, static, one of
-    `hparams.stages`, by default the last. Returns the state after the step, and metrics: `loss`
-    (nats a target), `z_loss`, `rule_loss`, `grad_norm` (of all but the predictor), `learning_rate`,
+    `hparams.stages`, by default the last; `loops`, static, by default those of the model. Returns
+    the state after the step, and metrics: `loss` (nats a target), `z_loss`, `rule_loss`,
+    `grad_norm` (of all but the predictor), `learning_rate`,
     `skipped`, `skipped_in_a_row`, and `routing`, of `routing_ratios`; with experts `balance_loss`,
     `expert_z_loss`, and `experts`, of `expert_ratios`. A step whose loss or gradient is not finite
     changes only the counters.
     """
     hparams, num_steps = state.hparams, state.num_steps
     stage = hparams.stages[-1] if stage is None else stage
-    gradients, metrics = _gradients(state, hparams.at(stage), stage.routing, batch)
+    of_step = hparams.at(stage).with_loops(loops)
+    gradients, metrics = _gradients(state, of_step, stage.routing, batch)
     updates, optimizer_state = make_optimizer(hparams, num_steps).update(
         gradients, state.optimizer_state, state.params
     )

@@ -11,13 +11,12 @@ import numpy as np
 
 from moddepth_jax.data.compression_baselines import describe_measured_text, measure_baselines
 from moddepth_jax.model import ahead
-from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.model.transformer import causal_routing
 from moddepth_jax.training import devices, multihost
 from moddepth_jax.training.evaluate import evaluate, evaluate_causal
 from moddepth_jax.training.losses import IGNORED, masked_labels
 from moddepth_jax.training.mesh import local_rows, replicated, shard_rows, state_shardings
-from moddepth_jax.training.plan import stage_at
+from moddepth_jax.training.plan import loops_at, run_flops, stage_at
 from moddepth_jax.training.progress import Stopwatch, format_seconds
 from moddepth_jax.training.summary import by_layer, step_flops_report
 from moddepth_jax.training.train_step import TrainState, train_step
@@ -55,18 +54,22 @@ class Trainer:
             return self.state
         self.rows = local_rows(self.mesh, self.hparams.data.batch_size)
         self.stopwatch, seconds_before = Stopwatch(), self.metadata['seconds']
-        step_fn, stage = None, None
+        step_fns, step_fn, stage = {}, None, None  # by their loops, of one stage
         for step in range(first_step, self.num_steps):
             # Before a step and not after the previous one: a start that resumes here catches up.
             if self._evaluation_is_due(step):
                 self._collect(in_flight=0)
                 with self.stopwatch.pause():
                     self.evaluate(step, self.hparams.evaluation.num_batches)
+            loops = loops_at(self.hparams, self.num_steps, step)
             if stage != self._stage(step):
+                stage, step_fns = self._stage(step), {}
+            if loops not in step_fns:
                 self._collect(in_flight=0)
-                stage = self._stage(step)
+                measures = step == 0 and multihost.is_leader()
                 with self.stopwatch.pause():
-                    step_fn = self._compile(stage, measures=step == 0 and multihost.is_leader())
+                    step_fns[loops] = self._compile(stage, loops, measures)
+            step_fn = step_fns[loops]
             if self.profile.begins(step):
                 self._collect(in_flight=0)
                 self.profile.start()
@@ -125,19 +128,19 @@ class Trainer:
             return False
         return not multihost.broadcast_from_leader(lambda: self.writer.has(step, 'eval/loss'))
 
-    def _compile(self, stage, measures) -> Any:
+    def _compile(self, stage, loops, measures) -> Any:
         """Compiles the train step; `measures` compression in the meantime, as a new run does."""
-        begin, model = time.monotonic(), self.hparams.model
+        begin, model = time.monotonic(), self.hparams.with_loops(loops).model
         scans = '; model.layer_loop=scan would compile one for all of a kind'
         scans *= model.layer_loop == 'unrolled' and model.depth.stream_class.scans
-        what = f'the train step of {model.num_blocks} layer{"s" * (model.num_layers > 1)}'
+        what = f'the train step of {model.num_blocks} layer{"s" * (model.num_blocks > 1)}'
         self.progress.note(f'compiling {what}{scans} ...')
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             baselines = thread.submit(measure_baselines, self.dataset.corpus) if measures else None
             batch = self._put(self.dataset.train_batch(0, self.rows))
             shardings = state_shardings(self.mesh, self.state), replicated(self.mesh)
-            how = {'static_argnums': 2, 'donate_argnums': 0, 'out_shardings': shardings}
-            lowered = jax.jit(train_step, **how).lower(self.state, batch, stage)
+            how = {'static_argnums': (2, 3), 'donate_argnums': 0, 'out_shardings': shardings}
+            lowered = jax.jit(train_step, **how).lower(self.state, batch, stage, loops)
             if self.report_programs and not self.compiler:
                 self._compile_ahead()
             step_fn = lowered.compile()
@@ -233,10 +236,11 @@ class Trainer:
             self.writer.write(step, row)
 
     def _row(self, step, metrics):
-        flops = train_step_flops(self.hparams, self._stage(step - 1))
+        first = step - self.stopwatch.steps
+        flops = np.diff([run_flops(self.hparams, self.num_steps, at) for at in (first, step)])[0]
         tokens = self.hparams.data.batch_size * self.hparams.data.sequence_length
         row = {name: np.asarray(x).tolist() for name, x in self._named(metrics).items()}
-        rates = self.stopwatch.rates(tokens, flops)
+        rates = self.stopwatch.rates(tokens, float(flops))
         memory = {'peak_memory_bytes': devices.peak_memory()[0]}
         return row | rates | devices.mfu(rates['flops_per_second']) | memory
 

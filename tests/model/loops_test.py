@@ -151,6 +151,11 @@ def test_order_of_the_blocks(tiny_config):
         ({'model.looped_layers': 'middle:2:2'}, "looped_layers='middle:2:2': must be none, all"),
         ({'model.looped_layers': 'every:2'}, "looped_layers='every:2': must be none, all or"),
         (ALL_LOOPED | VALUES, "looped_layers='all': must be middle:1:0 or a later start"),
+        ({'training.loops': (1, 2)}, 'training.loops=(1, 2): must be (): no block is looped'),
+        (LOOPED | {'training.loops': (2,)}, 'training.loops=(2,): must be (), or two different'),
+        (LOOPED | {'training.loops': (0, 2)}, 'training.loops=(0, 2): must be (), or two'),
+        (LOOPED | ROUTED | {'training.loops': (1, 2)}, 'must be () where blocks are routed'),
+        (LOOPED | {'training.loops': (1, 10**4)}, 'model.loops=10000: must be at most 4999'),
         (LOOPED | UNROLLED | {'model.depth.stream': 'dense'}, 'must be none: layers of the dense'),
     ],
 )

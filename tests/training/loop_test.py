@@ -12,11 +12,12 @@ import pytest
 from moddepth_jax.data.pipeline import Dataset, make_dataset
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 from moddepth_jax.hparams import from_config
+from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training import loop, trainer
 from moddepth_jax.training.checkpoint import state_sha256
 from moddepth_jax.training.evaluate import evaluate_causal
 from moddepth_jax.training.metrics import read_metrics
-from moddepth_jax.training.plan import run_flops
+from moddepth_jax.training.plan import loops_at, run_flops
 from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.summary import describe
 from tests.data.prepared_text import prepare, write_texts
@@ -193,7 +194,7 @@ def test_an_extension_before_any_decay_is_the_longer_run(
 def skipping(bad_steps):
     """A train step that only counts: its loss is NaN at `bad_steps`."""
 
-    def step(state, batch, stage):
+    def step(state, batch, stage, loops):
         del stage
         bad = jnp.isin(state.step, jnp.array(bad_steps))
         in_a_row = jnp.where(bad, state.skipped_in_a_row + 1, 0)
@@ -329,6 +330,28 @@ def test_each_step_trains_by_its_stage_also_after_a_signal(tiny_config, corpus, 
     costs = [stage['flops_per_step'] for stage in summary['stages']]
     assert costs[0] > costs[1] == summary['flops_per_step']
     assert summary['total_flops'] == run_flops(hparams, 5) == 2 * costs[0] + 3 * costs[1]
+
+
+@pytest.mark.slow
+def test_each_step_trains_by_the_loops_that_it_draws(tiny_config, corpus, tmp_path, signals):
+    """Also after a signal; it is evaluated with those of the model, and each step is counted."""
+    changes = {'data.source': corpus, 'data.held_out_fraction': 0.3, 'evaluation.every': 0}
+    changes |= {'model.looped_layers': 'all', 'model.loops': 2, 'training.loops': (1, 3)}
+    changes |= {'seed': 2}
+    hparams = from_config(tiny_config(**changes, **{'training.num_steps': 6}))
+    drawn = [loops_at(hparams, 6, step) for step in range(6)]
+    assert set(drawn[:3]) == set(drawn[3:]) == {1, 3}
+    signals[2] = 'SIGTERM'
+    assert loop.train(hparams, tmp_path / 'broken').signal == 'SIGTERM'
+    resumed, unbroken = (loop.train(hparams, tmp_path / name) for name in ('broken', 'unbroken'))
+    assert resumed.summary['state_sha256'] == unbroken.summary['state_sha256']
+    assert resumed.summary['eval'] == unbroken.summary['eval']
+    costs = [train_step_flops(hparams, loops=loops) for loops in drawn]
+    assert unbroken.summary['total_flops'] == sum(costs)
+    assert unbroken.summary['flops_per_step'] == train_step_flops(hparams, loops=2)
+    fixed = from_config(tiny_config(**changes | {'training.loops': (), 'training.num_steps': 6}))
+    other = loop.train(fixed, tmp_path / 'fixed')
+    assert other.summary['state_sha256'] != unbroken.summary['state_sha256']
 
 
 @pytest.mark.slow

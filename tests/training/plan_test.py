@@ -9,12 +9,13 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.model import flops
 from moddepth_jax.training import plan
 from moddepth_jax.training.optimizer import learning_rate_schedule
-from moddepth_jax.training.plan import run_flops, stage_at, stage_starts
+from moddepth_jax.training.plan import loops_at, run_flops, stage_at, stage_starts
 from tests.data import tokenizer_files
 from tests.data.prepared_text import refusal
 
 ROUTED = {'model.routing.router': 'learned', 'model.routing.layers': 'every:1'}
 STAGED = ROUTED | {'model.routing.capacity_stages': '1:0.2,0.5:0.3'}
+LOOPED = {'model.looped_layers': 'all', 'training.loops': (1, 2, 5)}
 BY_THRESHOLD = {'model.routing.train_rule': 'threshold', 'model.routing.threshold_warmup': 0.4}
 
 
@@ -39,17 +40,39 @@ def test_stages_begin_at_whole_steps(num_steps, starts, tiny_config):
     assert stage_at(hparams, num_steps, num_steps).capacity == 0.125
 
 
-@pytest.mark.parametrize('knobs', [STAGED, STAGED | BY_THRESHOLD])
+@pytest.mark.parametrize('knobs', [STAGED, STAGED | BY_THRESHOLD, LOOPED])
 def test_a_run_costs_the_sum_of_its_steps(knobs, tiny_config):
     hparams = from_config(tiny_config(**knobs))
     for num_steps in (1, 3, 7, 40):
         costs = [
-            flops.train_step_flops(hparams, stage_at(hparams, num_steps, step))
+            flops.train_step_flops(
+                hparams, stage_at(hparams, num_steps, step), loops_at(hparams, num_steps, step)
+            )
             for step in range(num_steps)
         ]
         for done in {0, 1, num_steps // 2, num_steps}:
             assert run_flops(hparams, num_steps, done) == pytest.approx(sum(costs[:done]))
         assert run_flops(hparams, num_steps) == pytest.approx(sum(costs))
+
+
+def test_loops_are_drawn_for_each_step_of_a_seed_alike_in_a_longer_run(tiny_config):
+    def drawn(num_steps, **knobs):
+        hparams = from_config(tiny_config(**LOOPED, **knobs))
+        return [loops_at(hparams, num_steps, step) for step in range(num_steps)]
+
+    loops = drawn(600)
+    assert loops[:50] == drawn(50) and loops != drawn(600, seed=1)
+    assert all(160 < loops.count(n) < 240 for n in (1, 2, 5))
+    assert loops_at(from_config(tiny_config()), 600, 3) == 0
+
+
+@pytest.mark.parametrize('share', [1.0, 7.7, 90.0])
+def test_a_budget_of_drawn_loops_is_filled_to_within_a_step(share, tiny_config):
+    knobs = LOOPED | {'training.num_steps': 0}
+    most = flops.train_step_flops(from_config(tiny_config(**knobs, flop_budget=1.0)), loops=5)
+    hparams = from_config(tiny_config(**knobs, flop_budget=share * most))
+    num_steps = plan.resolve_steps(hparams)
+    assert run_flops(hparams, num_steps) <= share * most < run_flops(hparams, num_steps + 1)
 
 
 @pytest.mark.parametrize('stages', ['', '1:0.2', '1:0.05,0.9:0.05,0.1:0.3,0.8:0.1', '0.01:0.7'])

@@ -146,7 +146,7 @@ def test_rates_of_a_window_do_not_count_pauses(clock):
         with watch.pause():
             clock(3600)
     expected = {'tokens_per_second': 50.0, 'flops_per_second': 500.0, 'data_wait_fraction': 0.25}
-    assert watch.rates(100, 1000) == pytest.approx(expected)
+    assert watch.steps == 4 and watch.rates(100, 4000) == pytest.approx(expected)
     time_steps(watch, clock, 1, 0.0, 4.0)
     expected = {'tokens_per_second': 25.0, 'flops_per_second': 250.0, 'data_wait_fraction': 0.0}
     assert watch.rates(100, 1000) == pytest.approx(expected)
