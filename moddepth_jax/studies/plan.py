@@ -31,6 +31,7 @@ _PLAIN = {
     'model.looped_layers': 'none',
     'model.loops': 1,
     'model.depth.sublayers_per_source': 0,
+    'model.depth.hyper_form': 'auto',
 }
 
 
@@ -98,6 +99,14 @@ _STREAMS = {
         _stream('attention_residual', **{'model.depth.sublayers_per_source': 4}),
         'red s',
     ),
+    **{
+        name: Variant(label, _stream('hyper_connections', **{'model.depth.hyper_form': form}), look)
+        for name, form, label, look in (
+            ('hyper', 'dynamic', 'hyper-connections', 'green s'),
+            ('hyper_static', 'static', 'static hyper-connections', 'green p'),
+            ('mhc', 'constrained', 'manifold-constrained hyper-connections', 'green X'),
+        )
+    },
     'mod_moda': Variant('MoD and MoDA', _mod() | _moda(), 'green h'),
     'mod_moda_masked': Variant(
         'MoD and MoDA, no slots of skipped blocks',

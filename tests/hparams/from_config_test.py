@@ -37,7 +37,9 @@ BAD_VALUES = {
     **knobs('model', 'norm_eps init_std embedding_init_std', *NOT_ABOVE_ZERO),
     **knobs('model', 'rope_theta', 0.5, *NOT_ABOVE_ZERO),
     **knobs('model', 'windows', (), (-1,), (0, 8, -8)),
-    **knobs('model.depth', 'stream slots slot_keys skipped_slots gradient_dtype value_mix', 'densenet'),
+    **knobs(
+        'model.depth', 'stream slots slot_keys skipped_slots gradient_dtype value_mix', 'densenet'
+    ),
     **knobs('model.depth', 'attention_slot_projection', True),
     **knobs('model.depth', 'slot_window', -1, 1),
     **knobs('model.depth', 'sublayers_per_source', -1, 1),

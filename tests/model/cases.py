@@ -20,6 +20,10 @@ ATTENTION = {'model.depth.stream': 'attention'}
 VALUES = {'model.depth.stream': 'value_residual'}
 SHARED, SPARSE = (VALUES | {'model.depth.value_mix': mix} for mix in ('shared', 'sparse'))
 SOURCES = {'model.depth.stream': 'attention_residual'}
+HYPER = {'model.depth.stream': 'hyper_connections'}
+STATIC, CONSTRAINED = (
+    HYPER | {'model.depth.hyper_form': form} for form in ('static', 'constrained')
+)
 SOURCES_OF_2, SOURCES_OF_3 = (
     SOURCES | {'model.depth.sublayers_per_source': size} for size in (2, 3)
 )
@@ -114,6 +118,12 @@ CASES = {
     'value residual grows': (VALUES | ROUTED | GROWS | POST, 'predictor'),
     'value residual, sparse': (SPARSE | WINDOWS | REORDERED, 'dense'),
     'shared values': (SHARED | WINDOWS | FULL_NORM, 'dense'),
+    'hyper-connections': (HYPER | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
+    'hyper-connections, static': (
+        STATIC | ROUTED | GROWS | {'model.depth.num_streams': 3},
+        'predictor',
+    ),
+    'hyper-connections, constrained': (CONSTRAINED | WINDOWS | REORDERED, 'dense'),
     'looped': (LOOPED | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
     'looped threshold': (LOOPED | routed_by('learned', 'threshold') | GROWS, 'threshold'),
     'looped moda': (ALL_LOOPED | MODA | WINDOWS, 'dense'),

@@ -23,6 +23,8 @@ import itertools
 import jax
 import numpy as np
 
+SUBLAYERS = ('attention', 'mlp')
+
 
 @dataclasses.dataclass
 class Seen:
@@ -99,6 +101,8 @@ def stream(layers, x_TD, row, model):
         return x_TD
     if kind == 'attention_residual':
         return attention_residual(layers, x_TD, row, model)
+    if kind == 'hyper_connections':
+        return hyper_connections(layers, x_TD, row, model)
     entry, *layers, last = layers
     if kind == 'attention':
         query_TNH, *slot = stream_write(entry['stream'], x_TD)
@@ -152,21 +156,10 @@ def attention_residual(layers, x_TD, row, model):
 
     def run(layer, number, tokens, sources):
         """Returns the outputs of attention and mlp of a layer, of these tokens alone."""
-        place, part, outputs = model.norm_placement, row.take(tokens), []
-        for i, name in enumerate(('attention', 'mlp')):
+        part, outputs = row.take(tokens), []
+        for i, name in enumerate(SUBLAYERS):
             read_TD = read(layer[f'{name}_connection'], tokens, sources)
-            weights, norm = layer[name], layer[f'{name}_norm']
-            if place == 'pre':
-                read_TD = rms_norm(read_TD, norm, model)
-            if name == 'attention':
-                window = model.windows[number % len(model.windows)]
-                output_TD, _ = attention(weights, read_TD, [], part, window, number, model)
-            elif 'router' in weights:
-                output_TD = mixture(weights, read_TD, part, number, model.experts)
-            else:
-                output_TD = mlp(weights, read_TD)
-            if place == 'reordered':
-                output_TD = rms_norm(output_TD, norm, model)
+            output_TD = sublayer(name, layer, read_TD, part, number, model)
             outputs.append(output_TD)
             sources = add(2 * number + i, tokens, sources, output_TD)
         return outputs
@@ -183,6 +176,84 @@ def attention_residual(layers, x_TD, row, model):
             gated_TD = gates_T[taken][:, None] * output_TD
             sources = add(2 * number + i, taken, sources, gated_TD)
     return read(last['stream']['reader'], every, sources)
+
+
+def hyper_connections(layers, x_TD, row, model):
+    """Returns what the final norm reads: the mean of the streams that each token has."""
+    form, size = model.depth.hyper_form, model.depth.num_streams or 4
+    streams = [[x_D] * size for x_D in x_TD]
+
+    def norm(v):
+        return v / np.sqrt(np.mean(v * v) + model.norm_eps)
+
+    def weights_of(part, weights, streams):
+        """Returns the weights of a token's streams that a sublayer reads, mixes or adds to."""
+        bias = weights[f'{part}_bias']
+        if form == 'static':
+            return bias
+        kernel, scale = weights[f'projections_{part}']['kernel'], weights[f'{part}_scale']
+        if form == 'dynamic':
+            found = np.array([norm(x_D) @ kernel for x_D in streams])
+            return bias + scale * np.tanh(found if part == 'mix' else found[:, 0])
+        logits = bias + scale * (norm(np.concatenate(streams)) @ kernel).reshape(bias.shape)
+        if part != 'mix':
+            return (1 if part == 'read' else 2) / (1 + np.exp(-logits))
+        matrix = np.exp(logits)
+        for _ in range(20):
+            matrix = matrix / matrix.sum(axis=0)[None, :]
+            matrix = matrix / matrix.sum(axis=1)[:, None]
+        return matrix
+
+    def read(weights, tokens):
+        found = []
+        for t in tokens:
+            of_streams = weights_of('read', weights, streams[t])
+            found.append(sum(w * x_D for w, x_D in zip(of_streams, streams[t], strict=True)))
+        return np.array(found).reshape(len(tokens), len(x_TD[0]))
+
+    def add(weights, old, output_D):
+        """Returns the streams of a token with the output of a sublayer."""
+        mix, of_output = (weights_of(part, weights, old) for part in ('mix', 'add'))
+        new = []
+        for j in range(size):
+            # HC: a row for each old stream. mHC: a row for each new one.
+            column = mix[j] if form == 'constrained' else mix[:, j]
+            mixed_D = sum(w * x_D for w, x_D in zip(column, old, strict=True))
+            new.append(mixed_D + of_output[j] * output_D)
+        return new
+
+    for number, layer in enumerate(layers):
+        taken, gates_T, inner = np.arange(len(x_TD)), np.ones(len(x_TD)), layer
+        if 'router' in layer:
+            read_TD = read(layer['block']['attention_connection'], taken)
+            taken, selected_T, gates_T = decide(layer, read_TD, row, number, model)
+            gates_T, inner = np.where(selected_T, gates_T, 0), layer['block']
+        before = list(streams)
+        for name in SUBLAYERS:
+            weights = inner[f'{name}_connection']
+            read_TD = read(weights, taken)
+            outputs = sublayer(name, inner, read_TD, row.take(taken), number, model)
+            for t, output_D in zip(taken, outputs, strict=True):
+                streams[t] = add(weights, streams[t], output_D)
+        for t in taken:
+            pairs = zip(before[t], streams[t], strict=True)
+            streams[t] = [old_D + gates_T[t] * (new_D - old_D) for old_D, new_D in pairs]
+    return np.array([sum(of_token) / size for of_token in streams])
+
+
+def sublayer(name, layer, read_TD, row, number, model):
+    """Returns what the attention or mlp of a layer adds, of these tokens alone."""
+    place, weights, norm = model.norm_placement, layer[name], layer[f'{name}_norm']
+    if place == 'pre':
+        read_TD = rms_norm(read_TD, norm, model)
+    if name == 'attention':
+        window = model.windows[number % len(model.windows)]
+        output_TD, _ = attention(weights, read_TD, [], row, window, number, model)
+    elif 'router' in weights:
+        output_TD = mixture(weights, read_TD, row, number, model.experts)
+    else:
+        output_TD = mlp(weights, read_TD)
+    return rms_norm(output_TD, norm, model) if place == 'reordered' else output_TD
 
 
 def newest(slots, model):

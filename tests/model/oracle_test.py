@@ -32,6 +32,8 @@ AVERAGE = UNROLLED | {'depth.stream': 'average'}
 VALUES = {'depth.stream': 'value_residual'}
 SHARED, SPARSE, FIXED = (VALUES | {'depth.value_mix': mix} for mix in ('shared', 'sparse', 'fixed'))
 SOURCES = {'depth.stream': 'attention_residual'}
+HYPER = {'depth.stream': 'hyper_connections'}
+STATIC, CONSTRAINED = (HYPER | {'depth.hyper_form': form} for form in ('static', 'constrained'))
 SOURCES_OF_2, SOURCES_OF_3, ONE_SOURCE = (
     SOURCES | {'depth.sublayers_per_source': size} for size in (2, 3, 6)
 )
@@ -75,6 +77,9 @@ CASES = {
     'value residual, sparse': SPARSE | REORDERED | {'depth.sparse_layers': 1},
     'shared values': SHARED | PRE | FULL | BIAS | ONE_EACH,
     'attention residual': SOURCES | PRE | HEAD | BIAS | WINDOWS,
+    'hyper-connections': HYPER | PRE | HEAD | WINDOWS,
+    'hyper-connections, static': STATIC | REORDERED | {'depth.num_streams': 3},
+    'hyper-connections, constrained': CONSTRAINED | PRE | UNROLLED,
     'attention residual, reordered': SOURCES | REORDERED | UNROLLED | TIED,
     'attention residual, blocks of 2': SOURCES_OF_2 | PRE | FULL,
     'attention residual, blocks of 3': SOURCES_OF_3 | PRE | TOKEN,
@@ -123,6 +128,8 @@ ROUTED_CASES = {
     'value residual': (SLOTS | VALUES | PRE, 'top_c'),
     'value residual, post': (SLOTS | VALUES | POST | HEAD | WINDOWS, 'threshold'),
     'attention residual': (SLOTS | SOURCES | PRE, 'top_c'),
+    'hyper-connections': (SLOTS | HYPER | PRE, 'threshold'),
+    'hyper-connections, constrained': (SLOTS | CONSTRAINED | PRE, 'top_c'),
     'attention residual, threshold': (SLOTS | SOURCES_OF_2 | REORDERED | HEAD, 'threshold'),
     'attention residual, every block': (
         routed(rule='predictor') | SOURCES_OF_3 | PRE | {'num_layers': 3},

@@ -23,9 +23,10 @@ def sinkhorn(logits):
 
     exp, then SINKHORN_STEPS times columns, then rows over their sums, which makes the rows exact.
     """
-    mix = jnp.exp(logits - jnp.max(logits, axis=(-2, -1), keepdims=True))
-    for _ in range(SINKHORN_STEPS):
-        mix = mix / jnp.sum(mix, axis=-2, keepdims=True)
+    mix = jax.nn.softmax(logits, axis=-2)  # exp and the first columns, whatever their size
+    for step in range(SINKHORN_STEPS):
+        if step:
+            mix = mix / jnp.sum(mix, axis=-2, keepdims=True)
         mix = mix / jnp.sum(mix, axis=-1, keepdims=True)
     return mix
 
@@ -75,10 +76,10 @@ class HyperConnection(nn.Module):
         if form == 'dynamic':
             found = self.projections[name](_normed(x_BTSD, -1, epsilon))
             found = found[..., 0] if name != 'mix' else found
-            return bias + scale * jnp.tanh(found)
+            return bias[None, None] + scale * jnp.tanh(found)
         all_BTE = _normed(x_BTSD, (-2, -1), epsilon).reshape(*x_BTSD.shape[:2], -1)
         found = self.projections[name](all_BTE)
-        logits = bias + scale * found.reshape(*found.shape[:2], *bias.shape)
+        logits = bias[None, None] + scale * found.reshape(*found.shape[:2], *bias.shape)
         if name == 'mix':
             return sinkhorn(logits)
         return jax.nn.sigmoid(logits) * (2.0 if name == 'add' else 1.0)
