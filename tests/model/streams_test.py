@@ -110,7 +110,7 @@ GROWS |= {('attention residual, blocks of 3', 'block'): SOURCES_OF_3}
 
 @pytest.mark.parametrize(('name', 'remat'), parameters((('moda', 'block'),), GROWS))
 def test_memory_is_linear_in_depth(name, remat, tiny_config):
-    """64 layers take at most 2.2 times what 32 take."""
+    """128 layers take at most 2.2 times what 64 take."""
     knobs = GROWS[name, remat] | {'model.remat': remat}
 
     def temporary_bytes(num_layers):
@@ -118,7 +118,7 @@ def test_memory_is_linear_in_depth(name, remat, tiny_config):
         compiled = jax.jit(jax.grad(loss)).lower(params).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    assert 1.5 * temporary_bytes(32) < temporary_bytes(64) < 2.2 * temporary_bytes(32)
+    assert 1.5 * temporary_bytes(64) < temporary_bytes(128) < 2.2 * temporary_bytes(64)
 
 
 KEPT = {
