@@ -118,12 +118,18 @@ CASES = {
     'value residual grows': (VALUES | ROUTED | GROWS | POST, 'predictor'),
     'value residual, sparse': (SPARSE | WINDOWS | REORDERED, 'dense'),
     'shared values': (SHARED | WINDOWS | FULL_NORM, 'dense'),
-    'hyper-connections': (HYPER | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
+    'hyper-connections': (
+        HYPER | ROUTED | ROOMY | HEAD_NORM | {'model.depth.num_streams': 2},
+        'predictor',
+    ),
     'hyper-connections, static': (
         STATIC | ROUTED | GROWS | {'model.depth.num_streams': 3},
         'predictor',
     ),
-    'hyper-connections, constrained': (CONSTRAINED | WINDOWS | REORDERED, 'dense'),
+    'hyper-connections, constrained': (
+        CONSTRAINED | WINDOWS | FULL_NORM | {'model.depth.num_streams': 2},
+        'dense',
+    ),
     'looped': (LOOPED | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
     'looped threshold': (LOOPED | routed_by('learned', 'threshold') | GROWS, 'threshold'),
     'looped moda': (ALL_LOOPED | MODA | WINDOWS, 'dense'),
@@ -163,13 +169,13 @@ def small_hparams(make_config, *knobs):
 
 
 def random_like(shapes, seed=0, dtype=None):
-    """Arrays of these shapes, so large that every part matters; scales of norms about 1."""
+    """Arrays of these shapes, so large that every part matters; scales and reads are about 1."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
         name = path[-1].key
         spread = {'embedding': 1.0, 'scale': 0.2, 'kernel': 0.3, 'w': 0.3}.get(name, 0.2)
-        values = float(name == 'scale') + spread * rng.normal(size=leaf.shape)
+        values = float(name in ('scale', 'read_bias')) + spread * rng.normal(size=leaf.shape)
         if name == 'expert_thresholds_XE':  # some tokens pass them
             values = 0.2 + 0.05 * values
         return values.astype(dtype or leaf.dtype)
