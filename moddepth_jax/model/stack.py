@@ -139,12 +139,12 @@ def with_remat(function, hparams, prevent_cse):
     """`function`, recomputed backward if `model.remat` says so.
 
     Kept are the choice that it made and the output of its attention: where the tokens are many,
-    that is dear to compute, and as small as the stream. Not so with several depth slots: there XLA
-    would copy their buffer, on a GPU, which only the recomputed attention orders.
+    that is dear to compute, and as small as the stream. Not so with depth slots: there XLA would
+    copy their buffer, on a GPU, which only the recomputed attention orders.
     """
     if hparams.remat == 'none':
         return function
-    kept = () if sum(kind.slots for kind in layer_kinds(hparams)) > 1 else (ATTENDED,)
+    kept = () if any(kind.slots for kind in layer_kinds(hparams)) else (ATTENDED,)
     policy = jax.checkpoint_policies.save_only_these_names(CHOICE, *kept)
     return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
