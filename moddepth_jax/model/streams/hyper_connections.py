@@ -22,13 +22,12 @@ def sinkhorn(logits):
     """A matrix of positive numbers whose rows sum to 1, and its columns nearly, [..., S, S].
 
     exp, then SINKHORN_STEPS times columns, then rows over their sums, which makes the rows exact.
+    In logarithms, so that no sum is 0 whatever the logits are.
     """
-    mix = jax.nn.softmax(logits, axis=-2)  # exp and the first columns, whatever their size
-    for step in range(SINKHORN_STEPS):
-        if step:
-            mix = mix / jnp.sum(mix, axis=-2, keepdims=True)
-        mix = mix / jnp.sum(mix, axis=-1, keepdims=True)
-    return mix
+    for _ in range(SINKHORN_STEPS):
+        logits -= jax.nn.logsumexp(logits, axis=-2, keepdims=True)
+        logits -= jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    return jnp.exp(logits)
 
 
 def _normed(x, axes, epsilon):
