@@ -1,5 +1,7 @@
 """The stream `hyper_connections`: several residual streams, mixed around every sublayer."""
 
+import math
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,22 +15,21 @@ from moddepth_jax.model.streams.base import Stream, wide
 STREAMS_BY_DEFAULT = 4
 SCALE = 0.01  # at first, of the part of the weights that depends on the token
 SINKHORN_STEPS = 20
-# Of `constrained`, at first: logits of the stream that a sublayer reads and of the others, and of
-# the diagonal of the mixture and the rest.
-READ_LOGITS, MIX_LOGITS = (3.0, -3.0), (3.0, -3.0)
+# Of `constrained`, at first: the logit of the stream that a sublayer reads, whose weight with those
+# of the others is 1, and logits of the diagonal of the mixture and the rest.
+READ_LOGIT, MIX_LOGITS = 3.0, (3.0, -3.0)
 
 
 def sinkhorn(logits):
     """A matrix of positive numbers whose rows sum to 1, and its columns nearly, [..., S, S].
 
     exp, then SINKHORN_STEPS times columns, then rows over their sums, which makes the rows exact.
+    In logarithms, so that no sum is 0 whatever the logits are.
     """
-    mix = jax.nn.softmax(logits, axis=-2)  # exp and the first columns, whatever their size
-    for step in range(SINKHORN_STEPS):
-        if step:
-            mix = mix / jnp.sum(mix, axis=-2, keepdims=True)
-        mix = mix / jnp.sum(mix, axis=-1, keepdims=True)
-    return mix
+    for _ in range(SINKHORN_STEPS):
+        logits -= jax.nn.logsumexp(logits, axis=-2, keepdims=True)
+        logits -= jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    return jnp.exp(logits)
 
 
 def _normed(x, axes, epsilon):
@@ -125,10 +126,12 @@ def first_values(hparams: ModelHparams, sublayer) -> dict[str, jax.Array]:
     if hparams.depth.hyper_form != 'constrained':
         home = home.astype(jnp.float32)
         return {'read_bias': home, 'mix_bias': jnp.eye(size), 'add_bias': jnp.ones(size)}
-    mix = jnp.where(jnp.eye(size, dtype=bool), *MIX_LOGITS)
+    # A sum of 1 reads equal streams as they are: a router and `reordered` see any other factor.
+    share = 1 / (1 + math.exp(READ_LOGIT)) / max(size - 1, 1)
+    rest = math.log(share / (1 - share))
     return {
-        'read_bias': jnp.where(home, *READ_LOGITS),
-        'mix_bias': mix,
+        'read_bias': jnp.where(home, jnp.float32(READ_LOGIT), rest),
+        'mix_bias': jnp.where(jnp.eye(size, dtype=bool), *map(jnp.float32, MIX_LOGITS)),
         'add_bias': jnp.zeros(size),
     }
 
