@@ -194,10 +194,9 @@ class HyperConnections(Stream):
 
     @classmethod
     def difference_at_start(cls, depth: DepthHparams) -> str:
-        if depth.hyper_form != 'constrained':
+        if depth.hyper_form != 'constrained' or depth.num_streams != 1:
             return ''
-        reason = 'sublayers read a sum of streams, which a pre-norm tells from one stream by '
-        return reason + 'model.norm_eps alone'
+        return 'a constrained read of one stream has a weight below 1'
 
     @classmethod
     def describe(cls, hparams: ModelHparams) -> str:
