@@ -153,8 +153,9 @@ VARIANTS = {
         )
         for placement, words in _PLACEMENTS.items()
         for name, (label, changes, look) in _STREAMS.items()
-        # Attention residuals have no running sum that post-norm could norm.
-        if (placement, changes['model.depth.stream']) != ('post', 'attention_residual')
+        # These have no running sum, or several, that post-norm could norm.
+        if placement != 'post'
+        or changes['model.depth.stream'] not in ('attention_residual', 'hyper_connections')
     },
 }
 

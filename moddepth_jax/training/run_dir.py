@@ -46,7 +46,7 @@ OLDER_RUNS = {
     'model.looped_layers': 'none',
     'model.loops': 1,
     'model.loop_order': 'cycle',
-    'training.loops': (),
+    'training.loops': [],
     'model.depth.value_mix': 'none',
     'model.depth.sparse_layers': 0,
     'model.depth.sublayers_per_source': 0,

@@ -37,9 +37,9 @@ BAD_VALUES = {
     **knobs('model', 'norm_eps init_std embedding_init_std', *NOT_ABOVE_ZERO),
     **knobs('model', 'rope_theta', 0.5, *NOT_ABOVE_ZERO),
     **knobs('model', 'windows', (), (-1,), (0, 8, -8)),
-    **knobs(
-        'model.depth', 'stream slots slot_keys skipped_slots gradient_dtype value_mix', 'densenet'
-    ),
+    **knobs('model.depth', 'stream slots slot_keys skipped_slots', 'densenet'),
+    **knobs('model.depth', 'gradient_dtype value_mix hyper_form', 'sharing'),
+    **knobs('model.depth', 'num_streams', -1, 2),
     **knobs('model.depth', 'attention_slot_projection', True),
     **knobs('model.depth', 'slot_window', -1, 1),
     **knobs('model.depth', 'sublayers_per_source', -1, 1),
@@ -144,7 +144,7 @@ def test_wrong_types_and_large_numbers_are_named(tiny_config):
     So is what an int32 or a float32 does not hold, or no float of Python.
     """
     for field, value in leaves(tiny_config()):
-        item = value[0] if isinstance(value, tuple) else value
+        item = (*value, 1)[0] if isinstance(value, tuple) else value  # an empty one is of counts
         for wrong in ['three', True, None, 2.5]:
             if type(wrong) is not type(item):
                 message = refusal(changed(tiny_config, field, wrong))
@@ -238,6 +238,7 @@ def test_every_value_arrives(tiny_config):
     auto |= {'model.routing.router': 'learned'}
     depth = {'stream': 'moda', 'slots': 'block'}
     depth |= {'slot_keys': 'unrotated', 'skipped_slots': 'masked'}
+    depth |= {'value_mix': 'none', 'hyper_form': 'none'}
     config = tiny_config(**auto, **{f'model.depth.{knob}': value for knob, value in depth.items()})
     assert dict(leaves(dataclasses.asdict(from_config(config)))) == dict(leaves(config))
 
