@@ -5,7 +5,8 @@ python -m launch.backends tiny moda_700m
 python -m launch.backends --page=docs/backends.md
 
 The model of each config is traced at its own size, and its attentions are looked up as
-`model.attention=auto` does. --page: the table replaces the text between the file's two markers.
+`model.attention=auto` does. --page: the table replaces the text between the file's two markers;
+this takes JAX 0.11.2 or newer, since older ones refuse more.
 """
 
 import functools
@@ -22,6 +23,7 @@ PAGE = flags.DEFINE_string(
 )
 BEGIN = '<!-- backends: written by python -m launch.backends -->'
 END = '<!-- end of backends -->'
+OLDEST_JAX = '0.11.2'  # for --page
 # Columns: the kind and the compute capability of a GPU, on which measuring is possible; or a CPU.
 DEVICES = {
     'CPU': None,
@@ -113,6 +115,11 @@ def main(argv):
     page = pathlib.Path(PAGE.value)
     text = page.read_text(encoding='utf-8')
     cli.replace_between(text, BEGIN, END, '')  # before the work
+    import jax
+
+    if jax.__version_info__ < tuple(map(int, OLDEST_JAX.split('.'))):
+        right = f'must run with jax {OLDEST_JAX} or newer, not {jax.__version__}: older ones refuse'
+        raise ValueError(f'--page={PAGE.value}: {right} more backends')
     page.write_text(cli.replace_between(text, BEGIN, END, table(names)), encoding='utf-8')
 
 

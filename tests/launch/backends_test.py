@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import types
 
 import jax
 import pytest
@@ -13,8 +14,9 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.training.train_step import init_state, train_step
 
 # The page is for the JAX that GPU results are measured with; older ones refuse more.
+OLDER_JAX = jax.__version_info__ < tuple(map(int, backends.OLDEST_JAX.split('.')))
 for_the_page = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason='the page is for JAX 0.11.2: make test-next'
+    OLDER_JAX, reason=f'the page is for JAX {backends.OLDEST_JAX}: make test-next'
 )
 PAGE = pathlib.Path(__file__).parents[2] / 'docs' / 'backends.md'
 
@@ -46,6 +48,16 @@ def test_the_page_says_what_is_chosen(name):
 @pytest.mark.slow
 def test_the_page_holds_the_table_of_all_configs():
     assert backends.table(list(listing.configs())) == written()
+
+
+def test_the_page_is_not_written_by_an_older_jax(monkeypatch, tmp_path):
+    page = tmp_path / 'page.md'
+    page.write_text(before := f'{backends.BEGIN}\n{backends.END}\n')
+    monkeypatch.setattr(backends, 'OLDEST_JAX', '99.1.0')
+    monkeypatch.setattr(backends, 'PAGE', types.SimpleNamespace(value=str(page)))
+    with pytest.raises(ValueError, match='must run with jax 99.1.0 or newer'):
+        backends.main(['backends', 'tiny'])
+    assert page.read_text() == before
 
 
 def test_every_config_is_on_the_page():
