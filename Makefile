@@ -17,7 +17,7 @@ NEXT := .venv-next/bin/python
 NEXT_TESTS := tests/kernels tests/model tests/inference tests/launch/backends_test.py \
     $(addprefix tests/training/,losses_test.py train_step_test.py mesh_test.py gpu_collectives_test.py)
 
-.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-budgets study-routing study-capacity study-every-block study-gates study-moda study-text study-experts study-gpu study-moda-gpu docs-notebooks docs-api
+.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-budgets study-routing study-capacity study-every-block study-gates study-moda study-streams study-streams-fast study-text study-experts study-gpu study-moda-gpu docs-notebooks docs-api
 .DELETE_ON_ERROR:
 
 train: .venv/installed
@@ -113,6 +113,15 @@ DEEP := dense,wider,moda_attention,moda,average,dense_post,wider_post,moda_atten
 study-moda: .venv/installed
 	$(call isoflop,/8x64) $(BY_DEPTH) --sizes=8x64 --seeds=$(EIGHT)
 	$(call isoflop,/24x64) $(AT_STEPS) --variants=$(DEEP) --sizes=24x64 --seeds=$(EIGHT)
+
+# Fresh seeds: three pairs of attnres and dense were known when its rows were written.
+AT_8X64 := $(AT_STEPS) --sizes=8x64 --seeds=$(FRESH)
+study-streams: .venv/installed
+	$(call isoflop) $(AT_8X64) --learning_rates=0.003 \
+	    --variants=dense,attnres,attnres_block,wider,value_residual,moda,average,hyper,mhc
+
+study-streams-fast: .venv/installed
+	$(call isoflop) $(AT_8X64) --learning_rates=0.006 --variants=dense,attnres,attnres_block
 
 # On the text of packages that every installation has, with a tokenizer of 4,096 ids.
 TEXT := runs/study-text/text
