@@ -10,6 +10,8 @@ from moddepth_jax.model.decoding import prefill, unroll
 from moddepth_jax.model.transformer import Transformer
 from tests.model.cases import (
     AVERAGE,
+    CONSTRAINED,
+    HYPER,
     LENGTH,
     MODA,
     OTHER_BT,
@@ -42,10 +44,13 @@ def changed(one_BTV, other_BTV):
 
 @pytest.mark.parametrize(
     'knobs',
-    [{}, BY_SEGMENT, MODA, MODA | BY_SEGMENT, AVERAGE, SOURCES | BY_SEGMENT],
+    [
+        *({}, BY_SEGMENT, MODA, MODA | BY_SEGMENT, AVERAGE),
+        *(SOURCES | BY_SEGMENT, HYPER | BY_SEGMENT, CONSTRAINED),
+    ],
     ids=[
         *('dense', 'selected by segment', 'moda', 'moda selected by segment', 'average stream'),
-        'attention residual selected by segment',
+        *('attention residual selected by segment', 'hyper-connections selected by segment', 'mhc'),
     ],
 )
 def test_packed_documents_are_isolated(knobs, tiny_config):
