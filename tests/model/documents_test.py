@@ -14,6 +14,7 @@ from tests.model.cases import (
     HYPER,
     LENGTH,
     MODA,
+    MUDD,
     OTHER_BT,
     ROUTED,
     SIZES,
@@ -46,11 +47,12 @@ def changed(one_BTV, other_BTV):
     'knobs',
     [
         *({}, BY_SEGMENT, MODA, MODA | BY_SEGMENT, AVERAGE),
-        *(SOURCES | BY_SEGMENT, HYPER | BY_SEGMENT, CONSTRAINED),
+        *(SOURCES | BY_SEGMENT, HYPER | BY_SEGMENT, CONSTRAINED, MUDD),
     ],
     ids=[
         *('dense', 'selected by segment', 'moda', 'moda selected by segment', 'average stream'),
-        *('attention residual selected by segment', 'hyper-connections selected by segment', 'mhc'),
+        *('attention residual selected by segment', 'hyper-connections selected by segment'),
+        *('mhc', 'mudd'),
     ],
 )
 def test_packed_documents_are_isolated(knobs, tiny_config):

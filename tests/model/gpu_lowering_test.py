@@ -23,6 +23,7 @@ from tests.model.cases import (
     CONSTRAINED,
     HYPER,
     MODA,
+    MUDD,
     ROUTED,
     SOURCES,
     VALUES,
@@ -91,8 +92,8 @@ def test_step_lowers(at_hopper, knobs, by_cudnn, remat, tiny_config):
 
 @pytest.mark.parametrize(
     'stream',
-    [VALUES, SOURCES, HYPER, CONSTRAINED],
-    ids=['value residual', 'attention residual', 'hyper-connections', 'mhc'],
+    [VALUES, SOURCES, HYPER, CONSTRAINED, MUDD],
+    ids=['value residual', 'attention residual', 'hyper-connections', 'mhc', 'mudd'],
 )
 def test_streams_without_depth_attention_lower(at_hopper, stream, tiny_config):
     """Around attention over the sequence by cuDNN, and no kernel for slots."""

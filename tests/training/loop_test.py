@@ -141,6 +141,7 @@ STREAMS = {
     'hyper-connections': {'model.depth.stream': 'hyper_connections'},
     'mhc': {'model.depth.stream': 'hyper_connections', 'model.depth.hyper_form': 'constrained'},
     'attention residual': {'model.depth.stream': 'attention_residual'},
+    'mudd': {'model.depth.stream': 'mudd'},
     'value residual': {'model.depth.stream': 'value_residual'},
 }
 
