@@ -231,7 +231,7 @@ def compare(config, routing, gradients):
 
 FAST = ('block slots', 'both slots', 'unrotated', 'attention slot projection', 'newest slots')
 FAST += ('attention stream', 'dense stream, bias', 'average stream, bias')
-FAST += ('value residual', 'value residual, sparse', 'shared values')
+FAST += ('value residual', 'value residual, sparse', 'shared values', 'mudd')
 
 
 @pytest.mark.parametrize('case', parameters(FAST, CASES))
