@@ -47,8 +47,8 @@ class Stream(nn.Module):
     value_mixer = None
     reads_ids = False  # whether TokenInfo must have the ids of the tokens
     # The module, made in Block for attention and for the mlp with (hparams, opens), by which each
-    # reads what the stream carries, attention perhaps AttentionInputs, and joins its output to that;
-    # None: x, and x + output.
+    # reads what the stream carries (attention an array, or AttentionInputs) and joins its output to
+    # that; None: x, and x + output.
     connection = None
     gates_state = False  # whether a gate scales the change of x, or the outputs of a connection
     attends = False  # whether slots are read by attention over depth
