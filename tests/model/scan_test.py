@@ -13,11 +13,11 @@ from tests.model.cases import (
     CASES,
     MASKED,
     MODA,
-    MUDD,
     NEWEST,
     POST,
     ROUTED,
     SOURCES,
+    STATIC_WAYS,
     UNROLLED,
     equations,
     experts,
@@ -124,8 +124,8 @@ def test_scanned_and_rematerialized_equals_unrolled(name, form, tiny_config):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     'stream',
-    [MODA | MASKED | BY_POSITION, SOURCES | BY_POSITION, MUDD],
-    ids=['moda', 'attention residual', 'mudd'],
+    [MODA | MASKED | BY_POSITION, SOURCES | BY_POSITION, STATIC_WAYS],
+    ids=['moda', 'attention residual', 'static mudd'],
 )
 @pytest.mark.parametrize(
     ('dtype', 'remat'), [('float32', 'block'), ('float32', 'none'), ('model', 'block')]
