@@ -198,6 +198,10 @@ REFUSED = {
         MUDD | ROUTED,
         "model.routing.router='learned': must be none: a router scores the one array that a bl",
     ),
+    'loops that change': (
+        MUDD | ALL_LOOPED | {'training.loops': (1, 2)},
+        'training.loops=(1, 2): must be (): the mudd stream has weights for as many outputs as',
+    ),
     'ways': (
         MUDD | {'model.depth.mudd_ways': 'qkv'},
         "model.depth.mudd_ways='qkv': must be one of auto, qkvr, one, q, ",

@@ -40,6 +40,7 @@ class Stream(nn.Module):
     choices = {}
     counts = ()  # knobs of `model.depth` that are numbers and 0 in all other streams
     scans = True  # whether layers of equal kind have equal shapes, so that they can share a scan
+    sized_by_depth = False  # whether parameters are as many as layers run, so that loops are fixed
     has_ends = False  # whether the embedding writes a slot and the final norm reads once more
     reads_outputs = False  # whether slots are block outputs [B, T, D], not keys and values
     # The module, made in SelfAttention of layers whose kind `mixes`, that is called with

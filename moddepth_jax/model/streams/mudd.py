@@ -99,6 +99,7 @@ class Mudd(Stream):
 
     choices = {'mudd_ways': WAYS, 'mudd_weights': ('dynamic', 'static')}
     connection = WaysConnection
+    sized_by_depth = True
     has_ends = True
     reads_outputs = True
     sums_gradients = True
