@@ -38,7 +38,7 @@ def get_config() -> ConfigDict:
 
     depth = model.depth = ConfigDict()
     # residual | dense | average | attention | moda | value_residual | attention_residual |
-    # hyper_connections
+    # hyper_connections | mudd
     depth.stream = 'residual'  # what a layer reads of the earlier ones, and writes for later ones
     depth.slots = 'auto'  # moda: auto (attention+ffn) | attention | attention+ffn | block
     depth.attention_slot_projection = False  # moda: a matrix of its own for the attention slot
@@ -50,6 +50,8 @@ def get_config() -> ConfigDict:
     depth.sublayers_per_source = 0  # attention_residual: outputs summed in a source; 0: 1, full
     depth.hyper_form = 'auto'  # hyper_connections: auto (dynamic) | dynamic | static | constrained
     depth.num_streams = 0  # hyper_connections: residual streams, each of width D; 0: 4
+    depth.mudd_ways = 'auto'  # mudd: auto (qkvr) | one | one or two of q, k, v, r with own ways
+    depth.mudd_weights = 'auto'  # mudd: auto (dynamic, by token) | dynamic | static
     depth.gradient_dtype = 'float32'  # float32 (or wider) | model: sums of slots' gradients
 
     experts = model.experts = ConfigDict()

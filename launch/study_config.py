@@ -13,6 +13,7 @@ _VARIED = (
     *('experts.choice', 'depth.stream', 'depth.slots', 'depth.value_mix'),
     *('looped_layers', 'loops'),
     *('depth.sublayers_per_source', 'depth.hyper_form'),
+    'depth.mudd_weights',
 )
 SET_BY_STUDY = {  # knobs that a study sets, and the flag that they follow from
     'seed': '--seeds',

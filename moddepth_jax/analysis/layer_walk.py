@@ -10,7 +10,7 @@ import numpy as np
 
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model import ahead
-from moddepth_jax.model.attention import DepthSlots, TokenInfo, model_segment_ids
+from moddepth_jax.model.attention import AttentionInputs, DepthSlots, TokenInfo, model_segment_ids
 from moddepth_jax.model.block import Block
 from moddepth_jax.model.decoding import unroll
 from moddepth_jax.model.layer import Records
@@ -82,7 +82,8 @@ def _visit(params, carry, count, tokens, layer_args, *, stack, kind, observe):
         if isinstance(module, MixtureOfDepths) and method == 'gathered':
             caught['indices_BC'] = args[3]
         elif isinstance(module, Block) and method == 'read':  # first by the router, of all tokens
-            caught.setdefault('inputs_BTD', result)
+            several = isinstance(result, AttentionInputs)  # then, what the block adds to
+            caught.setdefault('inputs_BTD', args[0].residual_BTD if several else result)
         elif isinstance(module, Block) and module.gathered and method == 'delta':
             caught['delta_BCD'] = result[0]
         elif isinstance(module, Block) and not module.gathered and method == '__call__':

@@ -7,7 +7,10 @@ from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
 
 # Resolved by the stream's `choices`.
-AUTO_KNOBS = ('slots', 'slot_keys', 'skipped_slots', 'value_mix', 'hyper_form')
+AUTO_KNOBS = (
+    *('slots', 'slot_keys', 'skipped_slots', 'value_mix', 'hyper_form'),
+    *('mudd_ways', 'mudd_weights'),
+)
 COUNT_KNOBS = ('sparse_layers', 'sublayers_per_source', 'num_streams')  # of the stream's `counts`
 
 
@@ -27,6 +30,8 @@ class DepthHparams:
     sublayers_per_source: checks.CountOrZero
     hyper_form: str
     num_streams: checks.CountOrZero
+    mudd_ways: str
+    mudd_weights: str
 
     def check_values(self):
         """Refuse what is wrong with any stream; needs no JAX."""

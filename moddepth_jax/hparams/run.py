@@ -196,6 +196,11 @@ class Hparams:
         elif model.looks_ahead:
             right = 'must be () where blocks are routed or experts choose: each loop has averages '
             right += 'of its own'
+        elif model.depth.stream_class.sized_by_depth:
+            right = (
+                f'must be (): the {model.depth.stream} stream has weights for as many outputs as '
+            )
+            right += 'the blocks that run'
         if right:
             refuse('training.loops', counts, right)
         dataclasses.replace(model, loops=max(counts))  # refuses too many

@@ -29,6 +29,14 @@ class KVView(NamedTuple):
     rows_C: jax.Array | None = None  # row of each token, B and above (last) for none; None: C = B
 
 
+class AttentionInputs(NamedTuple):
+    """What the queries, keys and values are projected from, [B, T, D] each."""
+
+    query_BTD: jax.Array
+    key_BTD: jax.Array
+    value_BTD: jax.Array
+
+
 class KeysValues(NamedTuple):
     """Keys and values of tokens: for later tokens of a layer, or a depth slot for later layers."""
 
@@ -130,21 +138,25 @@ class SelfAttention(nn.Module):
             self.key_norm = RMSNorm(hparams.norm_eps)
 
     def __call__(
-        self, x_BTD, tokens: TokenInfo, view: KVView | None = None, depth: DepthSlots | None = None
+        self,
+        inputs: AttentionInputs,
+        tokens: TokenInfo,
+        view: KVView | None = None,
+        depth: DepthSlots | None = None,
     ):
         """Attend to the cache `view` if T = 1, without it to each other; and to `depth`.
 
         Returns the output, KeysValues of tokens (no values if it has no projection for them) and
         of their depth slots, and `depth`, threaded.
         """
-        q_BTNH, k_BTKH = self.query(x_BTD), self.key(x_BTD)
-        v_BTKH = self.value(x_BTD) if self.projects_values else None
+        q_BTNH, k_BTKH = self.query(inputs.query_BTD), self.key(inputs.key_BTD)
+        v_BTKH = self.value(inputs.value_BTD) if self.projects_values else None
         if self.hparams.qk_norm != 'none':
             q_BTNH = self._normalize(q_BTNH, self.query_norm)
         q_BTNH = apply_rope(q_BTNH, tokens.positions_BT, self.hparams.rope_theta)
         rotated_BTKH = self._norm_and_rotate(k_BTKH, tokens.positions_BT)
         if self.mixes:
-            v_BTKH = self.values(x_BTD, q_BTNH, rotated_BTKH, v_BTKH, tokens, depth)
+            v_BTKH = self.values(inputs.value_BTD, q_BTNH, rotated_BTKH, v_BTKH, tokens, depth)
         keys = slot = KeysValues(rotated_BTKH, v_BTKH)
         if self.hparams.depth.slot_keys == 'unrotated':
             slot = KeysValues(self.slot_key(k_BTKH, tokens.positions_BT), v_BTKH)

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.attention import DepthSlots, KeysValues, SelfAttention
+from moddepth_jax.model.attention import AttentionInputs, DepthSlots, KeysValues, SelfAttention
 from moddepth_jax.model.layers import RMSNorm, SwiGLU
 from moddepth_jax.model.moe.experts import NO_EXPERT_STATE, Experts, ExpertsRecord, ExpertState
 from moddepth_jax.model.routing import TokenInfo
@@ -93,7 +93,7 @@ class Block(nn.Module):
         return self.mlp_connection.skip(self.attention_connection.skip(x))
 
     def read(self, x, depth):
-        """What attention reads before its norm, [B, T, D]."""
+        """What attention reads before its norm: AttentionInputs, or [B, T, D] for all of them."""
         return _read(self.attention_connection, x, depth)
 
     def skipped_slot_inputs(self, x_BTD, tokens: TokenInfo) -> SlotInputs:
@@ -109,9 +109,12 @@ class Block(nn.Module):
     def _run(self, x_BTD, tokens, view, depth, expert_state):
         """What attention adds, the stream after it, what the mlp adds to that, and the BlockAux."""
         placement = self.hparams.norm_placement
-        read_BTD = self.read(x_BTD, depth)
-        input_BTD = self.attention_norm(read_BTD) if placement == 'pre' else read_BTD
-        attended_BTD, keys, slot, depth = self.attention(input_BTD, tokens, view, depth)
+        inputs = self.read(x_BTD, depth)
+        if placement == 'pre':
+            inputs = jax.tree.map(self.attention_norm, inputs)
+        if not isinstance(inputs, AttentionInputs):
+            inputs = AttentionInputs(inputs, inputs, inputs)
+        attended_BTD, keys, slot, depth = self.attention(inputs, tokens, view, depth)
         if placement == 'reordered':
             attended_BTD = self.attention_norm(attended_BTD)
         middle_BTD = _add(self.attention_connection, x_BTD, attended_BTD)
@@ -126,7 +129,7 @@ class Block(nn.Module):
             transformed_BTD, record = self.mlp(mlp_input_BTD), None
         if placement == 'reordered':
             transformed_BTD = self.mlp_norm(transformed_BTD)
-        slot_inputs = self._slot_inputs(slot, input_BTD, mlp_input_BTD)
+        slot_inputs = self._slot_inputs(slot, inputs.value_BTD, mlp_input_BTD)
         aux = BlockAux(keys, slot_inputs, depth, record, expert_state)
         return attended_BTD, middle_BTD, transformed_BTD, aux
 

@@ -107,6 +107,12 @@ _STREAMS = {
             ('mhc', 'constrained', 'manifold-constrained hyper-connections', 'green X'),
         )
     },
+    'mudd': Variant('MUDD connections', _stream('mudd'), 'sky s'),
+    'mudd_static': Variant(
+        'static MUDD connections',
+        _stream('mudd', **{'model.depth.mudd_weights': 'static'}),
+        'sky p',
+    ),
     'mod_moda': Variant('MoD and MoDA', _mod() | _moda(), 'green h'),
     'mod_moda_masked': Variant(
         'MoD and MoDA, no slots of skipped blocks',

@@ -37,7 +37,8 @@ class SavedRun:
     def with_loops(self, loops: int) -> 'SavedRun':
         """The run with another number of loops, without averages, which are those of each loop.
 
-        Raises ValueError if no block is looped, or if the model is causal by its averages alone.
+        Raises ValueError if no block is looped, if the model is causal by its averages alone, or if
+        its parameters are made for so many loops.
         """
         model = self.hparams.model
         if loops == model.loops:
@@ -47,6 +48,11 @@ class SavedRun:
         if causal_routing(self.hparams) == 'threshold':
             right = f'must be {model.loops}: thresholds are averages of scores of each loop'
             raise ValueError(f'--loops={loops}: {right} in training')
+        if model.depth.stream_class.sized_by_depth:
+            right = (
+                f'must be {model.loops}: the {model.depth.stream} stream has weights for so many'
+            )
+            raise ValueError(f'--loops={loops}: {right}')
         hparams, state = self.hparams.with_loops(loops), self.state.replace(averages={})
         return dataclasses.replace(self, hparams=hparams, state=state)
 

@@ -11,7 +11,9 @@ from tests.model.cases import (
     ATTENTION,
     AVERAGE,
     DENSE,
+    HYPER,
     MODA,
+    MUDD,
     ROUTED,
     SOURCES,
     VALUES,
@@ -34,9 +36,11 @@ CASES = {
     'attention': (ATTENTION, {}, 'dense'),
     'values': (VALUES, ROUTED, 'predictor'),
     'sources': (SOURCES, ROUTED, 'predictor'),
+    'hyper': (HYPER, ROUTED, 'predictor'),
+    'mudd': (MUDD, {}, 'dense'),
 }
 
-RARE = ('moda_random', 'dense', 'average', 'attention', 'values', 'sources')
+RARE = ('moda_random', 'dense', 'average', 'attention', 'values', 'sources', 'hyper', 'mudd')
 SLOW = pytest.mark.slow
 
 

@@ -13,6 +13,7 @@ ROUTED = {'model.routing.router': 'learned'}
 MOD = ROUTED | {'model.routing.layers': '1,2', 'model.routing.gate': 'none'}
 MODA = {'model.depth.stream': 'moda'}
 SOURCES = {'model.depth.stream': 'attention_residual'}
+MUDD = {'model.depth.stream': 'mudd'}
 UNROLLED = {'model.depth.stream': 'average', 'model.layer_loop': 'unrolled'}
 SAME = {  # of the same parameters, with what may differ
     'mod': (ROUTED, {'model.routing.capacity': 0.5, 'model.routing.gate': 'sigmoid'}),
@@ -64,6 +65,7 @@ def by_layer(hparams, params):
         ('windows', MOD | MODA),
         pytest.param('experts', MOD, marks=pytest.mark.slow),
         ('experts', MOD | SOURCES),
+        pytest.param('olmo2', MUDD, marks=pytest.mark.slow),
         pytest.param('olmo2', UNROLLED, marks=pytest.mark.slow),
     ],
 )

@@ -33,6 +33,7 @@ def measure_loss(params, averages, hparams, dataset):
     [
         ({'model.depth.stream': 'moda'}, 0.05),
         ({'model.depth.stream': 'attention_residual'}, 0.01),
+        ({'model.depth.stream': 'mudd'}, 1e-6),
         (STAGES | {'model.routing.router': 'learned'}, 0.05),
         (STAGES | {'model.routing.router': 'straight_through'}, 1e-6),
     ],

@@ -39,6 +39,7 @@ BAD_VALUES = {
     **knobs('model', 'windows', (), (-1,), (0, 8, -8)),
     **knobs('model.depth', 'stream slots slot_keys skipped_slots', 'densenet'),
     **knobs('model.depth', 'gradient_dtype value_mix hyper_form', 'sharing'),
+    **knobs('model.depth', 'mudd_ways mudd_weights', 'qkv'),
     **knobs('model.depth', 'num_streams', -1, 2),
     **knobs('model.depth', 'attention_slot_projection', True),
     **knobs('model.depth', 'slot_window', -1, 1),
@@ -239,6 +240,7 @@ def test_every_value_arrives(tiny_config):
     depth = {'stream': 'moda', 'slots': 'block'}
     depth |= {'slot_keys': 'unrotated', 'skipped_slots': 'masked'}
     depth |= {'value_mix': 'none', 'hyper_form': 'none'}
+    depth |= {'mudd_ways': 'none', 'mudd_weights': 'none'}
     config = tiny_config(**auto, **{f'model.depth.{knob}': value for knob, value in depth.items()})
     assert dict(leaves(dataclasses.asdict(from_config(config)))) == dict(leaves(config))
 

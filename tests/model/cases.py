@@ -24,6 +24,8 @@ HYPER = {'model.depth.stream': 'hyper_connections'}
 STATIC, CONSTRAINED = (
     HYPER | {'model.depth.hyper_form': form} for form in ('static', 'constrained')
 )
+MUDD = {'model.depth.stream': 'mudd'}
+STATIC_WAYS = MUDD | {'model.depth.mudd_weights': 'static'}
 SOURCES_OF_2, SOURCES_OF_3 = (
     SOURCES | {'model.depth.sublayers_per_source': size} for size in (2, 3)
 )
@@ -130,6 +132,10 @@ CASES = {
         CONSTRAINED | WINDOWS | FULL_NORM | {'model.depth.num_streams': 2},
         'dense',
     ),
+    'mudd': (MUDD | WINDOWS | HEAD_NORM, 'dense'),
+    'mudd, static': (STATIC_WAYS | POST | {'model.depth.mudd_ways': 'kv'}, 'dense'),
+    'mudd, one way': (MUDD | REORDERED | {'model.depth.mudd_ways': 'one'}, 'dense'),
+    'looped mudd': (LOOPED | MUDD, 'dense'),
     'looped': (LOOPED | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
     'looped threshold': (LOOPED | routed_by('learned', 'threshold') | GROWS, 'threshold'),
     'looped moda': (ALL_LOOPED | MODA | WINDOWS, 'dense'),
@@ -174,8 +180,12 @@ def random_like(shapes, seed=0, dtype=None):
 
     def draw(path, leaf):
         name = path[-1].key
-        spread = {'embedding': 1.0, 'scale': 0.2, 'kernel': 0.3, 'w': 0.3}.get(name, 0.2)
+        spread = {'embedding': 1.0, 'scale': 0.2, 'kernel': 0.3, 'w': 0.3, 'outer': 0.1}.get(
+            name, 0.2
+        )
         values = float(name in ('scale', 'read_bias')) + spread * rng.normal(size=leaf.shape)
+        if name == 'bias' and path[-2].key == 'stream':  # the newest output counts most
+            values[..., 0] += 1
         if name == 'expert_thresholds_XE':  # some tokens pass them
             values = 0.2 + 0.05 * values
         return values.astype(dtype or leaf.dtype)

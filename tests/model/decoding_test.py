@@ -20,10 +20,12 @@ from tests.model.cases import (
     DENSE,
     LENGTH,
     MODA,
+    MUDD,
     ROUTED,
     SOURCES,
     SOURCES_OF_3,
     TOKENS_BT,
+    UNROLLED,
     build,
     parameters,
     small_hparams,
@@ -93,7 +95,7 @@ def decode(model):
     return out, cache
 
 
-FAST = ('value residual', 'shared values', 'attention residual')
+FAST = ('value residual', 'shared values', 'attention residual', 'mudd')
 FAST += ('dense', 'predictor', 'norm threshold grows', 'mod and moda', 'row capacity')
 
 
@@ -190,7 +192,8 @@ def test_no_slot_outlives_its_token(routing, tiny_config):
         return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(cache)]
 
     expected = shapes()
-    for stream in (ATTENTION, AVERAGE, DENSE, MODA, SOURCES, SOURCES_OF_3):
+    dense_only = () if routing else (MUDD, MUDD | UNROLLED)
+    for stream in (ATTENTION, AVERAGE, DENSE, MODA, SOURCES, SOURCES_OF_3, *dense_only):
         assert shapes(stream) == expected
 
 

@@ -10,8 +10,11 @@ from moddepth_jax.model.decoding import prefill, unroll
 from moddepth_jax.model.transformer import Transformer
 from tests.model.cases import (
     AVERAGE,
+    CONSTRAINED,
+    HYPER,
     LENGTH,
     MODA,
+    MUDD,
     OTHER_BT,
     ROUTED,
     SIZES,
@@ -42,10 +45,14 @@ def changed(one_BTV, other_BTV):
 
 @pytest.mark.parametrize(
     'knobs',
-    [{}, BY_SEGMENT, MODA, MODA | BY_SEGMENT, AVERAGE, SOURCES | BY_SEGMENT],
+    [
+        *({}, BY_SEGMENT, MODA, MODA | BY_SEGMENT, AVERAGE),
+        *(SOURCES | BY_SEGMENT, HYPER | BY_SEGMENT, CONSTRAINED, MUDD),
+    ],
     ids=[
         *('dense', 'selected by segment', 'moda', 'moda selected by segment', 'average stream'),
-        'attention residual selected by segment',
+        *('attention residual selected by segment', 'hyper-connections selected by segment'),
+        *('mhc', 'mudd'),
     ],
 )
 def test_packed_documents_are_isolated(knobs, tiny_config):

@@ -197,16 +197,20 @@ def _not_counted(hparams, rows, length):
 
 
 def _traced_reads_of_sources(hparams, rows, length):
-    """Products of the reads of attention residuals in the traced step, less what is counted.
+    """Products of the reads of sources in the traced step, less what is counted.
 
-    Of the 4 D of a source that are counted the product with the query is one; the weighted sum is
-    none. The backward pass has two, and where there are slots it computes it again. A scan reads
-    all slots.
+    A scan reads all slots. A read of `mudd` is one product, and all of it is counted. Of attention
+    residuals, of the 4 D of a source that are counted the product with the query is one; the
+    weighted sum is none. The backward pass has two, and where there are slots it computes it again.
     """
     model, traced, counted, written = hparams.model, 0, 0, 0
+    total = sum(kind.slots for kind in layer_kinds(model))
+    if model.depth.stream == 'mudd' and model.layer_loop == 'scan':
+        ways = {'qkvr': 4, 'kv': 3, 'one': 1}[model.depth.mudd_ways]
+        unread = ways * sum(total - 1 - number for number in range(model.num_blocks))
+        return rows * 3 * 2 * length * model.d_model * unread
     if model.depth.stream != 'attention_residual':
         return 0
-    total = sum(kind.slots for kind in layer_kinds(model))
     for kind, tokens, _ in flops._layers(hparams, length, 'top_c'):
         slots = total if model.layer_loop == 'scan' else written
         reads = [(length, 1)] if kind.routed or kind.part == 'exit' else []
@@ -244,6 +248,7 @@ FAST = (
     'predictor',
     'attention stream',
     'attention residual',
+    'mudd',
     'dense stream',
     'mod and moda',
     'moda attention slots',

@@ -18,7 +18,17 @@ from moddepth_jax.training.mesh import make_mesh, state_shardings
 from tests.devices import on_devices
 from tests.kernels import hopper
 from tests.kernels.hopper import lower
-from tests.model.cases import ATTENTION, MODA, ROUTED, small_hparams
+from tests.model.cases import (
+    ATTENTION,
+    CONSTRAINED,
+    HYPER,
+    MODA,
+    MUDD,
+    ROUTED,
+    SOURCES,
+    VALUES,
+    small_hparams,
+)
 
 WIDE = {
     'model.num_layers': 4,
@@ -78,6 +88,19 @@ def test_step_lowers(at_hopper, knobs, by_cudnn, remat, tiny_config):
     assert 'tensor<8x2x64x1x64xbf16>' in text
     for name in ('fmhaSoftmax(', 'fmhaSoftmaxBackward('):
         assert (f'cudnn${name}' in text) == by_cudnn
+
+
+@pytest.mark.parametrize(
+    'stream',
+    [VALUES, SOURCES, HYPER, CONSTRAINED, MUDD],
+    ids=['value residual', 'attention residual', 'hyper-connections', 'mhc', 'mudd'],
+)
+def test_streams_without_depth_attention_lower(at_hopper, stream, tiny_config):
+    """Around attention over the sequence by cuDNN, and no kernel for slots."""
+    hparams = small_hparams(tiny_config, WIDE, {'model.attention': 'auto'}, stream, ACROSS)
+    text = lower(*gradient_of(hparams))
+    assert all(f'cudnn${name}' in text for name in ('fmhaSoftmax(', 'fmhaSoftmaxBackward('))
+    assert '@mosaic_gpu' not in text and 'triton' not in text
 
 
 def on_eight_devices(config):

@@ -13,6 +13,7 @@ from tests.model.cases import (
     MODA,
     POST,
     STATIC,
+    random_like,
     random_variables,
     small_hparams,
 )
@@ -117,17 +118,30 @@ def test_rows_of_a_sinkhorn_matrix_are_exact_and_its_columns_nearly():
     np.testing.assert_allclose((matrix @ x_SD).mean(axis=1), [x_SD.mean(axis=0)] * 5, atol=1e-6)
 
 
-def test_weights_and_sums_are_float32_in_a_bfloat16_model(tiny_config):
-    """A sum of many small outputs is rounded once a sublayer, and weights below 2^-8 count."""
-    hparams = small_hparams(tiny_config, CONSTRAINED, {'model.dtype': 'bfloat16'}).model
-    x_BTE = jnp.ones((1, 1, 4 * 16), jnp.bfloat16)
-    module = HyperConnection(hparams)
-    variables = module.init(jax.random.key(0), x_BTE, None, method='read')
-    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {np.dtype('float32')}
-    program = jax.make_jaxpr(lambda x: module.apply(variables, x, None, method='read'))(x_BTE)
-    products = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == 'dot_general']
-    assert {eqn.outvars[0].aval.dtype for eqn in products} == {np.dtype('float32')}
-    assert program.out_avals[0].dtype == jnp.bfloat16
+@pytest.mark.parametrize('form', [HYPER, STATIC, CONSTRAINED], ids=['dynamic', 'static', 'mhc'])
+def test_weights_and_sums_are_float32_in_a_bfloat16_model(form, tiny_config):
+    """What is read, and the new streams, are those of a float32 model, rounded once."""
+    rng = np.random.default_rng(0)
+    x_BTE, output_BTD = (
+        jnp.asarray(rng.normal(size=(2, 3, width)), jnp.bfloat16) for width in (4 * 16, 16)
+    )
+
+    def run(dtype):
+        module = HyperConnection(small_hparams(tiny_config, form, {'model.dtype': dtype}).model)
+        x, output = x_BTE.astype(dtype), output_BTD.astype(dtype)
+        shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), x, output, method='add'))
+        more = jax.eval_shape(lambda: module.init(jax.random.key(0), x, None, method='read'))
+        params = random_like(shapes['params'] | more['params'])
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype('float32')}
+        read, add = (
+            module.apply({'params': params}, x, other, method=method)
+            for method, other in (('read', None), ('add', output))
+        )
+        assert read.dtype == add.dtype == dtype
+        return read, add
+
+    for rounded, wide in zip(run('bfloat16'), run('float32'), strict=True):
+        np.testing.assert_array_equal(rounded, wide.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.model.cases import (
     LOOPED,
     MASKED,
     MODA,
+    MUDD,
     POST,
     ROUTED,
     SOURCES,
@@ -44,6 +45,7 @@ MODELS = {
     'values': LOOPED | VALUES,
     'attention stream': LOOPED | ATTENTION | SEQUENCE,
     'attention residuals': LOOPED | SOURCES | ROUTED | TWO,
+    'mudd': LOOPED | MUDD,
     'experts': LOOPED | experts(layers='every:2'),
     'last one looped': ALL_LOOPED | {'model.looped_layers': 'middle:2:0'} | MODA,
 }

@@ -19,6 +19,7 @@ every weight is the bare score.
 
 import dataclasses
 import itertools
+import math
 
 import jax
 import numpy as np
@@ -103,6 +104,8 @@ def stream(layers, x_TD, row, model):
         return attention_residual(layers, x_TD, row, model)
     if kind == 'hyper_connections':
         return hyper_connections(layers, x_TD, row, model)
+    if kind == 'mudd':
+        return mudd(layers, x_TD, row, model)
     entry, *layers, last = layers
     if kind == 'attention':
         query_TNH, *slot = stream_write(entry['stream'], x_TD)
@@ -241,6 +244,54 @@ def hyper_connections(layers, x_TD, row, model):
     return np.array([sum(of_token) / size for of_token in streams])
 
 
+def mudd(layers, x_TD, row, model):
+    """Returns what the final norm reads: mixtures of the outputs of all blocks, by token."""
+    own, place = model.depth.mudd_ways, model.norm_placement
+    outputs = [x_TD]  # of the embedding and each block
+
+    def gelu(z):
+        """Returns z P(Z < z), Z normal; along an imaginary part by its derivative."""
+        below = np.vectorize(lambda x: (1 + math.erf(x / math.sqrt(2))) / 2)(z.real)
+        density = np.exp(-(z.real**2) / 2) / math.sqrt(2 * math.pi)
+        return z * below + z.real * density * (z - z.real)
+
+    def read(weights):
+        """Returns one x_TD for each way."""
+        found = []
+        for t, newest_D in enumerate(outputs[-1]):
+            weight_CA = weights['bias']  # A: 0 for the newest output, 1 for the one before it
+            if model.depth.mudd_weights == 'dynamic':
+                normed_D = newest_D / np.sqrt(np.mean(newest_D**2) + model.norm_eps)
+                inner_I = gelu(normed_D @ weights['inner'])
+                weight_CA = weight_CA + np.tensordot(inner_I, weights['outer'], axes=1)
+            newest_first = [output_TD[t] for output_TD in reversed(outputs)]
+            found.append(weight_CA[:, : len(outputs)] @ np.array(newest_first))
+        return np.moveaxis(np.array(found), 1, 0)
+
+    def normed(x_TD, name, layer, where):
+        return rms_norm(x_TD, layer[f'{name}_norm'], model) if place == where else x_TD
+
+    _, *layers, last = layers
+    for number, layer in enumerate(layers):
+        ways, shared = read(layer['stream']), len(own) if own != 'one' else 0
+        queries, keys, values, x_TD = (
+            ways[own.index(way) if way in own else shared] for way in 'qkvr'
+        )
+        inputs = [normed(way, 'attention', layer, 'pre') for way in (queries, keys, values)]
+        window = model.windows[number % len(model.windows)]
+        f_TD, _ = attention(layer['attention'], inputs, [], row, window, number, model)
+        x_TD = normed(
+            x_TD + normed(f_TD, 'attention', layer, 'reordered'), 'attention', layer, 'post'
+        )
+        read_TD = normed(x_TD, 'mlp', layer, 'pre')
+        if 'router' in layer['mlp']:
+            f_TD = mixture(layer['mlp'], read_TD, row, number, model.experts)
+        else:
+            f_TD = mlp(layer['mlp'], read_TD)
+        outputs.append(normed(x_TD + normed(f_TD, 'mlp', layer, 'reordered'), 'mlp', layer, 'post'))
+    return read(last['stream'])[0]
+
+
 def sublayer(name, layer, read_TD, row, number, model):
     """Returns what the attention or mlp of a layer adds, of these tokens alone."""
     place, weights, norm = model.norm_placement, layer[name], layer[f'{name}_norm']
@@ -248,7 +299,8 @@ def sublayer(name, layer, read_TD, row, number, model):
         read_TD = rms_norm(read_TD, norm, model)
     if name == 'attention':
         window = model.windows[number % len(model.windows)]
-        output_TD, _ = attention(weights, read_TD, [], row, window, number, model)
+        inputs = (read_TD, read_TD, read_TD)
+        output_TD, _ = attention(weights, inputs, [], row, window, number, model)
     elif 'router' in weights:
         output_TD = mixture(weights, read_TD, row, number, model.experts)
     else:
@@ -293,7 +345,8 @@ def block(layer, x_TD, visible, row, number, model):
 
     attended_TD = rms_norm(x_TD, layer['attention_norm'], model) if place == 'pre' else x_TD
     window = model.windows[number % len(model.windows)]
-    f_TD, slot = attention(layer['attention'], attended_TD, visible, row, window, number, model)
+    inputs = (attended_TD, attended_TD, attended_TD)
+    f_TD, slot = attention(layer['attention'], inputs, visible, row, window, number, model)
     if place == 'pre':
         x_TD = x_TD + f_TD
         read_TD = rms_norm(x_TD, layer['mlp_norm'], model)
@@ -441,15 +494,20 @@ def mixed_values(weights, x_TD, visible, number, model):
     return weight * first_TKH + own_weight * own_TKH
 
 
-def attention(weights, x_TD, visible, row, window, number, model):
-    """Returns y_TD, attention over the row and the visible slots in one softmax; and its slot."""
-    query_TNH, key_TKH = linear(x_TD, weights['query']), linear(x_TD, weights['key'])
+def attention(weights, inputs, visible, row, window, number, model):
+    """Returns y_TD, attention over the row and the visible slots in one softmax; and its slot.
+
+    inputs: x_TD of the queries, of the keys and of the values.
+    """
+    query_TNH, key_TKH = (
+        linear(x_TD, weights[name]) for x_TD, name in zip(inputs, ('query', 'key'), strict=False)
+    )
 
     def turned(x_TNH, norm):
         return rope(qk_norm(x_TNH, weights, norm, model), row.positions_T, model.rope_theta)
 
     q_TNH, k_TKH = turned(query_TNH, 'query_norm'), turned(key_TKH, 'key_norm')
-    value_TKH = mixed_values(weights, x_TD, visible, number, model)
+    value_TKH = mixed_values(weights, inputs[2], visible, number, model)
     if model.depth.stream != 'moda':
         visible = []
     if model.depth.slot_keys == 'unrotated':

@@ -34,6 +34,9 @@ SHARED, SPARSE, FIXED = (VALUES | {'depth.value_mix': mix} for mix in ('shared',
 SOURCES = {'depth.stream': 'attention_residual'}
 HYPER = {'depth.stream': 'hyper_connections'}
 STATIC, CONSTRAINED = (HYPER | {'depth.hyper_form': form} for form in ('static', 'constrained'))
+MUDD = {'depth.stream': 'mudd'}
+ONE_WAY, OF_VALUES, OF_TWO = (MUDD | {'depth.mudd_ways': way} for way in ('one', 'v', 'kr'))
+STATIC_WAYS = MUDD | {'depth.mudd_weights': 'static'}
 SOURCES_OF_2, SOURCES_OF_3, ONE_SOURCE = (
     SOURCES | {'depth.sublayers_per_source': size} for size in (2, 3, 6)
 )
@@ -84,6 +87,13 @@ CASES = {
     'attention residual, blocks of 2': SOURCES_OF_2 | PRE | FULL,
     'attention residual, blocks of 3': SOURCES_OF_3 | PRE | TOKEN,
     'attention residual, one block': ONE_SOURCE | PRE | UNROLLED,
+    'mudd': MUDD | PRE | HEAD | WINDOWS,
+    'mudd, post': MUDD | POST | BIAS | UNROLLED,
+    'mudd, one way': ONE_WAY | REORDERED | FULL,
+    'mudd, values apart': OF_VALUES | PRE | TIED | UNROLLED,
+    'mudd, two apart': OF_TWO | PRE,
+    'mudd, experts': MUDD | PRE | HEAD | TOKEN,
+    'mudd, static': STATIC_WAYS | PRE | FULL,
     'no-op experts': NOOP | BOTH | PRE | {'experts.top_k': 3},
     'experts of some layers': TOKEN | REORDERED | FULL | {'experts.layers': '0,2'},
     'expert choice': EXPERT | BOTH | REORDERED,
@@ -222,7 +232,7 @@ def compare(config, routing, gradients):
 
 FAST = ('block slots', 'both slots', 'unrotated', 'attention slot projection', 'newest slots')
 FAST += ('attention stream', 'dense stream, bias', 'average stream, bias')
-FAST += ('value residual', 'value residual, sparse', 'shared values')
+FAST += ('value residual', 'value residual, sparse', 'shared values', 'mudd')
 
 
 @pytest.mark.parametrize('case', parameters(FAST, CASES))

@@ -17,6 +17,7 @@ from tests.model.cases import (
     POST,
     ROUTED,
     SOURCES,
+    STATIC_WAYS,
     UNROLLED,
     equations,
     experts,
@@ -34,6 +35,7 @@ ALONE = {
     'attention': "['run_0']['layer_0']['stream']['query']['kernel']",
     'attention_residual': "['run_0']['layer_0']['attention_connection']",
 }
+BY_POSITION = routed_by('position', 'threshold')
 PLAIN = UNROLLED | {'model.remat': 'none'}
 # Runs of two repeats and a last layer that writes no slot.
 FIVE = {'model.num_layers': 5, 'model.routing.layers': 'every:2'}
@@ -120,14 +122,17 @@ def test_scanned_and_rematerialized_equals_unrolled(name, form, tiny_config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('stream', [MODA | MASKED, SOURCES], ids=['moda', 'attention residual'])
+@pytest.mark.parametrize(
+    'stream',
+    [MODA | MASKED | BY_POSITION, SOURCES | BY_POSITION, STATIC_WAYS],
+    ids=['moda', 'attention residual', 'static mudd'],
+)
 @pytest.mark.parametrize(
     ('dtype', 'remat'), [('float32', 'block'), ('float32', 'none'), ('model', 'block')]
 )
 def test_gradients_of_bfloat16_slots(dtype, remat, stream, tiny_config):
     """With sums of the slots' dtype or another, every one is near that of the unrolled layers."""
-    knobs = stream | routed_by('position', 'threshold')
-    knobs |= {'model.dtype': 'bfloat16', 'model.remat': remat}
+    knobs = stream | {'model.dtype': 'bfloat16', 'model.remat': remat}
     unrolled = small_hparams(tiny_config, knobs, UNROLLED)
     variables = random_variables(unrolled, TOKENS_BT)
     _, gradient = loss_and_gradient(unrolled, variables)
@@ -178,12 +183,13 @@ def test_attention_is_computed_again_only_with_slots(knobs, again, tiny_config):
     'stream',
     parameters(
         ('moda', 'value_residual', 'attention_residual'),
-        ('moda', 'residual', 'value_residual', 'attention_residual'),
+        ('moda', 'residual', 'value_residual', 'attention_residual', 'mudd'),
     ),
 )
 def test_program_does_not_grow_with_depth(stream, remat, tiny_config):
     """Gradient and initialization have as many equations at 24 layers as at 6."""
-    knobs = ROUTED | {'model.depth.stream': stream, 'model.remat': remat}
+    knobs = {} if stream == 'mudd' else ROUTED  # which is refused
+    knobs = knobs | {'model.depth.stream': stream, 'model.remat': remat}
     six, many = ({'model.num_layers': layers} for layers in (6, 24))
     for gradient in (True, False):
         counts = [len(traced(tiny_config, knobs, n, gradient=gradient)) for n in (six, many)]

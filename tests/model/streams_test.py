@@ -17,12 +17,14 @@ from tests.model.cases import (
     DENSE,
     MASKED,
     MODA,
+    MUDD,
     OWN_SLOT,
     ROUTED,
     SHARED,
     SOURCES,
     SOURCES_OF_3,
     SPARSE,
+    STATIC_WAYS,
     UNROTATED,
     VALUES,
     parameters,
@@ -56,6 +58,10 @@ def test_streams_add_parameters_by_formula(routing, kv_heads, tiny_config):
     assert count(SPARSE) == plain
     assert count(SOURCES) - plain == count(SOURCES_OF_3) - plain == 2 * width * (2 * layers + 1)
     if not routing:
+        ages = layers + 1
+        assert count(STATIC_WAYS) - plain == (4 * layers + 1) * ages
+        dynamic = ages * 4 * ages * width + 4 * ages * (4 * layers + 1) * ages
+        assert count(MUDD) - plain == (4 * layers + 1) * ages + dynamic
         assert plain - count(SHARED) == (layers - 1) * slot / 2
 
 
@@ -106,6 +112,8 @@ def loss_of(make_config, num_layers, *knobs):
 GROWS = {('moda', 'block'): MODA, ('moda', 'none'): MODA, ('value residual', 'block'): VALUES}
 GROWS |= {('attention residual', remat): SOURCES for remat in ('block', 'none')}
 GROWS |= {('attention residual, blocks of 3', 'block'): SOURCES_OF_3}
+# Without rematerialization a layer keeps the weights of each token, as many as there are layers.
+GROWS |= {('mudd', 'block'): MUDD, ('mudd, static', 'none'): STATIC_WAYS}
 
 
 @pytest.mark.parametrize(('name', 'remat'), parameters((('moda', 'block'),), GROWS))
@@ -127,6 +135,7 @@ KEPT = {
     'projected': MODA | ROUTED,
     'masked': MODA | ROUTED | MASKED,
     'attention residual': SOURCES,
+    'mudd, static, bfloat16': STATIC_WAYS | {'model.dtype': 'bfloat16', 'model.d_ff': 32},
     'attention residual, bfloat16': SOURCES | ROUTED | {'model.dtype': 'bfloat16'},
 }
 

@@ -41,6 +41,12 @@ MODELS = {
     },
 }
 
+MHC = {
+    'model.depth.stream': 'hyper_connections',
+    'model.depth.hyper_form': 'constrained',
+    'model.depth.num_streams': 2,  # of 4 the projections, which are replicated, are 24% of all
+}
+
 CODE = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
@@ -128,12 +134,15 @@ def test_every_mesh_trains_as_one_device(name, tiny_config):
         {'model.routing.router': 'random', 'model.routing.layers': '1,2'},
         {'model.depth.stream': 'attention', 'model.num_kv_heads': 4},
         {'model.depth.stream': 'attention_residual', 'model.depth.sublayers_per_source': 2},
+        {'model.depth.stream': 'hyper_connections'},
+        MHC,
+        {'model.depth.stream': 'mudd'},
         {'model.vocab_size': 264, 'training.loss_chunk': 20},
         {'model.vocab_size': 264, 'training.loss_chunk': 20, 'model.tie_embeddings': True},
     ],
     ids=[
         *('micro-batches', 'of experts', 'random', 'depth attention', 'attention residual'),
-        *('chunks', 'tied chunks'),
+        *('hyper-connections', 'mhc', 'mudd', 'chunks', 'tied chunks'),
     ],
 )
 def test_other_models_train_as_on_one_device(changes, tiny_config):

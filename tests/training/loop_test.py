@@ -137,6 +137,26 @@ def test_every_optimizer_resumes_to_the_bit(name, run_hparams, tmp_path, signals
     assert resumed.summary['state_sha256'] == whole.summary['state_sha256']
 
 
+STREAMS = {
+    'hyper-connections': {'model.depth.stream': 'hyper_connections'},
+    'mhc': {'model.depth.stream': 'hyper_connections', 'model.depth.hyper_form': 'constrained'},
+    'attention residual': {'model.depth.stream': 'attention_residual'},
+    'mudd': {'model.depth.stream': 'mudd'},
+    'value residual': {'model.depth.stream': 'value_residual'},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', STREAMS)
+def test_every_stream_resumes_to_the_bit(name, tiny_config, tmp_path, signals):
+    hparams = from_config(tiny_config(**STREAMS[name]))
+    signals[2] = 'SIGTERM'
+    assert loop.train(hparams, tmp_path / 'broken').state.step == 3
+    resumed = loop.train(hparams, tmp_path / 'broken')
+    whole = loop.train(hparams, tmp_path / 'whole')
+    assert resumed.summary['state_sha256'] == whole.summary['state_sha256']
+
+
 def test_an_extended_run_goes_on_under_the_new_schedule(
     finished, copied, run_hparams, tmp_path, signals, capsys
 ):

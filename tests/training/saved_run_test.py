@@ -147,11 +147,13 @@ LOOPED = {'model.looped_layers': 'all', 'model.loops': 2, 'model.routing.router'
 
 
 def test_a_looped_run_is_read_with_other_loops(tiny_config, tmp_path, original):
-    """The weights as they are; not where a threshold of each loop decides, or nothing is looped."""
-    for rule in ('predictor', 'threshold'):
-        hparams = from_config(tiny_config(**LOOPED, **{'model.routing.causal_rule': rule}))
-        open_workdir(tmp_path / rule, dataclasses.asdict(hparams))
-        save(tmp_path / rule, jax.jit(lambda h=hparams: init_state(h, NUM_STEPS))(), [4])
+    """The weights as they are; not where each loop has thresholds or weights, or none is looped."""
+    forms = {rule: {'model.routing.causal_rule': rule} for rule in ('predictor', 'threshold')}
+    forms['mudd'] = {'model.routing.router': 'none', 'model.depth.stream': 'mudd'}
+    for name, knobs in forms.items():
+        hparams = from_config(tiny_config(**LOOPED | knobs))
+        open_workdir(tmp_path / name, dataclasses.asdict(hparams))
+        save(tmp_path / name, jax.jit(lambda h=hparams: init_state(h, NUM_STEPS))(), [4])
     run = load_run(tmp_path / 'predictor')
     more = run.with_loops(5)
     assert run.with_loops(2) is run
@@ -162,5 +164,9 @@ def test_a_looped_run_is_read_with_other_loops(tiny_config, tmp_path, original):
     assert np.isfinite(logits_BTV).all() and records.routing.selected_BT.shape[0] == 5
     with pytest.raises(ValueError, match='--loops=3: must be 2: thresholds are averages'):
         load_run(tmp_path / 'threshold').with_loops(3)
+    with pytest.raises(
+        ValueError, match='--loops=3: must be 2: the mudd stream has weights for so'
+    ):
+        load_run(tmp_path / 'mudd').with_loops(3)
     with pytest.raises(ValueError, match='--loops=3: no block of this run is looped'):
         load_run(original).with_loops(3)

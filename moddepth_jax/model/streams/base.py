@@ -40,6 +40,7 @@ class Stream(nn.Module):
     choices = {}
     counts = ()  # knobs of `model.depth` that are numbers and 0 in all other streams
     scans = True  # whether layers of equal kind have equal shapes, so that they can share a scan
+    sized_by_depth = False  # whether parameters are as many as layers run, so that loops are fixed
     has_ends = False  # whether the embedding writes a slot and the final norm reads once more
     reads_outputs = False  # whether slots are block outputs [B, T, D], not keys and values
     # The module, made in SelfAttention of layers whose kind `mixes`, that is called with
@@ -47,7 +48,8 @@ class Stream(nn.Module):
     value_mixer = None
     reads_ids = False  # whether TokenInfo must have the ids of the tokens
     # The module, made in Block for attention and for the mlp with (hparams, opens), by which each
-    # reads what the stream carries and joins its output to that; None: x, and x + output.
+    # reads what the stream carries (attention an array, or AttentionInputs) and joins its output to
+    # that; None: x, and x + output.
     connection = None
     gates_state = False  # whether a gate scales the change of x, or the outputs of a connection
     attends = False  # whether slots are read by attention over depth

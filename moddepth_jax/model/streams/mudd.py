@@ -1,0 +1,198 @@
+"""The stream `mudd`: queries, keys, values and the sum each read their own mixture of outputs."""
+
+import functools
+import itertools
+import math
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.xla.sequence import dot
+from moddepth_jax.hparams import ModelHparams
+from moddepth_jax.hparams.checks import refuse
+from moddepth_jax.hparams.registry import STREAMS
+from moddepth_jax.model.attention import AttentionInputs, DepthSlots
+from moddepth_jax.model.block import SlotInputs
+from moddepth_jax.model.layers import rms_norm
+from moddepth_jax.model.routing import TokenInfo
+from moddepth_jax.model.streams.base import LayerKind, Stream
+
+LETTERS = 'qkvr'  # the readers: queries, keys, values, and the residual sum
+# Readers with ways of their own; the others share one more way.
+WAYS = ('qkvr', 'one', *LETTERS, *map(''.join, itertools.combinations(LETTERS, 2)))
+
+
+class Ways(NamedTuple):
+    """What a block reads, [B, T, D] each."""
+
+    query_BTD: jax.Array
+    key_BTD: jax.Array
+    value_BTD: jax.Array
+    residual_BTD: jax.Array  # what the output of attention is added to
+
+
+def weights_of_slots(weights, count, size: int):
+    """Weights of the slots 0 to size - 1, [..., size], of weights by age, [..., ages].
+
+    Age 0 is that of the newest slot, count - 1; slots from `count` on weigh 0. `size` is at most
+    the number of ages.
+    """
+    ages = weights.shape[-1]
+    widths = [(0, 0)] * (weights.ndim - 1) + [(0, ages)]
+    oldest_first = jnp.pad(jnp.flip(weights, axis=-1), widths)
+    return jax.lax.dynamic_slice_in_dim(oldest_first, ages - count, size, axis=-1)
+
+
+@jax.custom_vjp
+def mix_outputs(weights, depth: DepthSlots):
+    """Sums of the slots, [C, B, T, D], weighted by [B, T, C, L] or by [C, L] for all tokens.
+
+    In the dtype of the weights. Only the arguments are kept for the backward pass. The gradient of
+    the slots is that of `depth.sums` if there are any, in their dtype.
+    """
+    letters = 'btcl' if weights.ndim == 4 else 'cl'
+    slots_LBTD = depth.slots.astype(weights.dtype)
+    return jnp.einsum(f'{letters},lbtd->cbtd', weights, slots_LBTD, precision='highest')
+
+
+def _mix_backward(residuals, dx_CBTD):
+    weights, depth = residuals
+    letters = 'btcl' if weights.ndim == 4 else 'cl'
+    product = functools.partial(jnp.einsum, precision='highest')
+    dweights = product(f'cbtd,lbtd->{letters}', dx_CBTD, depth.slots.astype(weights.dtype))
+    dslots_LBTD = product(f'{letters},cbtd->lbtd', weights, dx_CBTD)
+    if depth.sums is None:
+        return dweights, DepthSlots(dslots_LBTD.astype(depth.slots.dtype))
+    return dweights, DepthSlots(None, sums=dslots_LBTD.astype(depth.sums.dtype))
+
+
+mix_outputs.defvjp(lambda *inputs: (mix_outputs(*inputs), inputs), _mix_backward)
+
+
+class WaysConnection(nn.Module):
+    """Attention reads three ways and is added to the fourth; the mlp reads their sum."""
+
+    hparams: ModelHparams
+    opens: bool = False  # not used
+
+    def read(self, x: Ways | jax.Array, depth: DepthSlots | None):
+        """What the sublayer reads before its norm: AttentionInputs, or of the mlp an array."""
+        return AttentionInputs(*x[:3]) if isinstance(x, Ways) else x
+
+    def add(self, x: Ways | jax.Array, output_BTD):
+        """The sum after the sublayer, [B, T, D]."""
+        return (x.residual_BTD if isinstance(x, Ways) else x) + output_BTD
+
+
+@STREAMS.register('mudd')
+class Mudd(Stream):
+    """Multiway dynamic dense connections (MUDDFormer, Xiao et al. 2025, arXiv 2502.12170).
+
+    read: sum_j A_j X_j for each way, with A = GELU(rms(X_i) W_1) W_2 + a of the newest output X_i,
+    by token, or A = a. write: append the block's output, as `average`. W_2 starts at 0 and a as 1
+    on the newest output, so the model starts as the residual one.
+
+    Weights are by age, as many as the last read has, so that all layers have equal shapes.
+    """
+
+    choices = {'mudd_ways': WAYS, 'mudd_weights': ('dynamic', 'static')}
+    connection = WaysConnection
+    sized_by_depth = True
+    has_ends = True
+    reads_outputs = True
+    sums_gradients = True
+    parameter_axes = (('inner', ('embed', None)),)
+
+    def setup(self):
+        if self.kind.part == 'entry':
+            return
+        width, inner = self.hparams.d_model, inner_width(self.hparams)
+        shape = (_num_ways(self.hparams, self.kind), num_ages(self.hparams))
+        self.bias = self.param('bias', _one_on_newest, shape)
+        if self.hparams.depth.mudd_weights == 'dynamic':
+            spread = nn.initializers.normal(1 / math.sqrt(width))
+            self.inner = self.param('inner', spread, (width, inner))
+            self.outer = self.param('outer', nn.initializers.zeros, (inner, *shape))
+
+    def read(self, x_BTD, depth: DepthSlots | None):
+        count = len(depth.slots) if depth.count is None else depth.count
+        weights = weights_of_slots(self._weights(x_BTD), count, len(depth.slots))
+        ways = list(mix_outputs(weights, depth).astype(x_BTD.dtype))
+        if self.kind.part == 'exit':
+            return ways[0], None, depth
+        own = self.hparams.depth.mudd_ways
+        order = {letter: own.find(letter) for letter in LETTERS}  # -1: the shared way, the last
+        return Ways(*(ways[order[letter]] for letter in LETTERS)), None, depth
+
+    def _weights(self, x_BTD):
+        """A by age, float32 or wider: [B, T, C, ages], or [C, ages] if static."""
+        dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
+        bias = self.bias.astype(dtype)
+        if self.hparams.depth.mudd_weights == 'static':
+            return bias
+        normed_BTD = rms_norm(x_BTD, jnp.ones(x_BTD.shape[-1:]), self.hparams.norm_eps)
+        inner_BTI = dot('btd,di->bti', normed_BTD, self.inner.astype(x_BTD.dtype))
+        inner_BTI = jax.nn.gelu(inner_BTI, approximate=False)
+        outer = self.outer.astype(dtype)
+        found = jnp.einsum('bti,ica->btca', inner_BTI, outer, precision='highest')
+        return bias[None, None] + found
+
+    def write(self, y_BTD, slot_inputs: SlotInputs, tokens: TokenInfo, slot_key):
+        return y_BTD, (y_BTD,) if self.kind.slots else ()
+
+    @classmethod
+    def check(cls, hparams: ModelHparams):
+        if hparams.routed_layers:
+            right = 'must be none: a router scores the one array that a block reads, and of the '
+            right += 'mudd stream it reads four'
+            refuse('model.routing.router', hparams.routing.router, right)
+
+    @classmethod
+    def layer_kinds(cls, hparams: ModelHparams) -> list[LayerKind]:
+        """All but the exit write their output."""
+        kinds = super().layer_kinds(hparams)
+        return [kind._replace(slots=int(kind.part != 'exit')) for kind in kinds]
+
+    @classmethod
+    def projection_flops(cls, hparams, kind, length, num_selected) -> float:
+        """W_1 and W_2, for all ages."""
+        if kind.part == 'entry' or hparams.depth.mudd_weights == 'static':
+            return 0.0
+        outputs = _num_ways(hparams, kind) * num_ages(hparams)
+        return 2 * length * inner_width(hparams) * (hparams.d_model + outputs)
+
+    @classmethod
+    def reading_flops(cls, hparams, kind, length, num_selected, written) -> float:
+        """2 D for each way and output that is read."""
+        if kind.part == 'entry':
+            return 0.0
+        return 2 * length * hparams.d_model * _num_ways(hparams, kind) * written
+
+    @classmethod
+    def describe(cls, hparams: ModelHparams) -> str:
+        depth = hparams.depth
+        ways = 'one way' if depth.mudd_ways == 'one' else f'ways {depth.mudd_ways}'
+        return f'{depth.mudd_weights} MUDD connections, {ways}'
+
+
+def num_ages(hparams: ModelHparams) -> int:
+    """Outputs that the last read finds: those of all blocks that run, and the embedding."""
+    return hparams.num_blocks + 1
+
+
+def inner_width(hparams: ModelHparams) -> int:
+    """Width between W_1 and W_2: that of the paper in the last layer, in all layers."""
+    return len(LETTERS) * num_ages(hparams)
+
+
+def _num_ways(hparams: ModelHparams, kind: LayerKind) -> int:
+    own = hparams.depth.mudd_ways
+    if kind.part == 'exit' or own == 'one':
+        return 1
+    return len(own) + (len(own) < len(LETTERS))
+
+
+def _one_on_newest(key, shape):
+    return jnp.zeros(shape).at[:, 0].set(1)

@@ -1,0 +1,226 @@
+"""MUDD connections: what they equal, which outputs they read, and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.conversion.transfer_params import check_convertible, transfer_params
+from moddepth_jax.model.attention import DepthSlots
+from moddepth_jax.model.stack import Stack, unstack_layers
+from moddepth_jax.model.streams.mudd import WAYS, mix_outputs, weights_of_slots
+from moddepth_jax.model.transformer import Transformer
+from tests.model.cases import (
+    ALL_LOOPED,
+    AVERAGE,
+    HEAD_NORM,
+    MUDD,
+    POST,
+    REORDERED,
+    ROUTED,
+    STATIC_WAYS,
+    UNROLLED,
+    WINDOWS,
+    parameters,
+    random_variables,
+    small_hparams,
+)
+from tests.model.value_streams_test import TOKENS_BT, by_name, gradient
+
+EXACT = {'model.dtype': 'float64'}
+ONE_WAY = {'model.depth.mudd_ways': 'one'}
+
+
+def weights_by_layer(hparams, params):
+    """The parameters of every read, from that of the first block to that of the final norm."""
+    layers = unstack_layers(Stack(hparams.model, 'top_c'), params['stack'])
+    return [layer['stream'] for kind, layer in layers if kind.part != 'entry']
+
+
+# name: (knobs of both models, knobs of the stream)
+FORMS = {
+    'multiway': (HEAD_NORM | WINDOWS, MUDD),
+    'unrolled': (UNROLLED | POST, MUDD),
+    'one way': (REORDERED, MUDD | ONE_WAY),
+    'static': ({}, STATIC_WAYS | {'model.depth.mudd_ways': 'qv'}),
+    'looped': (ALL_LOOPED, MUDD),
+}
+
+
+@pytest.mark.parametrize('form', parameters(('multiway', 'static'), FORMS))
+def test_the_model_starts_as_the_plain_one(form, tiny_config):
+    """A residual model that is converted: logits, and gradients of all it had, in float64.
+
+    The new parameters have gradients too, except that W_1 waits for W_2.
+    """
+    knobs, stream = FORMS[form]
+    with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
+        plain, mudd = (small_hparams(tiny_config, EXACT, knobs, some) for some in ({}, stream))
+        given = random_variables(plain, TOKENS_BT)['params']
+        check_convertible(plain, mudd)
+        params, new = transfer_params(plain.model, given, mudd)
+        params = jax.tree.map(np.float64, params)
+        assert {name.split('.')[-1] for name in new} <= {'bias', 'inner', 'outer'}
+        expected_BTV, expected = gradient(plain, {'params': given})
+        logits_BTV, slopes = gradient(mudd, {'params': params})
+    np.testing.assert_allclose(logits_BTV, expected_BTV, rtol=1e-12, atol=1e-12)
+    reads = weights_by_layer(mudd, slopes)
+    assert not any(np.any(read['inner']) for read in reads if 'inner' in read)
+    assert all(np.any(read[name]) for read in reads for name in read if name != 'inner')
+    slopes, expected = by_name(mudd, slopes), by_name(plain, expected)
+    for key, leaf in expected.items():
+        atol = 1e-12 * np.abs(leaf).max()
+        np.testing.assert_allclose(slopes[key], leaf, rtol=1e-9, atol=atol, err_msg=str(key))
+
+
+def test_weights_start_as_said(tiny_config):
+    """W_1 is normal of variance 1/D, W_2 0, and a 1 on the newest output."""
+    hparams = small_hparams(tiny_config, MUDD, {'model.d_model': 256, 'model.num_heads': 4})
+    params = Transformer(hparams).init(jax.random.key(0), TOKENS_BT)['params']
+    reads = weights_by_layer(hparams, params)
+    assert [read['bias'].shape for read in reads] == [(4, 5)] * 4 + [(1, 5)]
+    for read in reads:
+        np.testing.assert_array_equal(read['bias'], np.eye(5)[[0] * len(read['bias'])])
+        assert read['inner'].shape == (256, 20) and not np.any(read['outer'])
+        np.testing.assert_allclose(np.std(read['inner']), 1 / 16, rtol=0.05)
+    assert np.any(reads[0]['inner'] != reads[1]['inner'])
+
+
+def test_one_static_way_is_the_average_of_the_same_numbers(tiny_config):
+    """Logits, and gradients of all parameters; `average` counts from the oldest output."""
+    with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
+        average = small_hparams(tiny_config, EXACT, AVERAGE)
+        mudd = small_hparams(tiny_config, EXACT, STATIC_WAYS, ONE_WAY)
+        given = random_variables(average, TOKENS_BT)['params']
+        params, _ = transfer_params(average.model, given, mudd)
+        params = jax.tree.map(np.float64, params)
+        weights = [read['weights'] for read in weights_by_layer(average, given)]
+        by_age = np.zeros((5, 1, 5))
+        for layer, of_layer in enumerate(weights):
+            by_age[layer, 0, : layer + 1] = of_layer[::-1]
+        params['stack']['run_1']['layer_0']['stream']['bias'] = by_age[:4]
+        params['stack']['run_2']['layer_0']['stream']['bias'] = by_age[4:]
+        expected_BTV, expected = gradient(average, {'params': given})
+        logits_BTV, slopes = gradient(mudd, {'params': params})
+    np.testing.assert_allclose(logits_BTV, expected_BTV, rtol=1e-11, atol=1e-11)
+    reads = weights_by_layer(mudd, slopes), weights_by_layer(average, expected)
+    for layer, (one, other) in enumerate(zip(*reads, strict=True)):
+        np.testing.assert_allclose(one['bias'][0, layer::-1], other['weights'], rtol=1e-9)
+        assert not np.any(one['bias'][0, layer + 1 :])
+    slopes, expected = by_name(mudd, slopes), by_name(average, expected)
+    for key, leaf in expected.items():
+        if 'stream' not in key[1]:
+            np.testing.assert_allclose(slopes[key], leaf, rtol=1e-9, atol=1e-12, err_msg=str(key))
+
+
+def test_weights_of_ages_are_those_of_slots():
+    """The newest slot has age 0; those not yet written have weight 0."""
+    by_age = np.array([[10.0, 20, 30, 40], [1, 2, 3, 4]])
+    found = weights_of_slots(by_age, 3, 4)
+    np.testing.assert_array_equal(found, [[30, 20, 10, 0], [3, 2, 1, 0]])
+    np.testing.assert_array_equal(weights_of_slots(by_age[0], 4, 4), by_age[0, ::-1])
+    np.testing.assert_array_equal(weights_of_slots(by_age[0], jnp.int32(1), 4), [10, 0, 0, 0])
+    np.testing.assert_array_equal(weights_of_slots(by_age[0], 2, 2), [20, 10])
+
+
+@pytest.mark.parametrize('loop', ['scan', 'unrolled'])
+def test_padded_sources_have_no_weight_and_no_gradient(loop, tiny_config):
+    """Of a and W_2 a layer uses the ages that it finds: others change no bit and learn nothing."""
+    hparams = small_hparams(tiny_config, MUDD, {'model.layer_loop': loop})
+    params = random_variables(hparams, TOKENS_BT)['params']
+    logits_BTV, slopes = gradient(hparams, {'params': params})
+    for layer, read in enumerate(weights_by_layer(hparams, slopes)):
+        for leaf in (read['bias'], read['outer']):
+            assert (leaf[..., : layer + 1] != 0).all() and not np.any(leaf[..., layer + 1 :])
+
+    def change(path, leaf):
+        if path[-1].key not in ('bias', 'outer'):
+            return leaf
+        leaf = np.array(leaf)
+        if path[1].key == 'run_1':
+            for layer in range(len(leaf)):
+                leaf[layer, ..., layer + 1 :] = 9
+        return leaf
+
+    changed = jax.tree_util.tree_map_with_path(change, params)
+    other_BTV, _ = gradient(hparams, {'params': changed})
+    np.testing.assert_array_equal(logits_BTV, other_BTV)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('static', [False, True])
+def test_outputs_are_summed_in_float32(static, dtype):
+    """And so are their gradients, whatever the dtype of the slots, by `sums` if there are any."""
+    rng = np.random.default_rng(0)
+    weights = rng.normal(size=(3, 4) if static else (2, 5, 3, 4)).astype(np.float32)
+    slots = jnp.asarray(rng.normal(size=(4, 2, 5, 8)), dtype)
+    wide = np.asarray(slots, np.float64)
+    of_token = np.broadcast_to(weights, (2, 5, 3, 4))
+    found, vjp = jax.vjp(mix_outputs, weights, DepthSlots(slots, sums=np.zeros(slots.shape, 'f4')))
+    expected = np.zeros((3, 2, 5, 8))
+    dx = rng.normal(size=expected.shape).astype(np.float32)
+    dslots, dweights = np.zeros(wide.shape), np.zeros(of_token.shape)
+    for b, t, c, i in np.ndindex(*of_token.shape):
+        expected[c, b, t] += of_token[b, t, c, i] * wide[i, b, t]
+        dslots[i, b, t] += of_token[b, t, c, i] * dx[c, b, t]
+        dweights[b, t, c, i] += wide[i, b, t] @ dx[c, b, t]
+    assert found.dtype == 'float32'
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    got, depth = vjp(dx)
+    assert depth.sums.dtype == 'float32' and not np.any(depth.slots)
+    np.testing.assert_allclose(depth.sums, dslots, rtol=1e-5, atol=1e-5)
+    dweights = dweights.sum(axis=(0, 1)) if static else dweights
+    np.testing.assert_allclose(got, dweights, rtol=1e-4, atol=1e-4)
+    _, vjp = jax.vjp(mix_outputs, weights, DepthSlots(slots))
+    of_slots = vjp(dx)[1].slots
+    assert of_slots.dtype == dtype
+    np.testing.assert_array_equal(of_slots, depth.sums.astype(dtype))
+
+
+def test_readers_have_the_ways_that_are_named(tiny_config):
+    """As many rows of a as there are ways: those with their own, and one for all others."""
+    sizes = {}
+    for ways in WAYS:
+        hparams = small_hparams(tiny_config, STATIC_WAYS, {'model.depth.mudd_ways': ways})
+        shapes = jax.eval_shape(Transformer(hparams).init, jax.random.key(0), TOKENS_BT)
+        sizes[ways] = [len(read['bias']) for read in weights_by_layer(hparams, _zeros(shapes))]
+    rows = {'qkvr': 4, 'one': 1} | {ways: len(ways) + 1 for ways in WAYS if len(ways) < 3}
+    assert sizes == {ways: [rows[ways]] * 4 + [1] for ways in WAYS}
+    assert len(WAYS) == 12
+
+
+def _zeros(shapes):
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape), shapes['params'])
+
+
+REFUSED = {
+    'routed': (
+        MUDD | ROUTED,
+        "model.routing.router='learned': must be none: a router scores the one array that a bl",
+    ),
+    'loops that change': (
+        MUDD | ALL_LOOPED | {'training.loops': (1, 2)},
+        'training.loops=(1, 2): must be (): the mudd stream has weights for as many outputs as',
+    ),
+    'ways': (
+        MUDD | {'model.depth.mudd_ways': 'qkv'},
+        "model.depth.mudd_ways='qkv': must be one of auto, qkvr, one, q, ",
+    ),
+    'weights': (
+        MUDD | {'model.depth.mudd_weights': 'dynamics'},
+        "mudd_weights='dynamics': must be one of auto, dynamic, static; did you mean dynamic",
+    ),
+    'another stream': (
+        {'model.depth.mudd_ways': 'one'},
+        "mudd_ways='one': must be auto: the residual stream has no such knob; use stream mudd",
+    ),
+}
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_what_does_not_fit_is_refused(name, tiny_config):
+    """By one line that names the knob, its value, and what would be right."""
+    knobs, line = REFUSED[name]
+    with pytest.raises(ValueError) as error:
+        small_hparams(tiny_config, knobs)
+    assert line in str(error.value) and '\n' not in str(error.value)
