@@ -38,7 +38,7 @@ def get_config() -> ConfigDict:
 
     depth = model.depth = ConfigDict()
     # residual | dense | average | attention | moda | value_residual | attention_residual |
-    # hyper_connections
+    # hyper_connections | value_attention
     depth.stream = 'residual'  # what a layer reads of the earlier ones, and writes for later ones
     depth.slots = 'auto'  # moda: auto (attention+ffn) | attention | attention+ffn | block
     depth.attention_slot_projection = False  # moda: a matrix of its own for the attention slot
@@ -50,6 +50,8 @@ def get_config() -> ConfigDict:
     depth.sublayers_per_source = 0  # attention_residual: outputs summed in a source; 0: 1, full
     depth.hyper_form = 'auto'  # hyper_connections: auto (dynamic) | dynamic | static | constrained
     depth.num_streams = 0  # hyper_connections: residual streams, each of width D; 0: 4
+    depth.value_stride = 0  # value_attention: each n-th layer is a source; 0: L / 2
+    depth.recent_layers = 0  # value_attention: number of newest layers that are sources too
     depth.gradient_dtype = 'float32'  # float32 (or wider) | model: sums of slots' gradients
 
     experts = model.experts = ConfigDict()

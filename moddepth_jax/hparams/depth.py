@@ -8,7 +8,10 @@ from moddepth_jax.hparams.registry import STREAMS
 
 # Resolved by the stream's `choices`.
 AUTO_KNOBS = ('slots', 'slot_keys', 'skipped_slots', 'value_mix', 'hyper_form')
-COUNT_KNOBS = ('sparse_layers', 'sublayers_per_source', 'num_streams')  # of the stream's `counts`
+COUNT_KNOBS = (  # of the stream's `counts`
+    *('sparse_layers', 'sublayers_per_source', 'num_streams'),
+    *('value_stride', 'recent_layers'),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +30,8 @@ class DepthHparams:
     sublayers_per_source: checks.CountOrZero
     hyper_form: str
     num_streams: checks.CountOrZero
+    value_stride: checks.CountOrZero
+    recent_layers: checks.CountOrZero
 
     def check_values(self):
         """Refuse what is wrong with any stream; needs no JAX."""

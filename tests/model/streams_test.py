@@ -16,8 +16,10 @@ from tests.model.cases import (
     BLOCK_SLOT,
     DENSE,
     MASKED,
+    MIXED,
     MODA,
     OWN_SLOT,
+    RECENT,
     ROUTED,
     SHARED,
     SOURCES,
@@ -53,7 +55,7 @@ def test_streams_add_parameters_by_formula(routing, kv_heads, tiny_config):
     assert count(MODA, BLOCK_SLOT) - plain == (layers - 1) * slot
     assert count(MODA, UNROTATED) == count(MODA)
     assert count(VALUES) - plain == 2 * (layers - 1)
-    assert count(SPARSE) == plain
+    assert count(SPARSE) == count(MIXED) == count(RECENT) == plain
     assert count(SOURCES) - plain == count(SOURCES_OF_3) - plain == 2 * width * (2 * layers + 1)
     if not routing:
         assert plain - count(SHARED) == (layers - 1) * slot / 2
@@ -105,6 +107,8 @@ def loss_of(make_config, num_layers, *knobs):
 
 GROWS = {('moda', 'block'): MODA, ('moda', 'none'): MODA, ('value residual', 'block'): VALUES}
 GROWS |= {('attention residual', remat): SOURCES for remat in ('block', 'none')}
+GROWS |= {('value attention', remat): MIXED for remat in ('block', 'none')}
+GROWS |= {('value attention, recent', 'block'): RECENT}
 GROWS |= {('attention residual, blocks of 3', 'block'): SOURCES_OF_3}
 
 
@@ -126,13 +130,15 @@ KEPT = {
     'bfloat16': MODA | {'model.dtype': 'bfloat16'},  # with sums of another dtype
     'projected': MODA | ROUTED,
     'masked': MODA | ROUTED | MASKED,
+    'value attention': RECENT,
+    'value attention, bfloat16': RECENT | ROUTED | {'model.dtype': 'bfloat16'},
     'attention residual': SOURCES,
     'attention residual, bfloat16': SOURCES | ROUTED | {'model.dtype': 'bfloat16'},
 }
 
 
 @pytest.mark.parametrize('remat', parameters(('none',), ('none', 'block')))
-@pytest.mark.parametrize('name', parameters(('masked', 'bfloat16'), KEPT))
+@pytest.mark.parametrize('name', parameters(('masked', 'bfloat16', 'value attention'), KEPT))
 def test_no_layer_keeps_the_slots(name, remat, tiny_config):
     """Of what a gradient keeps, the slots are there once, and nothing larger.
 

@@ -8,6 +8,7 @@ from moddepth_jax.model.streams import (
     dense,
     hyper_connections,
     moda,
+    value_attention,
     value_residual,
 )
 from moddepth_jax.model.streams.base import LayerKind, Stream, layer_kinds, layer_order
