@@ -87,12 +87,12 @@ _STREAMS = {
         'rose s',
     ),
     'value_attention': Variant(
-        'values of two earlier layers in a softmax', _stream('value_attention'), 'rose <'
+        'values of two earlier layers in a softmax', _stream('value_attention'), 'rose v'
     ),
     'value_attention_all': Variant(
         'values of all earlier layers in a softmax',
         _stream('value_attention', **{'model.depth.value_stride': 1}),
-        'rose >',
+        'rose ^',
     ),
     **{
         f'looped_{loops}': Variant(
