@@ -11,6 +11,7 @@ from moddepth_jax.model.transformer import Transformer
 from tests.model.cases import (
     AVERAGE,
     LENGTH,
+    MIXED,
     MODA,
     OTHER_BT,
     ROUTED,
@@ -42,10 +43,10 @@ def changed(one_BTV, other_BTV):
 
 @pytest.mark.parametrize(
     'knobs',
-    [{}, BY_SEGMENT, MODA, MODA | BY_SEGMENT, AVERAGE, SOURCES | BY_SEGMENT],
+    [{}, BY_SEGMENT, MODA, MODA | BY_SEGMENT, AVERAGE, SOURCES | BY_SEGMENT, MIXED | BY_SEGMENT],
     ids=[
         *('dense', 'selected by segment', 'moda', 'moda selected by segment', 'average stream'),
-        'attention residual selected by segment',
+        *('attention residual selected by segment', 'value attention selected by segment'),
     ],
 )
 def test_packed_documents_are_isolated(knobs, tiny_config):

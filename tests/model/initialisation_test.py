@@ -101,7 +101,7 @@ PAIRS = {
     'value residual': (cases.ROUTED, cases.VALUES | cases.ROUTED, (9, 14, 9, 14)),
     'attention residual': ({}, cases.SOURCES, ALL),
     'attention residual, routed': (cases.SOURCES, cases.SOURCES | cases.ROUTED, (13, 13, 13, 13)),
-    'value attention': (cases.ROUTED, cases.MIXED | cases.ROUTED, 9),
+    'value attention': (cases.ROUTED, cases.MIXED | cases.ROUTED, (9, 14, 9, 14)),
     'shared values': (cases.VALUES, cases.SHARED, (9, 8, 8, 8)),
     'attention stream': (cases.AVERAGE, cases.ATTENTION, ALL),
     'attention streams': (cases.ATTENTION, cases.ATTENTION | cases.ROUTED, (12, 12, 12, 12)),

@@ -15,6 +15,7 @@ from tests.model.cases import (
     MODA,
     NEWEST,
     POST,
+    RECENT,
     ROUTED,
     SOURCES,
     UNROLLED,
@@ -120,7 +121,11 @@ def test_scanned_and_rematerialized_equals_unrolled(name, form, tiny_config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('stream', [MODA | MASKED, SOURCES], ids=['moda', 'attention residual'])
+@pytest.mark.parametrize(
+    'stream',
+    [MODA | MASKED, SOURCES, RECENT],
+    ids=['moda', 'attention residual', 'value attention'],
+)
 @pytest.mark.parametrize(
     ('dtype', 'remat'), [('float32', 'block'), ('float32', 'none'), ('model', 'block')]
 )

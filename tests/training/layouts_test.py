@@ -128,12 +128,13 @@ def test_every_mesh_trains_as_one_device(name, tiny_config):
         {'model.routing.router': 'random', 'model.routing.layers': '1,2'},
         {'model.depth.stream': 'attention', 'model.num_kv_heads': 4},
         {'model.depth.stream': 'attention_residual', 'model.depth.sublayers_per_source': 2},
+        {'model.depth.stream': 'value_attention'},
         {'model.vocab_size': 264, 'training.loss_chunk': 20},
         {'model.vocab_size': 264, 'training.loss_chunk': 20, 'model.tie_embeddings': True},
     ],
     ids=[
         *('micro-batches', 'of experts', 'random', 'depth attention', 'attention residual'),
-        *('chunks', 'tied chunks'),
+        *('value attention', 'chunks', 'tied chunks'),
     ],
 )
 def test_other_models_train_as_on_one_device(changes, tiny_config):
