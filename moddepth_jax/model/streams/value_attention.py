@@ -133,5 +133,5 @@ class ValueAttention(Stream):
     @classmethod
     def describe(cls, hparams: ModelHparams) -> str:
         recent = hparams.depth.recent_layers
-        newest = f' and the last {recent}' if recent else ''
-        return f'value attention over each {stride_of(hparams)}. layer{newest}'
+        newest = f' and the newest {recent}' if recent else ''
+        return f'value attention, sources at stride {stride_of(hparams)}{newest}'
