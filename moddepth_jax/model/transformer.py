@@ -158,7 +158,7 @@ def init_stack(key, hparams: ModelHparams, length: int):
     x_BTD = hparams.depth.stream_class.enter(hparams, x_BTD.astype(hparams.dtype))
     ones_BT = jnp.ones(shape[:2], jnp.int32)
     seeds_BT = ones_BT.astype(jnp.uint32)
-    tokens = TokenInfo(jnp.arange(length)[None], ones_BT, seeds_BT, jnp.zeros_like(ones_BT))
+    tokens = TokenInfo(jnp.arange(length)[None], ones_BT, seeds_BT)
     stack, params = Stack(hparams, 'top_c'), {}
     runs = stack.stored_runs
     carry = (x_BTD, *empty_slots(hparams, x_BTD))
