@@ -31,10 +31,10 @@ def mix_values(q_BTNH, own: KeysValues, slots: KeysValues, visible_LBT):
     k_LBTKH, v_LBTKH = (side.astype(dtype) for side in slots)
     batch, length, kv_heads, width = k_BTKH.shape
     q_BTKGH = q_BTNH.astype(dtype).reshape(batch, length, kv_heads, -1, width)
-    q_BTKH = jnp.mean(q_BTKGH, axis=3) / width**0.5
-    logits_LBTK = jnp.sum(q_BTKH * k_LBTKH, axis=-1)
+    q_1BTKH = jnp.mean(q_BTKGH, axis=3)[None] / width**0.5
+    logits_LBTK = jnp.sum(q_1BTKH * k_LBTKH, axis=-1)
     logits_LBTK = jnp.where(visible_LBT[..., None], logits_LBTK, -jnp.inf)
-    own_1BTK = jnp.sum(q_BTKH * k_BTKH, axis=-1)[None]
+    own_1BTK = jnp.sum(q_1BTKH * k_BTKH[None], axis=-1)
     p_LBTK = jax.nn.softmax(jnp.concatenate([logits_LBTK, own_1BTK]), axis=0)[..., None]
     mixed_BTKH = jnp.sum(p_LBTK[:-1] * v_LBTKH, axis=0) + p_LBTK[-1] * v_BTKH
     return mixed_BTKH.astype(own.v_BTKH.dtype)
