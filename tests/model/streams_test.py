@@ -107,7 +107,8 @@ def loss_of(make_config, num_layers, *knobs):
 
 GROWS = {('moda', 'block'): MODA, ('moda', 'none'): MODA, ('value residual', 'block'): VALUES}
 GROWS |= {('attention residual', remat): SOURCES for remat in ('block', 'none')}
-GROWS |= {('value attention', remat): MIXED for remat in ('block', 'none')}
+ALL_MIXED = MIXED | {'model.depth.value_stride': 1}
+GROWS |= {('value attention', remat): ALL_MIXED for remat in ('block', 'none')}
 GROWS |= {('value attention, recent', 'block'): RECENT}
 GROWS |= {('attention residual, blocks of 3', 'block'): SOURCES_OF_3}
 
@@ -130,8 +131,9 @@ KEPT = {
     'bfloat16': MODA | {'model.dtype': 'bfloat16'},  # with sums of another dtype
     'projected': MODA | ROUTED,
     'masked': MODA | ROUTED | MASKED,
-    'value attention': RECENT,
-    'value attention, bfloat16': RECENT | ROUTED | {'model.dtype': 'bfloat16'},
+    # With an mlp whose hidden layer, which is kept too, is smaller than a slot.
+    'value attention': RECENT | {'model.d_ff': 64},
+    'value attention, bfloat16': RECENT | ROUTED | {'model.dtype': 'bfloat16', 'model.d_ff': 64},
     'attention residual': SOURCES,
     'attention residual, bfloat16': SOURCES | ROUTED | {'model.dtype': 'bfloat16'},
 }
