@@ -38,7 +38,7 @@ def get_config() -> ConfigDict:
 
     depth = model.depth = ConfigDict()
     # residual | dense | average | attention | moda | value_residual | attention_residual |
-    # hyper_connections | mudd
+    # hyper_connections | mudd | value_attention
     depth.stream = 'residual'  # what a layer reads of the earlier ones, and writes for later ones
     depth.slots = 'auto'  # moda: auto (attention+ffn) | attention | attention+ffn | block
     depth.attention_slot_projection = False  # moda: a matrix of its own for the attention slot
@@ -52,6 +52,8 @@ def get_config() -> ConfigDict:
     depth.num_streams = 0  # hyper_connections: residual streams, each of width D; 0: 4
     depth.mudd_ways = 'auto'  # mudd: auto (qkvr) | one | one or two of q, k, v, r with own ways
     depth.mudd_weights = 'auto'  # mudd: auto (dynamic, by token) | dynamic | static
+    depth.value_stride = 0  # value_attention: each n-th layer is a source; 0: L / 2
+    depth.recent_layers = 0  # value_attention: number of newest layers that are sources too
     depth.gradient_dtype = 'float32'  # float32 (or wider) | model: sums of slots' gradients
 
     experts = model.experts = ConfigDict()

@@ -12,7 +12,7 @@ _VARIED = (
     *('routing.router', 'routing.layers', 'routing.capacity'),
     *('experts.choice', 'depth.stream', 'depth.slots', 'depth.value_mix'),
     *('looped_layers', 'loops'),
-    *('depth.sublayers_per_source', 'depth.hyper_form'),
+    *('depth.sublayers_per_source', 'depth.hyper_form', 'depth.value_stride'),
     'depth.mudd_weights',
 )
 SET_BY_STUDY = {  # knobs that a study sets, and the flag that they follow from

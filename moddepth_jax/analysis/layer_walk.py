@@ -65,7 +65,7 @@ def _begin(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
         seeds_BT = token_seeds(jax.random.key(hparams.seed), tokens_BT, positions_BT)
     x_BTD = jnp.take(unrolled['embedding'], tokens_BT, axis=0).astype(hparams.model.dtype)
     segment_ids_BT = model_segment_ids(hparams.model, segment_ids_BT)
-    tokens = TokenInfo(positions_BT, segment_ids_BT, seeds_BT, tokens_BT)
+    tokens = TokenInfo(positions_BT, segment_ids_BT, seeds_BT)
     x_BTD = hparams.model.depth.stream_class.enter(hparams.model, x_BTD)
     carry = (x_BTD, *empty_slots(hparams.model, x_BTD))
     return unrolled['layers'], unrolled['layer_args'], tokens, carry

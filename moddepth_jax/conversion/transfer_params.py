@@ -114,7 +114,7 @@ def _new_leaves(key, number, *, model, kind):
     x_BTD = model.depth.stream_class.enter(model, x_BTD)
     ones_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
     seeds_BT = ones_BT.astype(jnp.uint32)
-    tokens = TokenInfo(jnp.cumsum(ones_BT, axis=1) - 1, ones_BT, seeds_BT, 0 * ones_BT)
+    tokens = TokenInfo(jnp.cumsum(ones_BT, axis=1) - 1, ones_BT, seeds_BT)
     carry = (x_BTD, *empty_slots(model, x_BTD))
     params, _ = init_layer(key, number, Stack(model, 'top_c'), kind, carry, 0, tokens)
     leaves = jax.tree_util.tree_leaves_with_path(params)

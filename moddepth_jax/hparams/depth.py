@@ -11,7 +11,10 @@ AUTO_KNOBS = (
     *('slots', 'slot_keys', 'skipped_slots', 'value_mix', 'hyper_form'),
     *('mudd_ways', 'mudd_weights'),
 )
-COUNT_KNOBS = ('sparse_layers', 'sublayers_per_source', 'num_streams')  # of the stream's `counts`
+COUNT_KNOBS = (  # of the stream's `counts`
+    *('sparse_layers', 'sublayers_per_source', 'num_streams'),
+    *('value_stride', 'recent_layers'),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,8 @@ class DepthHparams:
     num_streams: checks.CountOrZero
     mudd_ways: str
     mudd_weights: str
+    value_stride: checks.CountOrZero
+    recent_layers: checks.CountOrZero
 
     def check_values(self):
         """Refuse what is wrong with any stream; needs no JAX."""

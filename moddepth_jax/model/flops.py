@@ -59,7 +59,7 @@ def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c'
         sides = 1 + (not kind.mixes or stream.projects_values(model.depth))  # keys, and values
         parts['projections'] += 2 * tokens * width * model.head_dim * (2 * heads + sides * kv_heads)
         if kind.mixes:
-            parts['depth_projections'] += stream.mixing_flops(model, tokens, written)
+            parts['depth_attention'] += stream.mixing_flops(model, tokens, written)
         written += kind.slots
         parts['attention'] += 4 * _pairs(tokens, window) * heads * model.head_dim
         if kind.experts:

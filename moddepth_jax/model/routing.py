@@ -23,7 +23,6 @@ class TokenInfo(NamedTuple):
     positions_BT: jax.Array  # int32, in the original row, ascending
     segment_ids_BT: jax.Array  # int32; tokens of one id see each other, 0 is padding
     seeds_BT: jax.Array | None = None  # uint32, from which the `random` router draws
-    ids_BT: jax.Array | None = None  # int, of the vocabulary; None where no layer reads them
 
 
 class RoutingRecord(NamedTuple):

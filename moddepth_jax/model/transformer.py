@@ -107,8 +107,7 @@ def token_info(hparams: Hparams, tokens_BT, segment_ids_BT=None, positions_BT=No
     if hparams.model.routed_layers and hparams.model.routing.router_class.draws:
         key = jax.random.key(hparams.seed) if key is None else key
         seeds_BT = token_seeds(key, tokens_BT, positions_BT)
-    ids_BT = tokens_BT if hparams.model.depth.stream_class.reads_ids else None
-    return TokenInfo(positions_BT, segment_ids_BT, seeds_BT, ids_BT)
+    return TokenInfo(positions_BT, segment_ids_BT, seeds_BT)
 
 
 def average_shapes(hparams: ModelHparams) -> dict[str, tuple[int, ...]]:
@@ -159,7 +158,7 @@ def init_stack(key, hparams: ModelHparams, length: int):
     x_BTD = hparams.depth.stream_class.enter(hparams, x_BTD.astype(hparams.dtype))
     ones_BT = jnp.ones(shape[:2], jnp.int32)
     seeds_BT = ones_BT.astype(jnp.uint32)
-    tokens = TokenInfo(jnp.arange(length)[None], ones_BT, seeds_BT, jnp.zeros_like(ones_BT))
+    tokens = TokenInfo(jnp.arange(length)[None], ones_BT, seeds_BT)
     stack, params = Stack(hparams, 'top_c'), {}
     runs = stack.stored_runs
     carry = (x_BTD, *empty_slots(hparams, x_BTD))

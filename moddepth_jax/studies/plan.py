@@ -32,6 +32,7 @@ _PLAIN = {
     'model.loops': 1,
     'model.depth.sublayers_per_source': 0,
     'model.depth.hyper_form': 'auto',
+    'model.depth.value_stride': 0,
 }
 
 
@@ -84,6 +85,14 @@ _STREAMS = {
         'values of the first layer alone',
         _stream('value_residual', **{'model.depth.value_mix': 'shared'}),
         'rose s',
+    ),
+    'value_attention': Variant(
+        'values of two earlier layers in a softmax', _stream('value_attention'), 'rose v'
+    ),
+    'value_attention_all': Variant(
+        'values of all earlier layers in a softmax',
+        _stream('value_attention', **{'model.depth.value_stride': 1}),
+        'rose ^',
     ),
     **{
         f'looped_{loops}': Variant(

@@ -54,6 +54,8 @@ OLDER_RUNS = {
     'model.depth.num_streams': 0,
     'model.depth.mudd_ways': 'none',
     'model.depth.mudd_weights': 'none',
+    'model.depth.value_stride': 0,
+    'model.depth.recent_layers': 0,
     'model.experts.choice': 'none',
     'model.experts.layers': 'every:1',
     'model.experts.num_routed': 8,

@@ -76,6 +76,7 @@ def test_the_reason_names_what_is_in_the_way(tiny_config):
         },
         'heads share their softmax': {'model.depth.stream': 'moda'},
         'tells apart by model.norm_eps': {'model.depth.stream': 'attention_residual'},
+        'mixes values of earlier layers': {'model.depth.stream': 'value_attention'},
         'new slots have values 0': {'model.depth.stream': 'moda', 'model.depth.slots': 'block'},
     }
     for words, changes in cases.items():

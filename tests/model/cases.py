@@ -19,6 +19,8 @@ MODA = {'model.depth.stream': 'moda'}
 ATTENTION = {'model.depth.stream': 'attention'}
 VALUES = {'model.depth.stream': 'value_residual'}
 SHARED, SPARSE = (VALUES | {'model.depth.value_mix': mix} for mix in ('shared', 'sparse'))
+MIXED = {'model.depth.stream': 'value_attention'}
+RECENT = MIXED | {'model.depth.value_stride': 3, 'model.depth.recent_layers': 1}
 SOURCES = {'model.depth.stream': 'attention_residual'}
 HYPER = {'model.depth.stream': 'hyper_connections'}
 STATIC, CONSTRAINED = (
@@ -120,6 +122,9 @@ CASES = {
     'value residual grows': (VALUES | ROUTED | GROWS | POST, 'predictor'),
     'value residual, sparse': (SPARSE | WINDOWS | REORDERED, 'dense'),
     'shared values': (SHARED | WINDOWS | FULL_NORM, 'dense'),
+    'value attention': (MIXED | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
+    'value attention grows': (RECENT | ROUTED | GROWS | POST, 'predictor'),
+    'value attention, recent': (RECENT | WINDOWS | FULL_NORM | REORDERED, 'dense'),
     'hyper-connections': (
         HYPER | ROUTED | ROOMY | HEAD_NORM | {'model.depth.num_streams': 2},
         'predictor',

@@ -13,6 +13,7 @@ from tests.model.cases import (
     CONSTRAINED,
     HYPER,
     LENGTH,
+    MIXED,
     MODA,
     MUDD,
     OTHER_BT,
@@ -47,12 +48,12 @@ def changed(one_BTV, other_BTV):
     'knobs',
     [
         *({}, BY_SEGMENT, MODA, MODA | BY_SEGMENT, AVERAGE),
-        *(SOURCES | BY_SEGMENT, HYPER | BY_SEGMENT, CONSTRAINED, MUDD),
+        *(SOURCES | BY_SEGMENT, HYPER | BY_SEGMENT, CONSTRAINED, MUDD, MIXED | BY_SEGMENT),
     ],
     ids=[
         *('dense', 'selected by segment', 'moda', 'moda selected by segment', 'average stream'),
         *('attention residual selected by segment', 'hyper-connections selected by segment'),
-        *('mhc', 'mudd'),
+        *('mhc', 'mudd', 'value attention selected by segment'),
     ],
 )
 def test_packed_documents_are_isolated(knobs, tiny_config):

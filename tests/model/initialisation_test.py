@@ -103,6 +103,7 @@ PAIRS = {
     'attention residual, routed': (cases.SOURCES, cases.SOURCES | cases.ROUTED, (13, 13, 13, 13)),
     'mudd': ({}, cases.MUDD, ALL),
     'mudd, static': (cases.MUDD, cases.STATIC_WAYS, (10, 10, 10, 10)),
+    'value attention': (cases.ROUTED, cases.MIXED | cases.ROUTED, (9, 14, 9, 14)),
     'shared values': (cases.VALUES, cases.SHARED, (9, 8, 8, 8)),
     'attention stream': (cases.AVERAGE, cases.ATTENTION, ALL),
     'attention streams': (cases.ATTENTION, cases.ATTENTION | cases.ROUTED, (12, 12, 12, 12)),

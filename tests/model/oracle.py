@@ -94,7 +94,7 @@ def forward(params, tokens_BT, segment_ids_BT, model, run):
 def stream(layers, x_TD, row, model):
     """Returns x_TD after all layers."""
     kind = model.depth.stream
-    if kind in ('residual', 'moda', 'value_residual'):
+    if kind in ('residual', 'moda', 'value_residual', 'value_attention'):
         slots = []  # of (key_TKH, value_TKH, valid_T), oldest first; the embedding writes none
         for number, layer in enumerate(layers):
             x_TD, written = block(layer, x_TD, newest(slots, model), row, number, model)
@@ -359,6 +359,8 @@ def block(layer, x_TD, visible, row, number, model):
         y_TD = read_TD + rms_norm(fed_forward(read_TD), layer['mlp_norm'], model)
     if model.depth.stream == 'value_residual' and number == 0:
         return y_TD, [slot]
+    if model.depth.stream == 'value_attention':
+        return y_TD, [slot]
     if model.depth.stream != 'moda':
         return y_TD, []
     return y_TD, written_slots(layer, attended_TD, read_TD, y_TD, row, model)
@@ -411,6 +413,8 @@ def routed_block(layer, x_TD, visible, row, number, model):
     block_TD = np.array(x_TD)
     block_TD[taken] = y_CD
     y_TD = np.where(selected_T[:, None], x_TD + gates_T[:, None] * (block_TD - x_TD), x_TD)
+    if model.depth.stream == 'value_attention':
+        return y_TD, [scattered(slot, taken, selected_T) for slot in written]
     if model.depth.stream != 'moda':
         return y_TD, []
     attended_TD = x_TD
@@ -426,6 +430,14 @@ def routed_block(layer, x_TD, visible, row, number, model):
         if model.depth.skipped_slots == 'masked':
             valid_T[:] = selected_T
     return y_TD, slots
+
+
+def scattered(slot, taken, selected_T):
+    """Returns a slot of the tokens that were taken as one of all tokens, valid if selected."""
+    sides = [np.zeros((len(selected_T), *side.shape[1:]), side.dtype) for side in slot[:2]]
+    for side, some in zip(sides, slot, strict=False):
+        side[taken] = some
+    return *sides, selected_T
 
 
 def decide(layer, x_TD, row, number, model):
@@ -479,9 +491,11 @@ def best_of_segments(scores_T, segments_T, num_selected):
     return chosen_T
 
 
-def mixed_values(weights, x_TD, visible, number, model):
+def mixed_values(weights, x_TD, q_TNH, k_TKH, visible, number, model):
     """Returns the values that a layer attends to, of its own and of the visible slots."""
     own_TKH = linear(x_TD, weights['value']) if 'value' in weights else None
+    if model.depth.stream == 'value_attention':
+        return attended_values(q_TNH, k_TKH, own_TKH, visible, number, model.depth, model)
     if model.depth.stream != 'value_residual' or number == 0:
         return own_TKH
     first_TKH, mix = visible[0][1], model.depth.value_mix
@@ -492,6 +506,23 @@ def mixed_values(weights, x_TD, visible, number, model):
         return own_TKH if number < model.num_layers - last else 5 * first_TKH + own_TKH
     weight, own_weight = weights['values']['weights'] if mix == 'learned' else (0.5, 0.5)
     return weight * first_TKH + own_weight * own_TKH
+
+
+def attended_values(q_TNH, k_TKH, own_TKH, visible, number, depth, model):
+    """Returns values that are each a softmax over those of earlier layers and its own.
+
+    visible: slots of all earlier layers, the first first.
+    """
+    stride = depth.value_stride or max(1, model.num_layers // 2)
+    sources = [i for i in range(number) if i % stride == 0 or i >= number - depth.recent_layers]
+    mixed_TKH, group = np.zeros_like(own_TKH), model.num_heads // model.num_kv_heads
+    for t, k in np.ndindex(mixed_TKH.shape[:2]):
+        mean_H = sum(q_TNH[t, k * group + n] for n in range(group)) / group
+        found = [visible[i] for i in sources if visible[i][2][t]]
+        keys = [key[t, k] for key, *_ in found] + [k_TKH[t, k]]
+        values = [value[t, k] for _, value, _ in found] + [own_TKH[t, k]]
+        mixed_TKH[t, k] = one_query(mean_H, keys, values)
+    return mixed_TKH
 
 
 def attention(weights, inputs, visible, row, window, number, model):
@@ -507,7 +538,7 @@ def attention(weights, inputs, visible, row, window, number, model):
         return rope(qk_norm(x_TNH, weights, norm, model), row.positions_T, model.rope_theta)
 
     q_TNH, k_TKH = turned(query_TNH, 'query_norm'), turned(key_TKH, 'key_norm')
-    value_TKH = mixed_values(weights, inputs[2], visible, number, model)
+    value_TKH = mixed_values(weights, inputs[2], q_TNH, k_TKH, visible, number, model)
     if model.depth.stream != 'moda':
         visible = []
     if model.depth.slot_keys == 'unrotated':

@@ -31,6 +31,8 @@ DENSE = UNROLLED | {'depth.stream': 'dense'}
 AVERAGE = UNROLLED | {'depth.stream': 'average'}
 VALUES = {'depth.stream': 'value_residual'}
 SHARED, SPARSE, FIXED = (VALUES | {'depth.value_mix': mix} for mix in ('shared', 'sparse', 'fixed'))
+MIXED = {'depth.stream': 'value_attention'}
+RECENT = MIXED | {'depth.value_stride': 3, 'depth.recent_layers': 1}
 SOURCES = {'depth.stream': 'attention_residual'}
 HYPER = {'depth.stream': 'hyper_connections'}
 STATIC, CONSTRAINED = (HYPER | {'depth.hyper_form': form} for form in ('static', 'constrained'))
@@ -79,6 +81,9 @@ CASES = {
     'value residual, fixed': FIXED | POST | UNROLLED | WINDOWS,
     'value residual, sparse': SPARSE | REORDERED | {'depth.sparse_layers': 1},
     'shared values': SHARED | PRE | FULL | BIAS | ONE_EACH,
+    'value attention': MIXED | PRE | HEAD | BIAS,
+    'value attention, stride': MIXED | POST | ONE_EACH | {'depth.value_stride': 2} | UNROLLED,
+    'value attention, recent': RECENT | REORDERED | FULL | WINDOWS | {'num_layers': 4},
     'attention residual': SOURCES | PRE | HEAD | BIAS | WINDOWS,
     'hyper-connections': HYPER | PRE | HEAD | WINDOWS,
     'hyper-connections, static': STATIC | REORDERED | {'depth.num_streams': 3},
@@ -137,6 +142,8 @@ ROUTED_CASES = {
     'attention stream': (SLOTS | ATTENTION | POST, 'threshold'),
     'value residual': (SLOTS | VALUES | PRE, 'top_c'),
     'value residual, post': (SLOTS | VALUES | POST | HEAD | WINDOWS, 'threshold'),
+    'value attention': (SLOTS | MIXED | PRE | HEAD, 'top_c'),
+    'value attention, recent': (SLOTS | RECENT | POST | WINDOWS, 'threshold'),
     'attention residual': (SLOTS | SOURCES | PRE, 'top_c'),
     'hyper-connections': (SLOTS | HYPER | PRE, 'threshold'),
     'hyper-connections, constrained': (SLOTS | CONSTRAINED | PRE, 'top_c'),
@@ -233,6 +240,7 @@ def compare(config, routing, gradients):
 FAST = ('block slots', 'both slots', 'unrotated', 'attention slot projection', 'newest slots')
 FAST += ('attention stream', 'dense stream, bias', 'average stream, bias')
 FAST += ('value residual', 'value residual, sparse', 'shared values', 'mudd')
+FAST += ('value attention', 'value attention, recent')
 
 
 @pytest.mark.parametrize('case', parameters(FAST, CASES))
@@ -255,7 +263,7 @@ def test_model_equals_the_oracle(tiny_config, case):
 
 
 FAST = ('sigmoid', 'windows', 'segments', 'threshold', 'predictor', 'straight through', 'moda')
-FAST += ('value residual',)
+FAST += ('value residual', 'value attention')
 
 
 # JAX warns of int32 and int64 indices in float64, which no model is trained in.

@@ -15,6 +15,7 @@ from tests.model.cases import (
     MODA,
     NEWEST,
     POST,
+    RECENT,
     ROUTED,
     SOURCES,
     STATIC_WAYS,
@@ -124,8 +125,8 @@ def test_scanned_and_rematerialized_equals_unrolled(name, form, tiny_config):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     'stream',
-    [MODA | MASKED | BY_POSITION, SOURCES | BY_POSITION, STATIC_WAYS],
-    ids=['moda', 'attention residual', 'static mudd'],
+    [MODA | MASKED | BY_POSITION, SOURCES | BY_POSITION, STATIC_WAYS, RECENT | BY_POSITION],
+    ids=['moda', 'attention residual', 'static mudd', 'value attention'],
 )
 @pytest.mark.parametrize(
     ('dtype', 'remat'), [('float32', 'block'), ('float32', 'none'), ('model', 'block')]

@@ -16,9 +16,11 @@ from tests.model.cases import (
     BLOCK_SLOT,
     DENSE,
     MASKED,
+    MIXED,
     MODA,
     MUDD,
     OWN_SLOT,
+    RECENT,
     ROUTED,
     SHARED,
     SOURCES,
@@ -55,7 +57,7 @@ def test_streams_add_parameters_by_formula(routing, kv_heads, tiny_config):
     assert count(MODA, BLOCK_SLOT) - plain == (layers - 1) * slot
     assert count(MODA, UNROTATED) == count(MODA)
     assert count(VALUES) - plain == 2 * (layers - 1)
-    assert count(SPARSE) == plain
+    assert count(SPARSE) == count(MIXED) == count(RECENT) == plain
     assert count(SOURCES) - plain == count(SOURCES_OF_3) - plain == 2 * width * (2 * layers + 1)
     if not routing:
         ages = layers + 1
@@ -111,6 +113,9 @@ def loss_of(make_config, num_layers, *knobs):
 
 GROWS = {('moda', 'block'): MODA, ('moda', 'none'): MODA, ('value residual', 'block'): VALUES}
 GROWS |= {('attention residual', remat): SOURCES for remat in ('block', 'none')}
+ALL_MIXED = MIXED | {'model.depth.value_stride': 1}
+GROWS |= {('value attention', remat): ALL_MIXED for remat in ('block', 'none')}
+GROWS |= {('value attention, recent', 'block'): RECENT}
 GROWS |= {('attention residual, blocks of 3', 'block'): SOURCES_OF_3}
 # Without rematerialization a layer keeps the weights of each token, as many as there are layers.
 GROWS |= {('mudd', 'block'): MUDD, ('mudd, static', 'none'): STATIC_WAYS}
@@ -134,6 +139,9 @@ KEPT = {
     'bfloat16': MODA | {'model.dtype': 'bfloat16'},  # with sums of another dtype
     'projected': MODA | ROUTED,
     'masked': MODA | ROUTED | MASKED,
+    # With an mlp whose hidden layer, which is kept too, is smaller than a slot.
+    'value attention': RECENT | {'model.d_ff': 64},
+    'value attention, bfloat16': RECENT | ROUTED | {'model.dtype': 'bfloat16', 'model.d_ff': 64},
     'attention residual': SOURCES,
     'mudd, static, bfloat16': STATIC_WAYS | {'model.dtype': 'bfloat16', 'model.d_ff': 32},
     'attention residual, bfloat16': SOURCES | ROUTED | {'model.dtype': 'bfloat16'},
@@ -141,7 +149,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize('remat', parameters(('none',), ('none', 'block')))
-@pytest.mark.parametrize('name', parameters(('masked', 'bfloat16'), KEPT))
+@pytest.mark.parametrize('name', parameters(('masked', 'bfloat16', 'value attention'), KEPT))
 def test_no_layer_keeps_the_slots(name, remat, tiny_config):
     """Of what a gradient keeps, the slots are there once, and nothing larger.
 

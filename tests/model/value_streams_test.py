@@ -1,17 +1,24 @@
 """Streams that change the values of attention: what they equal, and what they do not read."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moddepth_jax.conversion.transfer_params import transfer_params
+from moddepth_jax.model.attention import KeysValues
 from moddepth_jax.model.decoding import prefill, unroll
+from moddepth_jax.model.flops import forward_breakdown
 from moddepth_jax.model.kv_cache import cache_bytes
+from moddepth_jax.model.layers import apply_rope
 from moddepth_jax.model.stack import Stack, unstack_layers
+from moddepth_jax.model.streams.value_attention import mix_values
 from moddepth_jax.model.streams.value_residual import add_first_values
 from moddepth_jax.model.transformer import Transformer
 from tests.model.cases import (
     HEAD_NORM,
+    MIXED,
+    RECENT,
     ROUTED,
     SHARED,
     SPARSE,
@@ -109,7 +116,121 @@ def test_values_are_mixed_in_float32_and_rounded_once(dtype):
     np.testing.assert_array_equal(found, jax.numpy.asarray(wide, dtype))
 
 
+# Of mix_values: two tokens of three rows, four slots, two heads of keys and six of queries.
+SIZE = {'q': (2, 3, 6, 4), 'own': (2, 3, 2, 4), 'slots': (4, 2, 3, 2, 4)}
+
+
+def draw_mixture(dtype='float32'):
+    """q_BTNH, own KeysValues, slots, and a visible_LBT that hides some."""
+    rng = np.random.default_rng(3)
+
+    def draw(name):
+        return jnp.asarray(rng.normal(size=SIZE[name]), dtype)
+
+    own, slots = (KeysValues(draw(name), draw(name)) for name in ('own', 'slots'))
+    return draw('q'), own, slots, rng.random((4, 2, 3)) < 0.6
+
+
+def test_queries_of_zero_read_the_mean_of_the_visible_values():
+    """Its own value is one of them, and the only one where no slot is visible."""
+    q_BTNH, own, slots, visible_LBT = draw_mixture()
+    found_BTKH = mix_values(0 * q_BTNH, own, slots, visible_LBT)
+    for b, t in np.ndindex(2, 3):
+        seen = [slots.v_BTKH[i, b, t] for i in range(4) if visible_LBT[i, b, t]]
+        mean_KH = np.mean([*seen, own.v_BTKH[b, t]], axis=0)
+        np.testing.assert_allclose(found_BTKH[b, t], mean_KH, rtol=1e-5, atol=1e-6)
+    hidden_BTKH = mix_values(q_BTNH, own, slots, np.zeros((4, 1, 1), bool))
+    np.testing.assert_array_equal(hidden_BTKH, own.v_BTKH)
+
+
+def test_mixtures_do_not_depend_on_the_position():
+    """Queries and keys of one token are rotated alike, however far from the start."""
+    q_BTNH, own, slots, visible_LBT = draw_mixture()
+
+    def mixed(first):
+        def turned(x_BTNH):
+            return apply_rope(x_BTNH, first + jnp.array([[5, 0, 2], [1, 7, 3]]), 100.0)
+
+        keys_LBTKH = jax.vmap(turned)(slots.k_BTKH)
+        own_keys = own._replace(k_BTKH=turned(own.k_BTKH))
+        return mix_values(turned(q_BTNH), own_keys, slots._replace(k_BTKH=keys_LBTKH), visible_LBT)
+
+    np.testing.assert_allclose(mixed(0), mixed(1000), rtol=1e-3, atol=1e-4)
+    unrotated = mix_values(q_BTNH, own, slots, visible_LBT)
+    np.testing.assert_allclose(mixed(0), unrotated, rtol=1e-4, atol=1e-5)
+
+
+def test_mixtures_are_formed_in_float32_and_rounded_once():
+    """Of values in bfloat16: the same as of the same values in float32, rounded."""
+    *arrays, visible_LBT = draw_mixture('bfloat16')
+    wide = jax.tree.map(lambda side: side.astype('float32'), arrays)
+    found = mix_values(*arrays, visible_LBT)
+    assert found.dtype == 'bfloat16'
+    np.testing.assert_array_equal(found, mix_values(*wide, visible_LBT).astype('bfloat16'))
+
+
+def test_one_layer_without_sources_is_the_plain_model(tiny_config):
+    plain, mixed = (
+        small_hparams(tiny_config, {'model.num_layers': 1}, some) for some in ({}, MIXED)
+    )
+    variables = random_variables(mixed, TOKENS_BT)
+    for found, expected in zip(
+        *(jax.tree.leaves(gradient(some, variables)) for some in (mixed, plain)), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize('routing', [{}, ROUTED])
+@pytest.mark.parametrize('knobs', [MIXED, RECENT])
+def test_mixed_values_need_no_larger_cache(knobs, routing, tiny_config):
+    sizes = []
+    for some in (small_hparams(tiny_config, routing, more) for more in ({}, knobs)):
+        how = {'hparams': some, 'routing': some.model.routing.causal_rule if routing else 'dense'}
+        how |= {'capacity': T, 'routed_capacity': 6 if routing else None}
+        unrolled = unroll(random_variables(some, TOKENS_BT), some, how['routing'])
+        _, cache = jax.eval_shape(
+            lambda u, h=how: prefill(u, TOKENS_BT, SEGMENTS_BT, **h), unrolled
+        )
+        sizes.append(cache_bytes(cache))
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(
+    ('knobs', 'pairs'),
+    [
+        # Six layers. Sources of layers 1 to 5, the own one included.
+        ({}, 2 + 2 + 2 + 3 + 3),  # layers 0 and 3
+        ({'value_stride': 2}, 2 + 2 + 3 + 3 + 4),
+        ({'value_stride': 1}, 2 + 3 + 4 + 5 + 6),
+        ({'value_stride': 4, 'recent_layers': 2}, 2 + 3 + 4 + 4 + 4),
+    ],
+)
+def test_mixtures_are_counted_by_hand(knobs, pairs, tiny_config):
+    """4 K H for each token, source and layer."""
+    knobs = {f'model.depth.{name}': value for name, value in knobs.items()}
+    hparams = small_hparams(tiny_config, MIXED, {'model.num_layers': 6}, knobs)
+    parts, model = forward_breakdown(hparams, 2, T), hparams.model
+    assert parts['depth_attention'] == 2 * T * 4 * model.num_kv_heads * model.head_dim * pairs
+    assert not parts['depth_projections']
+
+
 REFUSED = {
+    'mixed values, looped': (
+        MIXED | {'model.looped_layers': 'middle:1:1', 'model.loops': 2},
+        "model.looped_layers='middle:1:1': must be none: the value_attention stream counts",
+    ),
+    'stride above all layers': (
+        MIXED | {'model.depth.value_stride': 5},
+        'model.depth.value_stride=5: must be at most 4, which is model.num_layers',
+    ),
+    'recent ones of all layers': (
+        MIXED | {'model.depth.value_stride': 1, 'model.depth.recent_layers': 1},
+        'model.depth.recent_layers=1: must be 0: with value_stride 1 all earlier layers',
+    ),
+    'stride of another stream': (
+        VALUES | {'model.depth.value_stride': 2},
+        'value_stride=2: must be 0: the value_residual stream has no such knob; use stream value_a',
+    ),
     'one layer': (VALUES | {'model.num_layers': 1}, 'model.num_layers=1: must be 2 or more'),
     'first layer routed': (
         VALUES | ROUTED | {'model.routing.layers': '0,2'},

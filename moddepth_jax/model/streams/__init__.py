@@ -9,6 +9,7 @@ from moddepth_jax.model.streams import (
     hyper_connections,
     moda,
     mudd,
+    value_attention,
     value_residual,
 )
 from moddepth_jax.model.streams.base import LayerKind, Stream, layer_kinds, layer_order

@@ -1,6 +1,5 @@
 """The stream `attention_residual`: a sublayer reads a softmax over the outputs of earlier ones."""
 
-import functools
 import itertools
 from typing import NamedTuple
 
@@ -11,9 +10,9 @@ import jax.numpy as jnp
 from moddepth_jax.hparams import DepthHparams, ModelHparams
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
-from moddepth_jax.model.attention import DepthSlots
+from moddepth_jax.model.attention import DepthSlots, read_slots
 from moddepth_jax.model.block import SlotInputs
-from moddepth_jax.model.routing import TokenInfo, gather_tokens
+from moddepth_jax.model.routing import TokenInfo
 from moddepth_jax.model.streams.base import LayerKind, Stream
 
 
@@ -55,48 +54,14 @@ def mix_sources(query_D, slots_LBTD, visible_LBT, newer, epsilon):
     return sum(jnp.sum(p_LBT[..., None] * v_LBTD, axis=0) for p_LBT, v_LBTD in parts)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def mix_slots(epsilon, query_D, newer, depth: DepthSlots):
-    """`mix_sources` over the visible slots of the tokens that the layer runs on.
+    """`mix_sources` over the visible slots of the tokens that the layer runs on."""
 
-    Only the arguments are kept for the backward pass. The gradient of the slots is that of
-    `depth.sums` if there are any, in their dtype.
-    """
-    return _mix(epsilon, query_D, newer, depth.slots, depth)
+    def mix(arguments, depth):
+        query_D, newer = arguments
+        return mix_sources(query_D, depth.of_tokens(), depth.visible(), newer, epsilon)
 
-
-def _mix(epsilon, query_D, newer, slots_LBTD, depth):
-    visible_LBT = jnp.ones((len(slots_LBTD), 1, 1), bool)
-    if depth.count is not None:
-        visible_LBT = jnp.arange(len(slots_LBTD))[:, None, None] < depth.count
-    if depth.valid_LBT is not None:
-        visible_LBT &= depth.valid_LBT
-    if depth.indices_BC is not None:
-        gather = jax.vmap(lambda side_BTX: gather_tokens(side_BTX, depth.indices_BC))
-        slots_LBTD = gather(slots_LBTD)
-        if depth.valid_LBT is not None:
-            visible_LBT = gather(visible_LBT)
-    return mix_sources(query_D, slots_LBTD, visible_LBT, newer, epsilon)
-
-
-def _mix_forward(epsilon, query_D, newer, depth):
-    return mix_slots(epsilon, query_D, newer, depth), (query_D, newer, depth)
-
-
-def _mix_backward(epsilon, residuals, dx_BTD):
-    query_D, newer, depth = residuals
-
-    def mix(query_D, newer, slots_LBTD):
-        return _mix(epsilon, query_D, newer, slots_LBTD, depth)
-
-    _, vjp = jax.vjp(mix, query_D, newer, depth.slots.astype(dx_BTD.dtype))
-    dquery_D, dnewer, dslots_LBTD = vjp(dx_BTD)
-    if depth.sums is None:
-        return dquery_D, dnewer, DepthSlots(dslots_LBTD.astype(depth.slots.dtype))
-    return dquery_D, dnewer, DepthSlots(None, sums=dslots_LBTD.astype(depth.sums.dtype))
-
-
-mix_slots.defvjp(_mix_forward, _mix_backward)
+    return read_slots(mix, (query_D, newer), depth)
 
 
 class SourceReader(nn.Module):

@@ -46,7 +46,6 @@ class Stream(nn.Module):
     # The module, made in SelfAttention of layers whose kind `mixes`, that is called with
     # (x_BTD, q_BTNH, k_BTKH, v_BTKH, tokens, depth) and returns the values to attend to and store.
     value_mixer = None
-    reads_ids = False  # whether TokenInfo must have the ids of the tokens
     # The module, made in Block for attention and for the mlp with (hparams, opens), by which each
     # reads what the stream carries (attention an array, or AttentionInputs) and joins its output to
     # that; None: x, and x + output.

@@ -9,7 +9,7 @@ from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
 from moddepth_jax.model.attention import DepthSlots
 from moddepth_jax.model.block import SlotInputs
-from moddepth_jax.model.routing import TokenInfo, gather_tokens
+from moddepth_jax.model.routing import TokenInfo
 from moddepth_jax.model.streams.base import Stream, refuse_routed_writers, wide
 
 SPARSE = (5.0, 1.0)  # weights of the first layer's values and of the layer's own
@@ -23,9 +23,7 @@ class AddFirstValues(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD, q_BTNH, k_BTKH, v_BTKH, tokens: TokenInfo, depth: DepthSlots):
-        first_BTKH = depth.slots[0]
-        if depth.indices_BC is not None:
-            first_BTKH = gather_tokens(first_BTKH, depth.indices_BC)
+        first_BTKH = depth.of_tokens()[0]
         mix = self.hparams.depth.value_mix
         if mix == 'shared':
             return first_BTKH.astype(k_BTKH.dtype)

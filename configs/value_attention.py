@@ -1,0 +1,17 @@
+"""Depth-Attention on a laptop: values are a softmax over those of earlier layers and their own.
+
+python -m launch.train --config=configs/value_attention.py
+python -m launch.train --config=configs/value_attention.py --config.model.depth.value_stride=1
+
+The first reads layers 0 and 4 of eight, the second all earlier layers.
+"""
+
+from configs import moda, sizes
+
+
+def get_config(arguments: str = ''):
+    """Arguments: size=LAYERSxWIDTH, steps of training."""
+    sizes.parse(arguments, size='', steps='')  # no other arguments
+    config = moda.get_config(f'slots=none,{arguments}')
+    config.model.depth.stream = 'value_attention'
+    return config
