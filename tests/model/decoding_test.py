@@ -99,7 +99,9 @@ FAST = ('value residual', 'shared values', 'attention residual', 'mudd')
 FAST += ('dense', 'predictor', 'norm threshold grows', 'mod and moda', 'row capacity')
 
 
-@pytest.mark.parametrize('name', parameters((*FAST, 'staged, experts choose')))
+@pytest.mark.parametrize(
+    'name', parameters((*FAST, 'staged, experts choose', 'value attention, recent'))
+)
 def test_prompt_and_steps_equal_the_full_forward(name, tiny_config):
     """At most 1e-5 apart at every token, for rows of different lengths and packed documents.
 
