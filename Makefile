@@ -2,6 +2,8 @@
 # To change its Python, remove .venv: make test PYTHON=python3.13.
 PYTHON ?= python3
 WORKERS ?= 2# processes that run the tests; 0: in pytest itself
+# Each process takes a half, so that what the tests of a file share is made once.
+IN_PARALLEL = -n $(WORKERS) --dist worksteal
 
 VENV_PYTHON := .venv/bin/python
 GPU_FLAGS ?=# of launch.gpu, such as --deadline=540
@@ -24,23 +26,23 @@ train: .venv/installed
 	$(VENV_PYTHON) -m launch.train --config=configs/mod_isoflop.py --workdir=runs/mod_isoflop
 
 test: .venv/installed-test
-	$(VENV_PYTHON) -m pytest -n $(WORKERS)
+	$(VENV_PYTHON) -m pytest $(IN_PARALLEL)
 
 # The kernels on JAX 0.11.2: lowered, interpreted, compiled for a described H200, and the models,
 # training and inference that use them.
 test-next: .venv-next/installed
-	JAX_PLATFORMS=cpu $(NEXT) -m pytest -n $(WORKERS) -m "not slow and not faults" $(NEXT_TESTS)
+	JAX_PLATFORMS=cpu $(NEXT) -m pytest $(IN_PARALLEL) -m "not slow and not faults" $(NEXT_TESTS)
 
 # Succeeds if test-next can run.
 has-next:
 	@test -n "$(NEXT_PYTHON)" || { echo 'make test-next needs Python 3.12 or 3.13, and found neither on PATH nor in $(PYENV_ROOT)'; exit 1; }
 
 test-all: .venv/installed-test
-	$(VENV_PYTHON) -m pytest -n $(WORKERS) -m ""
+	$(VENV_PYTHON) -m pytest $(IN_PARALLEL) -m ""
 
 # Runs that are killed, stopped, damaged and out of disk space, and continue: a quarter of an hour.
 faults: .venv/installed-test
-	$(VENV_PYTHON) -m pytest -n $(WORKERS) tests/faults -m "faults or not faults"
+	$(VENV_PYTHON) -m pytest $(IN_PARALLEL) tests/faults -m "faults or not faults"
 
 # Plants the known mistakes of tests/mutations.toml one at a time: a test must fail for each.
 mutations: .venv/installed-test

@@ -1,5 +1,7 @@
 """Attention residuals: what they equal at first, which sources they read, and what they refuse."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,9 +73,13 @@ def test_sources_are_read_as_they_are_and_keys_are_normed():
         np.testing.assert_allclose(found[b, t], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize('masked', [False, True])
-@pytest.mark.parametrize('gathered', [False, True])
+@pytest.mark.parametrize(
+    ('gathered', 'masked', 'dtype'),
+    parameters(
+        ((True, True, 'float32'), (False, False, 'bfloat16')),
+        list(itertools.product((False, True), (False, True), ('float32', 'bfloat16'))),
+    ),
+)
 def test_gradients_of_slots_are_those_of_the_sums(gathered, masked, dtype):
     """In float32, whatever the dtype of the slots; and those of the query and the newer source."""
     slots, newer = (
@@ -124,7 +130,7 @@ FORMS = {
 }
 SUBLAYERS = (1, 2, 3, 4, 8)
 EQUAL = [(form, size) for form in FORMS for size in SUBLAYERS]
-FAST = (('dense', 1), ('dense', 3), ('dense', 4), ('routed', 1), ('all routed', 3))
+FAST = (('dense', 3), ('routed', 1))
 
 
 @pytest.mark.parametrize(('form', 'size'), parameters(FAST, EQUAL))

@@ -48,7 +48,13 @@ def changed(one_BTV, other_BTV):
     'knobs',
     [
         *({}, BY_SEGMENT, MODA, MODA | BY_SEGMENT, AVERAGE),
-        *(SOURCES | BY_SEGMENT, HYPER | BY_SEGMENT, CONSTRAINED, MUDD, MIXED | BY_SEGMENT),
+        *(
+            SOURCES | BY_SEGMENT,
+            HYPER | BY_SEGMENT,
+            pytest.param(CONSTRAINED, marks=pytest.mark.slow),
+            MUDD,
+            MIXED | BY_SEGMENT,
+        ),
     ],
     ids=[
         *('dense', 'selected by segment', 'moda', 'moda selected by segment', 'average stream'),

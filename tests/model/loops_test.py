@@ -82,7 +82,7 @@ def copied(looped, deep, params):
     return params | {'stack': stack}
 
 
-@pytest.mark.parametrize('name', parameters(('routed', 'moda, all', 'in sequence'), MODELS))
+@pytest.mark.parametrize('name', parameters(('routed', 'in sequence'), MODELS))
 def test_looped_model_equals_a_deeper_one_with_copied_blocks(name, tiny_config):
     """Logits, choices, and gradients: that of a shared parameter is the sum of its copies'."""
     knobs = MODELS[name] | {'model.dtype': 'float64', 'model.scale_residual_init': False}

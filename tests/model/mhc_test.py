@@ -7,7 +7,14 @@ import pytest
 
 from moddepth_jax.model.streams.hyper_connections import sinkhorn
 from moddepth_jax.model.transformer import Transformer
-from tests.model.cases import REORDERED, ROUTED, TOKENS_BT, random_variables, small_hparams
+from tests.model.cases import (
+    REORDERED,
+    ROUTED,
+    TOKENS_BT,
+    parameters,
+    random_variables,
+    small_hparams,
+)
 
 CONSTRAINED = {'model.depth.stream': 'hyper_connections', 'model.depth.hyper_form': 'constrained'}
 
@@ -38,11 +45,14 @@ def test_sinkhorn_has_finite_gradients_for_any_logits(size):
     np.testing.assert_allclose(sinkhorn(jnp.asarray(spread(size))).sum(axis=-1), 1, rtol=1e-6)
 
 
-@pytest.mark.parametrize('knobs', [{}, REORDERED, ROUTED], ids=['pre', 'reordered', 'routed'])
-def test_the_model_starts_as_the_plain_one_whatever_reads_the_streams(knobs, tiny_config):
+FORMS = {'pre': {}, 'reordered': REORDERED, 'routed': ROUTED}
+
+
+@pytest.mark.parametrize('form', parameters(('pre',), FORMS))
+def test_the_model_starts_as_the_plain_one_whatever_reads_the_streams(form, tiny_config):
     """A pre-norm drops the sum of the weights that are read, a router and `reordered` do not."""
-    plain = small_hparams(tiny_config, knobs)
-    hparams = small_hparams(tiny_config, knobs, CONSTRAINED)
+    plain = small_hparams(tiny_config, FORMS[form])
+    hparams = small_hparams(tiny_config, FORMS[form], CONSTRAINED)
     given = random_variables(plain, TOKENS_BT)['params']
     old = dict(jax.tree_util.tree_leaves_with_path(given))
     start = Transformer(hparams).init(jax.random.key(0), TOKENS_BT)['params']

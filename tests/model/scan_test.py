@@ -183,7 +183,7 @@ def test_attention_is_computed_again_only_with_slots(knobs, again, tiny_config):
 @pytest.mark.parametrize(
     'stream',
     parameters(
-        ('moda', 'value_residual', 'attention_residual'),
+        ('moda', 'attention_residual'),
         ('moda', 'residual', 'value_residual', 'attention_residual', 'mudd'),
     ),
 )
