@@ -95,7 +95,7 @@ def decode(model):
     return out, cache
 
 
-FAST = ('value residual', 'shared values', 'attention residual', 'mudd')
+FAST = ('value residual', 'shared values', 'attention residual', 'mudd', 'embedding residual')
 FAST += ('dense', 'predictor', 'norm threshold grows', 'mod and moda', 'row capacity')
 
 

@@ -118,7 +118,7 @@ LINEAR = {
 }
 
 
-@pytest.mark.parametrize('name', parameters(('scanned', 'routed'), LINEAR))
+@pytest.mark.parametrize('name', parameters(('scanned', 'unrolled', 'routed'), LINEAR))
 def test_the_embedded_tokens_reach_the_end_through_every_layer(name, tiny_config):
     """Of blocks that add nothing, the output is (prod r_i + sum_i a_i prod_{j>i} r_j) x_0.
 
