@@ -1,7 +1,8 @@
 """The embedded tokens before each block, as in nanochat, on a laptop: x = r x + a x_0.
 
 python -m launch.train --config=configs/embedding_residual.py
-python -m launch.train --config=configs/embedding_residual.py --config.model.embedding_residual=identity
+
+With --config.model.embedding_residual=identity the scalars start at r = 1 and a = 0.
 """
 
 from configs import moda, sizes
