@@ -158,6 +158,19 @@ def test_gradients_of_the_embedded_tokens_are_summed_in_float32(loop, tiny_confi
     np.testing.assert_array_equal(dx_BTD, jnp.bfloat16(1 + 40 * 2.0**-9))
 
 
+@pytest.mark.parametrize('routing', [{}, ROUTED])
+def test_no_layer_keeps_the_embedded_tokens(routing, tiny_config):
+    """Of what a gradient keeps with recomputed blocks, x_0 is there once, for any depth."""
+    kept = []
+    for knobs in ({}, EMBEDDED):
+        hparams = small_hparams(tiny_config, routing, knobs)
+        run = stack_of(hparams, random_variables(hparams, TOKENS_BT))
+        x_BTD = jax.ShapeDtypeStruct((B, T, hparams.model.d_model), 'float32')
+        _, vjp = jax.eval_shape(lambda x_BTD, run=run: jax.vjp(run, x_BTD), x_BTD)
+        kept.append(sum(leaf.size for leaf in jax.tree.leaves(vjp) if T in leaf.shape))
+    assert kept[1] - kept[0] == x_BTD.size
+
+
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_tokens_are_blended_in_float32_and_rounded_once(dtype, tiny_config):
     """A scale of 1.003, which bfloat16 would round to 1, shows."""
