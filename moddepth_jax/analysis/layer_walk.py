@@ -13,6 +13,7 @@ from moddepth_jax.model import ahead
 from moddepth_jax.model.attention import AttentionInputs, DepthSlots, TokenInfo, model_segment_ids
 from moddepth_jax.model.block import Block
 from moddepth_jax.model.decoding import unroll
+from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.layer import Records
 from moddepth_jax.model.layers import lm_head, rms_norm
 from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths
@@ -42,7 +43,7 @@ def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, o
     if the model cannot run this routing.
     """
     check_routing(hparams, routing)
-    layers, layer_args, tokens, carry = ahead.call(
+    layers, layer_args, tokens, carry, embedded_BTD = ahead.call(
         _begin, variables, tokens_BT, segment_ids_BT, hparams=hparams, routing=routing
     )
     # Only the largest size: with several, the layer would be a switch, which hides intermediates.
@@ -50,7 +51,9 @@ def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, o
     stack, found, count = Stack(hparams.model, routing, sizes), [], 0
     for kind, params, args in zip(layer_kinds(hparams.model), layers, layer_args, strict=True):
         static = {'stack': stack, 'kind': kind, 'observe': observe}
-        carry, observed = ahead.call(_visit, params, carry, np.int32(count), tokens, args, **static)
+        carry, observed = ahead.call(
+            _visit, params, carry, np.int32(count), tokens, args, embedded_BTD, **static
+        )
         count += kind.slots
         found.append((kind, observed))
     return found, hparams.model.depth.stream_class.leave(hparams.model, carry[0])
@@ -58,7 +61,7 @@ def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, o
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
 def _begin(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
-    """Parameters and LayerArgs of each layer, TokenInfo, and the first layer's carry."""
+    """Parameters and LayerArgs of each layer, TokenInfo, the first layer's carry, and x_0."""
     unrolled = unroll(variables, hparams, routing)
     positions_BT, seeds_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape), None
     if hparams.model.routing.router_class.draws:
@@ -68,11 +71,12 @@ def _begin(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
     tokens = TokenInfo(positions_BT, segment_ids_BT, seeds_BT)
     x_BTD = hparams.model.depth.stream_class.enter(hparams.model, x_BTD)
     carry = (x_BTD, *empty_slots(hparams.model, x_BTD))
-    return unrolled['layers'], unrolled['layer_args'], tokens, carry
+    embedded_BTD = embedded_input(hparams.model, x_BTD)
+    return unrolled['layers'], unrolled['layer_args'], tokens, carry, embedded_BTD
 
 
 @functools.partial(jax.jit, static_argnames=('stack', 'kind', 'observe'))
-def _visit(params, carry, count, tokens, layer_args, *, stack, kind, observe):
+def _visit(params, carry, count, tokens, layer_args, embedded_BTD, *, stack, kind, observe):
     """One layer: the next carry, and what is observed."""
     caught = {}
 
@@ -96,7 +100,13 @@ def _visit(params, carry, count, tokens, layer_args, *, stack, kind, observe):
     depth = None if slots is None else DepthSlots(slots, valid_LBT, count)
     with nn.intercept_methods(catch):
         output, sown = stack.layer(kind).apply(
-            {'params': params}, x_BTD, depth, tokens, layer_args, mutable=['intermediates']
+            {'params': params},
+            x_BTD,
+            depth,
+            tokens,
+            layer_args,
+            embedded_BTD,
+            mutable=['intermediates'],
         )
     carry = (output.x_BTD, *put_slots(slots, valid_LBT, output.written, count))
     sown = sown.get('intermediates', {})

@@ -10,16 +10,25 @@ from flax import traverse_util
 
 from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.model.attention import TokenInfo
+from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.stack import Stack
 from moddepth_jax.model.stack_scan import empty_slots
 from moddepth_jax.model.transformer import Transformer, init_layer
 
 _MAY_DIFFER = {  # knobs of the model that a conversion may change
     *('depth', 'routing', 'attention', 'layer_loop', 'remat', 'dtype'),
-    *('init_std', 'embedding_init_std', 'scale_residual_init'),
+    *('init_std', 'embedding_init_std', 'scale_residual_init', 'embedding_residual'),
 }
 # What routing and streams add to a layer.
-_NEW = {'router', 'predictor', 'stream', 'values', 'attention_connection', 'mlp_connection'}
+_NEW = {
+    'router',
+    'predictor',
+    'stream',
+    'values',
+    'blend',
+    'attention_connection',
+    'mlp_connection',
+}
 
 
 def check_convertible(source: Hparams, target: Hparams):
@@ -116,6 +125,8 @@ def _new_leaves(key, number, *, model, kind):
     seeds_BT = ones_BT.astype(jnp.uint32)
     tokens = TokenInfo(jnp.cumsum(ones_BT, axis=1) - 1, ones_BT, seeds_BT)
     carry = (x_BTD, *empty_slots(model, x_BTD))
-    params, _ = init_layer(key, number, Stack(model, 'top_c'), kind, carry, 0, tokens)
+    params, _ = init_layer(
+        key, number, Stack(model, 'top_c'), kind, carry, 0, tokens, embedded_input(model, x_BTD)
+    )
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {_keys(path): leaf for path, leaf in leaves if _NEW & {*_keys(path)}}

@@ -91,6 +91,8 @@ def explain_difference(hparams: Hparams, errors: dict[int, float], is_small: boo
         )
     if difference := model.depth.stream_class.difference_at_start(model.depth):
         reasons.append(difference)
+    if model.embedding_residual == 'learned':
+        reasons.append('each block reads a scaled stream and a share of the embedded tokens')
     if not reasons:
         return 'the same model: every token is routed, with gates of 1, and reads the running sum'
     return '; '.join(reasons) + ('; too little to matter here' if is_small else '')

@@ -35,6 +35,7 @@ class ModelHparams:
     rope_theta: Annotated[float, checks.positive]  # below 1, its frequencies would rise
     use_bias: bool
     tie_embeddings: bool
+    embedding_residual: checks.choice('none', 'learned', 'identity')
     across_documents: bool
     windows: tuple[int, ...]
     init_std: checks.AboveZero
@@ -76,6 +77,10 @@ class ModelHparams:
         if self.depth.skipped_slots == 'masked' and not self.routed_layers:
             right = 'must be auto: no block is routed, so no token skips one'
             refuse('model.depth.skipped_slots', self.depth.skipped_slots, right)
+        if self.embedding_residual != 'none' and not self.depth.stream_class.keeps_sum:
+            right = f'must be none: the {self.depth.stream} stream carries no single running sum '
+            right += 'between blocks; use stream residual'
+            refuse('model.embedding_residual', self.embedding_residual, right)
         self.depth.stream_class.check(self)
 
     def _check_loops(self):

@@ -6,6 +6,7 @@ Layers are unrolled: XLA would copy every cache of a scan at every token.
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.kv_cache import Cache, cache_from_prefill
 from moddepth_jax.model.layers import embed, lm_head, rms_norm
 from moddepth_jax.model.routing import gather_tokens, mask_to_indices, static_sizes
@@ -54,10 +55,11 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
     batch, length = tokens_BT.shape
     tokens = token_info(hparams, tokens_BT, segment_ids_BT)
     x_BTD = _embed(unrolled, hparams, tokens_BT)
+    embedded_BTD = embedded_input(hparams.model, x_BTD)
     sizes = static_sizes(length, length if routed_capacity is None else routed_capacity)
     written, caches, dropped_B = [], [], jnp.zeros(batch, jnp.int32)
     for layer, params, args in _layers(unrolled, hparams, routing, sizes):
-        output = layer.apply(params, x_BTD, stack_slots(written), tokens, args)
+        output = layer.apply(params, x_BTD, stack_slots(written), tokens, args, embedded_BTD)
         x_BTD, written = output.x_BTD, [*written, output.written]
         if layer.kind.routed:
             record, size = output.records.routing, routed_capacity or sizes[-1]
@@ -88,6 +90,7 @@ def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams,
     token_B1 = token_B[:, None]
     tokens = token_info(hparams, token_B1, positions_BT=cache.lengths_B[:, None])
     x_B1D = _embed(unrolled, hparams, token_B1)
+    embedded_B1D = embedded_input(hparams.model, x_B1D)
     # Slots of the new token alone: a query sees those of its own position, so none is kept.
     written, updates, dropped_B = [], [], jnp.zeros_like(token_B)
     for layer, params, args in _layers(unrolled, hparams, routing):
@@ -97,7 +100,16 @@ def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams,
             if past.v_BKHS is None:
                 past = past._replace(v_BKHS=cache.layers[0].v_BKHS)
             x_B1D, new, update, dropped = layer.apply(
-                params, x_B1D, slots, tokens, args, past, documents_B, active_B, method='decode'
+                params,
+                x_B1D,
+                slots,
+                tokens,
+                args,
+                past,
+                documents_B,
+                active_B,
+                embedded_B1D,
+                method='decode',
             )
             updates.append(update)
             dropped_B += dropped

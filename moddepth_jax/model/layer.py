@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import DepthSlots, KeysValues, KVView
 from moddepth_jax.model.block import Block, BlockAux, SlotInputs
+from moddepth_jax.model.embedding_residual import EmbeddingBlend
 from moddepth_jax.model.kv_cache import CacheUpdate, visible_mask
 from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths, RoutingArgs
 from moddepth_jax.model.moe.experts import ExpertsRecord, ExpertState
@@ -55,7 +56,7 @@ class LayerOutput(NamedTuple):
 
 
 class Layer(nn.Module):
-    """read, run the block, write. The block's parameters are those of the layer itself."""
+    """blend, read, run the block, write. The block's parameters are those of the layer itself."""
 
     hparams: ModelHparams
     kind: LayerKind
@@ -67,6 +68,8 @@ class Layer(nn.Module):
         self.stream = self.hparams.depth.stream_class(self.hparams, kind)
         if kind.part != 'block':
             return
+        if self.hparams.embedding_residual != 'none':
+            self.blend = EmbeddingBlend()
         if kind.routed:
             options = {'experts': kind.experts, 'mixes': kind.mixes, 'opens': kind.opens}
             self.operation = MixtureOfDepths(
@@ -83,10 +86,18 @@ class Layer(nn.Module):
         nn.share_scope(self, self.operation)
 
     def __call__(
-        self, x_BTD, depth: DepthSlots | None, tokens: TokenInfo, args: LayerArgs
+        self,
+        x_BTD,
+        depth: DepthSlots | None,
+        tokens: TokenInfo,
+        args: LayerArgs,
+        embedded_BTD=None,
     ) -> LayerOutput:
-        """Process all tokens of whole rows; `depth` is None if earlier layers wrote nothing."""
-        input_BTD, visible, depth = self._read(x_BTD, depth)
+        """Process all tokens of whole rows; `depth` is None if earlier layers wrote nothing.
+
+        `embedded_BTD` is the `embedded_input` of the model.
+        """
+        input_BTD, visible, depth = self._read(x_BTD, depth, embedded_BTD)
         if self.kind.part != 'block':
             x_BTD, written = self._write(input_BTD, SlotInputs(), tokens, None)
             return LayerOutput(x_BTD, written, depth, Records())
@@ -105,10 +116,18 @@ class Layer(nn.Module):
         return LayerOutput(x_BTD, written, depth, Records(record, aux.experts), aux)
 
     def decode(
-        self, x_B1D, depth, tokens: TokenInfo, args: LayerArgs, cache, documents_B, active_B
+        self,
+        x_B1D,
+        depth,
+        tokens: TokenInfo,
+        args: LayerArgs,
+        cache,
+        documents_B,
+        active_B,
+        embedded_B1D=None,
     ):
         """One new token of each row: the stream's x, NewSlots, the CacheUpdate, and dropped_B."""
-        input_B1D, visible, _ = self._read(x_B1D, depth)
+        input_B1D, visible, _ = self._read(x_B1D, depth, embedded_B1D)
         if self.kind.routed:
             routing_args = args.routing._replace(expert_state=args.expert_state)
             y_B1D, slot_inputs, update, dropped_B = self.operation.decode(
@@ -126,9 +145,11 @@ class Layer(nn.Module):
         x_B1D, written = self._write(y_B1D, aux.slot_inputs, tokens, None)
         return x_B1D, written, CacheUpdate(aux.keys, None, aux.expert_state.taken_BE), 0
 
-    def _read(self, x_BTD, depth):
+    def _read(self, x_BTD, depth, embedded_BTD):
         if self.kind.part == 'entry':
             return x_BTD, None, depth
+        if embedded_BTD is not None:  # of all tokens, also those that skip the block
+            x_BTD = self.blend(x_BTD, embedded_BTD)
         return self.stream.read(x_BTD, depth)
 
     def _write(self, y_BTD, slot_inputs, tokens, indices_BC):

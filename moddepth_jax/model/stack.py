@@ -9,6 +9,7 @@ import numpy as np
 from kernels_pallas.joint_softmax import ATTENDED
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import DepthSlots, TokenInfo
+from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.layer import Layer, LayerArgs, LayerOutput, Records
 from moddepth_jax.model.routing import CHOICE
 from moddepth_jax.model.sharding import constrain, unshard_params
@@ -173,14 +174,16 @@ def run_unrolled(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD
     written, records = [], []
     args_of_layers = per_layer_args(layer_kinds(stack.hparams), args)
     layers = unstack_layers(stack, params)
+    embedded_BTD = embedded_input(stack.hparams, x_BTD)
     for (kind, layer_params), layer_args in zip(layers, args_of_layers, strict=True):
 
-        def call(params, x_BTD, written, args, kind=kind):
-            output = stack.apply(kind, params, x_BTD, stack_slots(written), tokens, args)
+        def call(params, x_BTD, written, args, embedded_BTD, kind=kind):
+            depth = stack_slots(written)
+            output = stack.apply(kind, params, x_BTD, depth, tokens, args, embedded_BTD)
             return output._replace(aux=None)
 
         call = with_remat(call, stack.hparams, prevent_cse=True)
-        output = call(layer_params, x_BTD, written, layer_args)
+        output = call(layer_params, x_BTD, written, layer_args, embedded_BTD)
         x_BTD, written = output.x_BTD, [*written, output.written]
         records.append(output.records)
     return x_BTD, merge_records(records, lambda *leaves: jnp.stack(leaves))

@@ -1,7 +1,8 @@
 """A stack of layers as scans over runs: one buffer of depth slots, one reverse scan.
 
 Layer l sees only slots that earlier layers wrote. So the buffer after the last layer serves the
-backward pass of every layer. That carries the cotangent of the buffer, to which each layer adds.
+backward pass of every layer. That carries the cotangent of the buffer, to which each layer adds,
+and likewise that of the embedded tokens, if all layers read them.
 """
 
 import functools
@@ -13,6 +14,7 @@ import numpy as np
 from kernels_pallas import order_before_writes
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import SLOTS, DepthSlots, KeysValues, TokenInfo
+from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.layer import LayerArgs, NewSlots
 from moddepth_jax.model.sharding import constrain
 from moddepth_jax.model.stack import Stack, merge_records, pick_args, run_unrolled, with_remat
@@ -28,7 +30,8 @@ def run_stack(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
         layers = first + np.arange(run.repeats * len(run.group)).reshape(run.repeats, -1)
         by_run.append([pick_args(kinds, args, of_place) for of_place in layers.T])
         first += layers.size
-    x_BTD, records = _scanned(stack, params, by_run, tokens, x_BTD)
+    embedded_BTD = embedded_input(stack.hparams, x_BTD)
+    x_BTD, records = _scanned(stack, params, by_run, tokens, x_BTD, embedded_BTD)
 
     def in_order(*leaves):
         together = jnp.stack(leaves, axis=1)
@@ -108,10 +111,10 @@ def _function(stack, kind, repeats):
     """A layer as call(x, other inputs) -> (differentiated outputs, other outputs)."""
 
     def call(x_BTD, rest):
-        params, slots, valid_LBT, count, args, tokens = rest
+        params, slots, valid_LBT, count, args, tokens, embedded_BTD = rest
         slots, sums = slots
         depth = None if slots is None else DepthSlots(slots, valid_LBT, count, sums=sums)
-        output = stack.apply(kind, params, x_BTD, depth, tokens, args)
+        output = stack.apply(kind, params, x_BTD, depth, tokens, args, embedded_BTD)
         slots, sums = (None, None) if slots is None else (output.depth.slots, output.depth.sums)
         written, threaded = output.written, slots if sums is None else sums
         others = (written.valid_BT, _only(output.records, False), None if sums is None else slots)
@@ -149,7 +152,7 @@ def _add_gradient(dparams, place, row, dlayer):
     return dparams | {place.run: run | {place.layer: new}}
 
 
-def _run_layers(stack, params, args, tokens, x_BTD, call):
+def _run_layers(stack, params, args, tokens, x_BTD, embedded_BTD, call):
     """All layers, in scans over the repeats of each run: the last carry, records, what is saved."""
     carry = (x_BTD, *empty_slots(stack.hparams, x_BTD))
     records, saved, runs = [], [], stack.runs
@@ -162,8 +165,8 @@ def _run_layers(stack, params, args, tokens, x_BTD, call):
             outputs = []
             for j, kind in enumerate(run.group):
                 layer_params = pick(own, j)
-                sums = empty_sums(stack.hparams, slots)
-                rest = (layer_params, (slots, sums), valid_LBT, count, args[j], tokens)
+                buffers = (slots, empty_sums(stack.hparams, slots))
+                rest = (layer_params, buffers, valid_LBT, count, args[j], tokens, embedded_BTD)
                 function = _function(stack, kind, run.repeats)
                 results, others, residuals = call(function, x_BTD, rest)
                 x_BTD, new, threaded, record = results
@@ -181,15 +184,15 @@ def _run_layers(stack, params, args, tokens, x_BTD, call):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scanned(stack, params, args, tokens, x_BTD):
+def _scanned(stack, params, args, tokens, x_BTD, embedded_BTD):
     def call(function, x_BTD, rest):
         return *function(x_BTD, rest), None
 
-    (x_BTD, _, _), records, _ = _run_layers(stack, params, args, tokens, x_BTD, call)
-    return x_BTD, records
+    carry, records, _ = _run_layers(stack, params, args, tokens, x_BTD, embedded_BTD, call)
+    return carry[0], records
 
 
-def _forward(stack, params, args, tokens, x_BTD):
+def _forward(stack, params, args, tokens, x_BTD, embedded_BTD):
     def call(function, x_BTD, rest):
         leaves, structure = jax.tree.flatten(rest)
         results, vjp, others = jax.vjp(
@@ -205,12 +208,13 @@ def _forward(stack, params, args, tokens, x_BTD):
         vjp.args_res = [x_res, dropped]
         return results, others, vjp
 
-    (x_BTD, slots, valid_LBT), records, vjps = _run_layers(stack, params, args, tokens, x_BTD, call)
-    return (x_BTD, records), (params, args, tokens, slots, valid_LBT, vjps)
+    carry, records, vjps = _run_layers(stack, params, args, tokens, x_BTD, embedded_BTD, call)
+    x_BTD, slots, valid_LBT = carry
+    return (x_BTD, records), (params, args, tokens, embedded_BTD, slots, valid_LBT, vjps)
 
 
 def _backward(stack, residuals, cotangents):
-    params, args, tokens, slots, valid_LBT, vjps = residuals
+    params, args, tokens, embedded_BTD, slots, valid_LBT, vjps = residuals
     dx_BTD, drecords = cotangents
     sums = empty_sums(stack.hparams, slots)
     dslots = jax.tree.map(jnp.zeros_like, slots if sums is None else sums)
@@ -218,19 +222,21 @@ def _backward(stack, residuals, cotangents):
     runs, looped = stack.runs, stack.hparams.looped
     # Of a looped model the gradients of all parameters, to which each loop adds.
     sums_of_loops = jax.tree.map(jnp.zeros_like, params) if looped else {}
-    carry, dparams = (dx_BTD, dslots, sums_of_loops), {}
+    dembedded_BTD = jax.tree.map(jnp.zeros_like, embedded_BTD)
+    carry, dparams = (dx_BTD, dslots, sums_of_loops, dembedded_BTD), {}
     take = functools.partial(jax.lax.dynamic_index_in_dim, axis=0, keepdims=False)
     for i, run in reversed(list(enumerate(runs))):
         own, pick = _params_of_run(stack, params, i)
         places = stack.places_of(i) if looped else ()
 
         def body(carry, inputs, run=run, pick=pick, places=places):
-            dx_BTD, dslots, sums_of_loops = carry
+            dx_BTD, dslots, sums_of_loops, dembedded_BTD = carry
             own, args, count, vjps, drecords = inputs
             dparams = {}
             for j, kind in reversed(list(enumerate(run.group))):
                 before = count + sum(kind.slots for kind in run.group[:j])
-                rest = (pick(own, j), (slots, sums), valid_LBT, before, args[j], tokens)
+                buffers = (slots, sums)
+                rest = (pick(own, j), buffers, valid_LBT, before, args[j], tokens, embedded_BTD)
                 leaves, structure = jax.tree.flatten(rest)
                 vjp, (x_res, dropped) = vjps[j], vjps[j].args_res
                 found = zip(dropped, leaves, strict=True)
@@ -242,14 +248,15 @@ def _backward(stack, residuals, cotangents):
                     like = (slots,) * kind.slots
                     dwritten = jax.tree.map(lambda d, s: d.astype(s.dtype), dwritten, like)
                 dx_BTD, dleaves = vjp((dx_BTD, dwritten, dslots, drecords[j]))
-                dlayer, (dslots, dsums), *_ = structure.unflatten(dleaves)
+                dlayer, (dslots, dsums), *_, of_layer_BTD = structure.unflatten(dleaves)
+                dembedded_BTD = jax.tree.map(jnp.add, dembedded_BTD, of_layer_BTD)
                 dslots = dslots if dsums is None else dsums
                 if places:
                     place, row = places[j][0], own[j]
                     sums_of_loops = _add_gradient(sums_of_loops, place, row, dlayer)
                 else:
                     dparams[f'layer_{j}'] = dlayer
-            return (dx_BTD, dslots, sums_of_loops), dparams
+            return (dx_BTD, dslots, sums_of_loops, dembedded_BTD), dparams
 
         drecords_of_run = [_only(record, True) for record in drecords[i]]
         inputs = (own, args[i], stack.counts(runs, i), vjps[i], drecords_of_run)
@@ -259,7 +266,7 @@ def _backward(stack, residuals, cotangents):
         dparams = carry[2]
     else:
         dparams = {run: {n: dparams[run][n] for n in layers} for run, layers in params.items()}
-    return dparams, None, None, carry[0]
+    return dparams, None, None, carry[0], carry[3]
 
 
 _scanned.defvjp(_forward, _backward)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.hparams.registry import CAUSAL_RULES
 from moddepth_jax.model.attention import DepthSlots, model_segment_ids
+from moddepth_jax.model.embedding_residual import embedded_input, first_scales
 from moddepth_jax.model.layer import LayerArgs
 from moddepth_jax.model.layers import RMSNorm, embed, initializer, lm_head
 from moddepth_jax.model.mod.mixture_of_depths import RoutingArgs
@@ -159,6 +160,7 @@ def init_stack(key, hparams: ModelHparams, length: int):
     ones_BT = jnp.ones(shape[:2], jnp.int32)
     seeds_BT = ones_BT.astype(jnp.uint32)
     tokens = TokenInfo(jnp.arange(length)[None], ones_BT, seeds_BT)
+    embedded_BTD = embedded_input(hparams, x_BTD)
     stack, params = Stack(hparams, 'top_c'), {}
     runs = stack.stored_runs
     carry = (x_BTD, *empty_slots(hparams, x_BTD))
@@ -169,7 +171,9 @@ def init_stack(key, hparams: ModelHparams, length: int):
             made = {}
             for j, kind in enumerate(kinds):
                 layer = (jax.random.fold_in(key, numbers[j]), numbers[j])
-                made[f'layer_{j}'], carry = init_layer(*layer, stack, kind, carry, count, tokens)
+                made[f'layer_{j}'], carry = init_layer(
+                    *layer, stack, kind, carry, count, tokens, embedded_BTD
+                )
                 count += kind.slots
             return carry, {name: layer for name, layer in made.items() if layer}
 
@@ -179,7 +183,9 @@ def init_stack(key, hparams: ModelHparams, length: int):
     return params
 
 
-def init_layer(key, number, stack: Stack, kind: LayerKind, carry, count, tokens: TokenInfo):
+def init_layer(
+    key, number, stack: Stack, kind: LayerKind, carry, count, tokens: TokenInfo, embedded_BTD
+):
     """Parameters of a layer and the carry after it: x_BTD, and its slots from `count` on.
 
     A routed layer's block and stream start as those of a layer that is not routed.
@@ -187,18 +193,19 @@ def init_layer(key, number, stack: Stack, kind: LayerKind, carry, count, tokens:
     x_BTD, slots, valid_LBT = carry
     depth = None if slots is None else DepthSlots(slots, valid_LBT, count)
     args = LayerArgs(RoutingArgs(jnp.int32(0), jnp.float32(0), jnp.bool_(False)))
-    inputs = (x_BTD, depth, tokens, args)
+    inputs = (x_BTD, depth, tokens, args, embedded_BTD)
     layer = stack.layer(kind._replace(routed=False), parent=None)
     output, variables = layer.init_with_output(key, *inputs)
     start = stack.hparams.depth.stream_class.start(stack.hparams, number)
+    start = {**start, **first_scales(stack.hparams, number)}
     if start and kind.part == 'block':
         for name, values in start.items():
             variables['params'][name] |= values
         output = layer.apply(variables, *inputs)
     if kind.routed:
         block = variables['params']
-        stream = {name: block.pop(name) for name in ('stream',) if name in block}
-        variables = {'params': {'block': block, **stream}}
+        outside = {name: block.pop(name) for name in ('stream', 'blend') if name in block}
+        variables = {'params': {'block': block, **outside}}
         layer = stack.layer(kind, parent=None)
         output, variables = layer.apply(variables, *inputs, rngs={'params': key}, mutable='params')
     carry = output.x_BTD, *put_slots(slots, valid_LBT, output.written, count)

@@ -33,6 +33,7 @@ _PLAIN = {
     'model.depth.sublayers_per_source': 0,
     'model.depth.hyper_form': 'auto',
     'model.depth.value_stride': 0,
+    'model.embedding_residual': 'none',
 }
 
 
@@ -93,6 +94,14 @@ _STREAMS = {
         'values of all earlier layers in a softmax',
         _stream('value_attention', **{'model.depth.value_stride': 1}),
         'rose ^',
+    ),
+    'embedding_residual': Variant(
+        'embedding residual', _PLAIN | {'model.embedding_residual': 'learned'}, 'blue s'
+    ),
+    'embedding_identity': Variant(
+        'embedding residual that starts at 0',
+        _PLAIN | {'model.embedding_residual': 'identity'},
+        'blue p',
     ),
     **{
         f'looped_{loops}': Variant(

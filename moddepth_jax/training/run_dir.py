@@ -47,6 +47,7 @@ OLDER_RUNS = {
     'model.loops': 1,
     'model.loop_order': 'cycle',
     'training.loops': [],
+    'model.embedding_residual': 'none',
     'model.depth.value_mix': 'none',
     'model.depth.sparse_layers': 0,
     'model.depth.sublayers_per_source': 0,

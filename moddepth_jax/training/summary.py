@@ -137,6 +137,8 @@ def _describe_model(hparams):
         slots = f' with {depth.slots} slots' if depth.slots != 'none' else ''
         skipped = f' ({depth.skipped_slots} where skipped)' if model.routed_layers and slots else ''
         parts.append(f'{depth.stream} depth stream{slots}{skipped}')
+    if model.embedding_residual != 'none':
+        parts.append(f'{model.embedding_residual} embedding residual')
     return parts
 
 

@@ -31,6 +31,7 @@ STATIC_WAYS = MUDD | {'model.depth.mudd_weights': 'static'}
 SOURCES_OF_2, SOURCES_OF_3 = (
     SOURCES | {'model.depth.sublayers_per_source': size} for size in (2, 3)
 )
+EMBEDDED = {'model.embedding_residual': 'learned'}
 UNROLLED = {'model.layer_loop': 'unrolled'}
 DENSE = UNROLLED | {'model.depth.stream': 'dense'}
 AVERAGE = UNROLLED | {'model.depth.stream': 'average'}
@@ -125,6 +126,11 @@ CASES = {
     'value attention': (MIXED | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
     'value attention grows': (RECENT | ROUTED | GROWS | POST, 'predictor'),
     'value attention, recent': (RECENT | WINDOWS | FULL_NORM | REORDERED, 'dense'),
+    'embedding residual': (EMBEDDED | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
+    'embedding residual, moda': (EMBEDDED | MODA | POST | WINDOWS, 'dense'),
+    'embedding residual, values': (EMBEDDED | VALUES | ROUTED | GROWS | REORDERED, 'predictor'),
+    'embedding residual, mixed values': (EMBEDDED | MIXED | ROUTED | ROOMY, 'predictor'),
+    'looped embedding residual': (LOOPED | EMBEDDED, 'dense'),
     'hyper-connections': (
         HYPER | ROUTED | ROOMY | HEAD_NORM | {'model.depth.num_streams': 2},
         'predictor',
@@ -188,7 +194,9 @@ def random_like(shapes, seed=0, dtype=None):
         spread = {'embedding': 1.0, 'scale': 0.2, 'kernel': 0.3, 'w': 0.3, 'outer': 0.1}.get(
             name, 0.2
         )
-        values = float(name in ('scale', 'read_bias')) + spread * rng.normal(size=leaf.shape)
+        values = float(name in ('scale', 'read_bias', 'residual_scale')) + spread * rng.normal(
+            size=leaf.shape
+        )
         if name == 'bias' and path[-2].key == 'stream':  # the newest output counts most
             values[..., 0] += 1
         if name == 'expert_thresholds_XE':  # some tokens pass them

@@ -99,6 +99,7 @@ PAIRS = {
     'average stream': (cases.ROUTED, cases.AVERAGE | cases.ROUTED, (9, 14, 9, 14)),
     'dense stream': ({}, cases.DENSE, ALL),
     'value residual': (cases.ROUTED, cases.VALUES | cases.ROUTED, (9, 14, 9, 14)),
+    'embedding residual': (cases.ROUTED, cases.EMBEDDED | cases.ROUTED, (9, 14, 9, 14)),
     'attention residual': ({}, cases.SOURCES, ALL),
     'attention residual, routed': (cases.SOURCES, cases.SOURCES | cases.ROUTED, (13, 13, 13, 13)),
     'mudd': ({}, cases.MUDD, ALL),

@@ -96,7 +96,11 @@ def stream(layers, x_TD, row, model):
     kind = model.depth.stream
     if kind in ('residual', 'moda', 'value_residual', 'value_attention'):
         slots = []  # of (key_TKH, value_TKH, valid_T), oldest first; the embedding writes none
+        first_TD = x_TD
         for number, layer in enumerate(layers):
+            if model.embedding_residual != 'none':
+                blend = layer['blend']
+                x_TD = blend['residual_scale'] * x_TD + blend['embedding_scale'] * first_TD
             x_TD, written = block(layer, x_TD, newest(slots, model), row, number, model)
             slots = slots + written
         return x_TD

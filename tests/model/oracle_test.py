@@ -33,6 +33,7 @@ VALUES = {'depth.stream': 'value_residual'}
 SHARED, SPARSE, FIXED = (VALUES | {'depth.value_mix': mix} for mix in ('shared', 'sparse', 'fixed'))
 MIXED = {'depth.stream': 'value_attention'}
 RECENT = MIXED | {'depth.value_stride': 3, 'depth.recent_layers': 1}
+EMBEDDED = {'embedding_residual': 'learned'}
 SOURCES = {'depth.stream': 'attention_residual'}
 HYPER = {'depth.stream': 'hyper_connections'}
 STATIC, CONSTRAINED = (HYPER | {'depth.hyper_form': form} for form in ('static', 'constrained'))
@@ -84,6 +85,9 @@ CASES = {
     'value attention': MIXED | PRE | HEAD | BIAS,
     'value attention, stride': MIXED | POST | ONE_EACH | {'depth.value_stride': 2} | UNROLLED,
     'value attention, recent': RECENT | REORDERED | FULL | WINDOWS | {'num_layers': 4},
+    'embedding residual': EMBEDDED | PRE | HEAD | TIED,
+    'embedding residual, both slots': EMBEDDED | BOTH | POST | WINDOWS,
+    'embedding residual, experts': EMBEDDED | VALUES | REORDERED | TOKEN,
     'attention residual': SOURCES | PRE | HEAD | BIAS | WINDOWS,
     'hyper-connections': HYPER | PRE | HEAD | WINDOWS,
     'hyper-connections, static': STATIC | REORDERED | {'depth.num_streams': 3},
@@ -144,6 +148,8 @@ ROUTED_CASES = {
     'value residual, post': (SLOTS | VALUES | POST | HEAD | WINDOWS, 'threshold'),
     'value attention': (SLOTS | MIXED | PRE | HEAD, 'top_c'),
     'value attention, recent': (SLOTS | RECENT | POST | WINDOWS, 'threshold'),
+    'embedding residual': (SLOTS | EMBEDDED | PRE | HEAD, 'top_c'),
+    'embedding residual, moda': (SLOTS | EMBEDDED | BOTH | POST, 'threshold'),
     'attention residual': (SLOTS | SOURCES | PRE, 'top_c'),
     'hyper-connections': (SLOTS | HYPER | PRE, 'threshold'),
     'hyper-connections, constrained': (SLOTS | CONSTRAINED | PRE, 'top_c'),
@@ -240,7 +246,7 @@ def compare(config, routing, gradients):
 FAST = ('block slots', 'both slots', 'unrotated', 'attention slot projection', 'newest slots')
 FAST += ('attention stream', 'dense stream, bias', 'average stream, bias')
 FAST += ('value residual', 'value residual, sparse', 'shared values', 'mudd')
-FAST += ('value attention', 'value attention, recent')
+FAST += ('value attention', 'value attention, recent', 'embedding residual, experts')
 
 
 @pytest.mark.parametrize('case', parameters(FAST, CASES))
@@ -263,7 +269,7 @@ def test_model_equals_the_oracle(tiny_config, case):
 
 
 FAST = ('sigmoid', 'windows', 'segments', 'threshold', 'predictor', 'straight through', 'moda')
-FAST += ('value residual', 'value attention')
+FAST += ('value residual', 'value attention', 'embedding residual')
 
 
 # JAX warns of int32 and int64 indices in float64, which no model is trained in.

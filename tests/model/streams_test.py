@@ -15,6 +15,7 @@ from tests.model.cases import (
     AVERAGE,
     BLOCK_SLOT,
     DENSE,
+    EMBEDDED,
     MASKED,
     MIXED,
     MODA,
@@ -57,6 +58,7 @@ def test_streams_add_parameters_by_formula(routing, kv_heads, tiny_config):
     assert count(MODA, BLOCK_SLOT) - plain == (layers - 1) * slot
     assert count(MODA, UNROTATED) == count(MODA)
     assert count(VALUES) - plain == 2 * (layers - 1)
+    assert count(EMBEDDED) - plain == 2 * layers
     assert count(SPARSE) == count(MIXED) == count(RECENT) == plain
     assert count(SOURCES) - plain == count(SOURCES_OF_3) - plain == 2 * width * (2 * layers + 1)
     if not routing:

@@ -138,12 +138,14 @@ def test_every_mesh_trains_as_one_device(name, tiny_config):
         MHC,
         {'model.depth.stream': 'mudd'},
         {'model.depth.stream': 'value_attention'},
+        {'model.embedding_residual': 'learned', 'model.depth.stream': 'moda'},
         {'model.vocab_size': 264, 'training.loss_chunk': 20},
         {'model.vocab_size': 264, 'training.loss_chunk': 20, 'model.tie_embeddings': True},
     ],
     ids=[
         *('micro-batches', 'of experts', 'random', 'depth attention', 'attention residual'),
-        *('hyper-connections', 'mhc', 'mudd', 'value attention', 'chunks', 'tied chunks'),
+        *('hyper-connections', 'mhc', 'mudd', 'value attention', 'embedding residual'),
+        *('chunks', 'tied chunks'),
     ],
 )
 def test_other_models_train_as_on_one_device(changes, tiny_config):

@@ -47,19 +47,25 @@ def test_schedule_of_short_runs_is_sound(tiny_config, num_steps, warmup):
         assert rate[0] == rate.max()
 
 
-@pytest.mark.parametrize('decay_embeddings', [True, False])
-def test_weight_decay_is_for_matrices_only(tiny_config, decay_embeddings):
+AVERAGE = {'model.depth.stream': 'average', 'model.layer_loop': 'unrolled'}
+EMBEDDED = {'model.embedding_residual': 'learned'}
+
+
+@pytest.mark.parametrize(
+    ('decay_embeddings', 'model', 'scalars'),
+    [(True, AVERAGE, {'weights'}), (False, EMBEDDED, {'residual_scale', 'embedding_scale'})],
+)
+def test_weight_decay_is_for_matrices_only(tiny_config, decay_embeddings, model, scalars):
     """Without a gradient a step shrinks kernels by rate times decay, the embedding by knob."""
     changes = {
         'model.routing.router': 'learned',
         'model.use_bias': True,
         'model.qk_norm': 'head',
-        'model.depth.stream': 'average',
-        'model.layer_loop': 'unrolled',
         'optimizer.weight_decay': 0.5,
         'optimizer.learning_rate': 0.01,
         'optimizer.warmup_fraction': 0.0,
         'optimizer.decay_embeddings': decay_embeddings,
+        **model,
     }
     hparams = from_config(tiny_config(**changes))
     shapes = jax.eval_shape(lambda: init_state(hparams, 10)).params
@@ -81,7 +87,8 @@ def test_weight_decay_is_for_matrices_only(tiny_config, decay_embeddings):
             kept.add(name)
     embedding = {'embedding'}
     assert decayed == {'kernel'} | (embedding if decay_embeddings else set())
-    assert kept == {'scale', 'bias', 'w', 'weights'} | (set() if decay_embeddings else embedding)
+    kept -= set() if decay_embeddings else embedding
+    assert kept == {'scale', 'bias', 'w'} | scalars
 
 
 def run_steps(tiny_config, rule, num_steps=4, **changes):

@@ -40,6 +40,7 @@ class Stream(nn.Module):
     choices = {}
     counts = ()  # knobs of `model.depth` that are numbers and 0 in all other streams
     scans = True  # whether layers of equal kind have equal shapes, so that they can share a scan
+    keeps_sum = False  # whether it carries x alone, to which each block adds its output
     sized_by_depth = False  # whether parameters are as many as layers run, so that loops are fixed
     has_ends = False  # whether the embedding writes a slot and the final norm reads once more
     reads_outputs = False  # whether slots are block outputs [B, T, D], not keys and values
@@ -160,6 +161,8 @@ class Stream(nn.Module):
 @STREAMS.register('residual')
 class Residual(Stream):
     """The running sum: a layer reads it and adds to it, inside its block."""
+
+    keeps_sum = True
 
     @classmethod
     def describe(cls, hparams: ModelHparams) -> str:

@@ -21,6 +21,7 @@ class Moda(Stream):
         'slot_keys': ('rotated', 'unrotated'),
         'skipped_slots': ('projected', 'masked'),
     }
+    keeps_sum = True
     attends = True
     sums_gradients = True
     joins_attention = True

@@ -79,6 +79,7 @@ class ValueAttention(Stream):
     """
 
     counts = ('value_stride', 'recent_layers')
+    keeps_sum = True
     value_mixer = MixValues
     sums_gradients = True
     masks_skipped = True

@@ -50,6 +50,7 @@ class ValueResidual(Stream):
 
     choices = {'value_mix': ('learned', 'fixed', 'sparse', 'shared')}
     counts = ('sparse_layers',)
+    keeps_sum = True
     value_mixer = AddFirstValues
 
     def read(self, x_BTD, depth: DepthSlots | None):

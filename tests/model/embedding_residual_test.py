@@ -1,0 +1,210 @@
+"""The embedded tokens before each block: when they change nothing, their gradient, refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.conversion.transfer_params import transfer_params
+from moddepth_jax.model.decoding import prefill, unroll
+from moddepth_jax.model.embedding_residual import blend_embedding, embedded_input
+from moddepth_jax.model.flops import forward_breakdown
+from moddepth_jax.model.stack import Stack
+from moddepth_jax.model.stack_scan import run_stack
+from moddepth_jax.model.transformer import Transformer, layer_args, token_info
+from tests.model.cases import (
+    ATTENTION,
+    AVERAGE,
+    DENSE,
+    EMBEDDED,
+    HEAD_NORM,
+    HYPER,
+    LOOPED,
+    MASKED,
+    MIXED,
+    MODA,
+    MUDD,
+    ROUTED,
+    SOURCES,
+    UNROLLED,
+    VALUES,
+    parameters,
+    random_variables,
+    small_hparams,
+)
+from tests.model.value_streams_test import by_name, gradient, with_leaves
+
+B, T = 2, 12
+TOKENS_BT = np.random.default_rng(1).integers(0, 32, (B, T)).astype(np.int32)
+SEGMENTS_BT = np.array([[1] * 7 + [2] * 5, [1] * 10 + [0] * 2])
+FLOAT64 = {'model.dtype': 'float64'}
+IDENTITY = {'model.embedding_residual': 'identity'}
+FORMS = {
+    'dense': HEAD_NORM,
+    'unrolled': UNROLLED,
+    'routed': ROUTED,
+    'looped': LOOPED,
+    'moda, masked': MODA | ROUTED | MASKED,
+    'values': VALUES | ROUTED,
+    'mixed values': MIXED,
+}
+
+
+@pytest.mark.parametrize('form', parameters(('routed', 'moda, masked'), FORMS))
+def test_scales_of_1_and_0_are_the_plain_model(form, tiny_config):
+    """Logits and the gradients of all that both models have: float64."""
+    with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
+        knobs = FORMS[form] | FLOAT64
+        plain, other = (small_hparams(tiny_config, knobs, some) for some in ({}, EMBEDDED))
+        variables = random_variables(other, TOKENS_BT)
+        off = {'residual_scale': 1, 'embedding_scale': 0}
+        variables['params'] = with_leaves(variables['params'], **off)
+        shared, new = transfer_params(other.model, variables['params'], plain)
+        assert not new
+        expected_BTV, expected = gradient(plain, variables | {'params': shared})
+        logits_BTV, slopes = gradient(other, variables)
+    np.testing.assert_allclose(logits_BTV, expected_BTV, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(slopes['embedding'], expected['embedding'], rtol=1e-9, atol=1e-12)
+    slopes, expected = by_name(other, slopes), by_name(plain, expected)
+    assert slopes.keys() > expected.keys()
+    for key, leaf in expected.items():
+        np.testing.assert_allclose(slopes[key], leaf, rtol=1e-9, atol=1e-12, err_msg=str(key))
+
+
+def test_identity_starts_as_the_plain_model(tiny_config):
+    """With the same draws: logits at first are equal to the bit."""
+    found = []
+    for some in ({}, IDENTITY, EMBEDDED):
+        model = Transformer(small_hparams(tiny_config, ROUTED, some))
+        found.append(model.init_with_output(jax.random.key(0), TOKENS_BT)[0][0])
+    np.testing.assert_array_equal(found[0], found[1])
+    assert np.abs(found[0] - found[2]).max() > 1e-3
+
+
+@pytest.mark.parametrize('routing', [{}, ROUTED])
+def test_scales_start_as_in_nanochat(routing, tiny_config):
+    """r falls from 1.15 to 1.05 and a from 0.20 to 0.05 over four layers, in float32."""
+    hparams = small_hparams(tiny_config, EMBEDDED, routing)
+    params = Transformer(hparams).init(jax.random.key(0), TOKENS_BT)['params']
+    found = by_name(hparams, params)
+    for name, first in (
+        ('residual_scale', [1.15, 1.15 - 0.1 / 3, 1.15 - 0.2 / 3, 1.05]),
+        ('embedding_scale', [0.2, 0.15, 0.1, 0.05]),
+    ):
+        leaves = [found[i, f"['blend']['{name}']"] for i in range(4)]
+        assert all(leaf.dtype == np.float32 for leaf in leaves)
+        np.testing.assert_allclose(leaves, first, rtol=1e-6)
+
+
+def stack_of(hparams, variables, **values):
+    """The stack with these leaves as a function of its input, [B, T, D]."""
+    params = with_leaves(variables['params']['stack'], **values)
+    args = layer_args(hparams.model, variables.get('averages'), 'top_c')
+    tokens = token_info(hparams, jnp.asarray(TOKENS_BT), jnp.asarray(SEGMENTS_BT))
+
+    def run(x_BTD):
+        return run_stack(Stack(hparams.model, 'top_c'), params, tokens, args, x_BTD)[0]
+
+    return run
+
+
+# name: (knobs, the stored layer of each block that runs)
+LINEAR = {
+    'scanned': ({}, (0, 1, 2, 3)),
+    'unrolled': (UNROLLED, (0, 1, 2, 3)),
+    'routed': (ROUTED | {'model.routing.layers': '1,3'}, (0, 1, 2, 3)),
+    'looped': (LOOPED, (0, 1, 2, 1, 2, 1, 2, 3)),
+    'moda': (MODA, (0, 1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize('name', parameters(('scanned', 'unrolled', 'routed'), LINEAR))
+def test_the_embedded_tokens_reach_the_end_through_every_layer(name, tiny_config):
+    """Of blocks that add nothing, the output is (prod r_i + sum_i a_i prod_{j>i} r_j) x_0.
+
+    So is its gradient, for every token, also those that skip all routed blocks.
+    """
+    knobs, order = LINEAR[name]
+    with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
+        hparams = small_hparams(tiny_config, knobs, EMBEDDED, FLOAT64)
+        variables = random_variables(hparams, TOKENS_BT)
+        found = by_name(hparams, variables['params'])
+        run = stack_of(hparams, variables, kernel=0, bias=0)
+        x_BTD, dy_BTD = np.random.default_rng(5).normal(size=(2, B, T, hparams.model.d_model))
+        y_BTD, vjp = jax.vjp(jax.jit(run), jnp.asarray(x_BTD))
+        (dx_BTD,) = vjp(jnp.asarray(dy_BTD))
+    assert len(found) and len(order) == hparams.model.num_blocks
+    total = 1.0
+    for place in range(len(order)):
+        r, a = (
+            found[place, f"['blend']['{scale}']"] for scale in ('residual_scale', 'embedding_scale')
+        )
+        total = r * total + a
+    np.testing.assert_allclose(y_BTD, total * x_BTD, rtol=1e-10)
+    np.testing.assert_allclose(dx_BTD, total * dy_BTD, rtol=1e-10)
+
+
+@pytest.mark.parametrize('loop', [{}, UNROLLED])
+def test_gradients_of_the_embedded_tokens_are_summed_in_float32(loop, tiny_config):
+    """Of 40 layers with a = 2^-9, each below half a unit of bfloat16 at 1, the sum shows."""
+    knobs = {'model.num_layers': 40, 'model.dtype': 'bfloat16'}
+    hparams = small_hparams(tiny_config, knobs, EMBEDDED, loop)
+    variables = random_variables(hparams, TOKENS_BT)
+    values = {'residual_scale': 1, 'embedding_scale': 2.0**-9, 'kernel': 0}
+    x_BTD = jnp.ones((B, T, hparams.model.d_model), jnp.bfloat16)
+    run = stack_of(hparams, variables, **values)
+    (dx_BTD,) = jax.vjp(jax.jit(run), x_BTD)[1](x_BTD)
+    assert dx_BTD.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(dx_BTD, jnp.bfloat16(1 + 40 * 2.0**-9))
+
+
+@pytest.mark.parametrize('routing', [{}, ROUTED])
+def test_no_layer_keeps_the_embedded_tokens(routing, tiny_config):
+    """Of what a gradient keeps with recomputed blocks, x_0 is there once, for any depth."""
+    kept = []
+    for knobs in ({}, EMBEDDED):
+        hparams = small_hparams(tiny_config, routing, knobs)
+        run = stack_of(hparams, random_variables(hparams, TOKENS_BT))
+        x_BTD = jax.ShapeDtypeStruct((B, T, hparams.model.d_model), 'float32')
+        _, vjp = jax.eval_shape(lambda x_BTD, run=run: jax.vjp(run, x_BTD), x_BTD)
+        kept.append(sum(leaf.size for leaf in jax.tree.leaves(vjp) if T in leaf.shape))
+    assert kept[1] - kept[0] == x_BTD.size
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_tokens_are_blended_in_float32_and_rounded_once(dtype, tiny_config):
+    """A scale of 1.003, which bfloat16 would round to 1, shows."""
+    rng = np.random.default_rng(0)
+    x, first = (jnp.asarray(rng.normal(size=(2, 3, 4)), dtype) for _ in range(2))
+    embedded = embedded_input(small_hparams(tiny_config, EMBEDDED).model, first)
+    assert embedded.dtype == np.float32
+    found = blend_embedding(x, embedded, np.float32(1.003), np.float32(0.2))
+    wide = np.asarray(x, np.float32) * np.float32(1.003)
+    wide += np.asarray(first, np.float32) * np.float32(0.2)
+    assert found.dtype == dtype
+    expected = np.asarray(jnp.asarray(wide, dtype), np.float32)
+    np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize('routing', [{}, ROUTED])
+def test_cache_and_flops_are_those_of_the_plain_model(routing, tiny_config):
+    found = []
+    for some in (small_hparams(tiny_config, routing, more) for more in ({}, EMBEDDED)):
+        how = {'hparams': some, 'routing': some.model.routing.causal_rule if routing else 'dense'}
+        how |= {'capacity': T, 'routed_capacity': 6 if routing else None}
+        unrolled = unroll(random_variables(some, TOKENS_BT), some, how['routing'])
+        _, cache = jax.eval_shape(
+            lambda u, h=how: prefill(u, TOKENS_BT, SEGMENTS_BT, **h), unrolled
+        )
+        found.append((cache, forward_breakdown(some, B, T)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize('knobs', [SOURCES, HYPER, DENSE, AVERAGE, ATTENTION, MUDD])
+@pytest.mark.parametrize('value', ['learned', 'identity'])
+def test_other_streams_are_refused(knobs, value, tiny_config):
+    stream = knobs['model.depth.stream']
+    message = f"^model.embedding_residual='{value}': must be none: the {stream} stream carries no"
+    with pytest.raises(ValueError, match=message) as error:
+        small_hparams(tiny_config, knobs, {'model.embedding_residual': value})
+    assert '\n' not in str(error.value)
