@@ -215,7 +215,9 @@ def test_a_missing_first_knob_is_not_filled_in(tmp_path, tiny_config):
 
 ROUTER = """
 from moddepth_jax.model.mod.routers import ROUTERS, NormRouter
-ROUTERS.register('of_this_test')(NormRouter)
+@ROUTERS.register('of_this_test')
+class OwnRouter(NormRouter):
+    pass
 """
 
 
