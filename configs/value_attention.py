@@ -3,7 +3,9 @@
 python -m launch.train --config=configs/value_attention.py
 python -m launch.train --config=configs/value_attention.py --config.model.depth.value_stride=1
 
-The first reads layers 0 and 4 of eight, the second all earlier layers.
+The first reads layers 0 and 4 of eight, the second all earlier layers. Bits a byte held out by the
+first, seeds 0 to 2: 2.283, 2.362, 2.342; by the dense model (configs/moda.py:slots=none) 2.345,
+2.306, 2.358.
 """
 
 from configs import moda, sizes
