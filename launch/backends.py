@@ -23,7 +23,7 @@ PAGE = flags.DEFINE_string(
 )
 BEGIN = '<!-- backends: written by python -m launch.backends -->'
 END = '<!-- end of backends -->'
-OLDEST_JAX = '0.11.2'  # for --page
+OLDEST_JAX = (0, 11, 2)  # for --page
 # Columns: the kind and the compute capability of a GPU, on which measuring is possible; or a CPU.
 DEVICES = {
     'CPU': None,
@@ -117,8 +117,9 @@ def main(argv):
     cli.replace_between(text, BEGIN, END, '')  # before the work
     import jax
 
-    if jax.__version_info__ < tuple(map(int, OLDEST_JAX.split('.'))):
-        right = f'must run with jax {OLDEST_JAX} or newer, not {jax.__version__}: older ones refuse'
+    if jax.__version_info__ < OLDEST_JAX:
+        oldest = '.'.join(map(str, OLDEST_JAX))
+        right = f'must run with jax {oldest} or newer, not {jax.__version__}: older ones refuse'
         raise ValueError(f'--page={PAGE.value}: {right} more backends')
     page.write_text(cli.replace_between(text, BEGIN, END, table(names)), encoding='utf-8')
 

@@ -197,7 +197,7 @@ def init_layer(
     layer = stack.layer(kind._replace(routed=False), parent=None)
     output, variables = layer.init_with_output(key, *inputs)
     start = stack.hparams.depth.stream_class.start(stack.hparams, number)
-    start = {**start, **first_scales(stack.hparams, number)}
+    start |= first_scales(stack.hparams, number)
     if start and kind.part == 'block':
         for name, values in start.items():
             variables['params'][name] |= values

@@ -33,6 +33,7 @@ _PLAIN = {
     'model.depth.sublayers_per_source': 0,
     'model.depth.hyper_form': 'auto',
     'model.depth.value_stride': 0,
+    'model.depth.mudd_weights': 'auto',
     'model.embedding_residual': 'none',
 }
 

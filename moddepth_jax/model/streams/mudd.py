@@ -1,6 +1,5 @@
 """The stream `mudd`: queries, keys, values and the sum each read their own mixture of outputs."""
 
-import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from kernels_pallas.xla.sequence import dot
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
-from moddepth_jax.model.attention import AttentionInputs, DepthSlots
+from moddepth_jax.model.attention import AttentionInputs, DepthSlots, read_slots
 from moddepth_jax.model.block import SlotInputs
 from moddepth_jax.model.layers import rms_norm
 from moddepth_jax.model.routing import TokenInfo
@@ -45,30 +44,18 @@ def weights_of_slots(weights, count, size: int):
     return jax.lax.dynamic_slice_in_dim(oldest_first, ages - count, size, axis=-1)
 
 
-@jax.custom_vjp
 def mix_outputs(weights, depth: DepthSlots):
     """Sums of the slots, [C, B, T, D], weighted by [B, T, C, L] or by [C, L] for all tokens.
 
-    In the dtype of the weights. Only the arguments are kept for the backward pass. The gradient of
-    the slots is that of `depth.sums` if there are any, in their dtype.
+    In the dtype of the weights; gradients as of `read_slots`.
     """
     letters = 'btcl' if weights.ndim == 4 else 'cl'
-    slots_LBTD = depth.slots.astype(weights.dtype)
-    return jnp.einsum(f'{letters},lbtd->cbtd', weights, slots_LBTD, precision='highest')
 
+    def mix(weights, depth):
+        slots_LBTD = depth.slots.astype(weights.dtype)
+        return jnp.einsum(f'{letters},lbtd->cbtd', weights, slots_LBTD, precision='highest')
 
-def _mix_backward(residuals, dx_CBTD):
-    weights, depth = residuals
-    letters = 'btcl' if weights.ndim == 4 else 'cl'
-    product = functools.partial(jnp.einsum, precision='highest')
-    dweights = product(f'cbtd,lbtd->{letters}', dx_CBTD, depth.slots.astype(weights.dtype))
-    dslots_LBTD = product(f'{letters},cbtd->lbtd', weights, dx_CBTD)
-    if depth.sums is None:
-        return dweights, DepthSlots(dslots_LBTD.astype(depth.slots.dtype))
-    return dweights, DepthSlots(None, sums=dslots_LBTD.astype(depth.sums.dtype))
-
-
-mix_outputs.defvjp(lambda *inputs: (mix_outputs(*inputs), inputs), _mix_backward)
+    return read_slots(mix, weights, depth)
 
 
 class WaysConnection(nn.Module):
