@@ -1,35 +1,35 @@
-"""What depth costs: memory, compilation and time of two models by their number of layers."""
+"""What depth costs: memory, compilation and time of models by their number of layers."""
+
+import itertools
 
 import jax
 
-from moddepth_jax.benchmarks.models import TITLES, make_model
+from moddepth_jax.benchmarks.models import TITLES, check_variants, make_model
 from moddepth_jax.benchmarks.steps import compare_steps, steps_table, with_model
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.training.tables import pivot
 
-KINDS = ('dense', 'moda')
-
 
 def compare_depths(models: dict[str, Hparams], depths, unrolled_up_to: int, repeats: int) -> dict:
-    """Memory, compile time and step time of two models by depth, scanned and unrolled.
+    """Memory, compile time and step time of models by depth, scanned and unrolled.
 
     Returns a dict as `compare_steps` does, whose rows have `depth`, `layer_loop` and `remat` too;
     ratios are to the first model, scanned with recomputation (`block`), of the same depth. Models
-    deeper than `unrolled_up_to` are only scanned: unrolled programs grow with depth.
+    deeper than `unrolled_up_to` are only scanned: unrolled programs grow with depth. The first is
+    not run without recomputation.
     """
-    first, second = models
-    forms = [(first, loop, 'block') for loop in ('scan', 'unrolled')]
-    forms += [(second, loop, remat) for loop in ('scan', 'unrolled') for remat in ('block', 'none')]
-    rows = []
+    first, rows = next(iter(models)), []
     for depth in depths:
         compared = {}
-        for name, loop, remat in forms:
-            if loop == 'scan' or depth <= unrolled_up_to:
+        for name, loop, remat in itertools.product(models, ('scan', 'unrolled'), ('block', 'none')):
+            scans = models[name].model.depth.stream_class.scans
+            fits = scans if loop == 'scan' else depth <= unrolled_up_to
+            if fits and (name, remat) != (first, 'none'):
                 knobs = {'num_layers': depth, 'layer_loop': loop, 'remat': remat}
                 compared[f'{name}, {loop}, {remat}'] = with_model(models[name], **knobs)
         result = compare_steps(compared, repeats)
         for row in result['rows']:
-            name, loop, remat = row['model'].split(', ')
+            name, loop, remat = row['model'].rsplit(', ', 2)
             form = {'depth': depth, 'model': name, 'layer_loop': loop, 'remat': remat}
             rows.append(row | form)
     return result | {'rows': rows}
@@ -43,8 +43,9 @@ def depth_tables(result: dict, shape: str) -> list:
         'compilation (tracing and lowering before it), s': lambda row: (
             f'{row["compile_seconds"]:.1f} ({row["trace_seconds"]:.1f})'
         ),
-        f'train step, ms (over {first}, scan, block)': lambda row: (
-            f'{1e3 * row["step_seconds"]:.0f} ({row["time_ratio"]:.2f})'
+        f'train step, ms (over {first}, scan, block; for equal FLOPs)': lambda row: (
+            f'{1e3 * row["step_seconds"]:.0f} '
+            f'({row["time_ratio"]:.2f}; {1 / row["realised_saving"]:.2f})'
         ),
     }
     return [
@@ -62,6 +63,7 @@ def depth_tables(result: dict, shape: str) -> list:
 
 def depth(
     *,
+    variants: list[str] = ('dense', 'moda'),
     size: str = '16x128',
     depths: list[int] = (8, 16, 32, 64),
     length: int = 128,
@@ -70,13 +72,14 @@ def depth(
     rows: int = 4,
     repeats: int = 5,
 ):
-    """One training step of the dense and the MoDA model: time over FLOPs, then costs by depth.
+    """One training step of the dense model and of others: time over FLOPs, then costs by depth.
 
     First at the size's own depth, with recomputation (model.remat block) and without; then memory,
     compile time and step time by depth, scanned and unrolled. Key/value heads are half of the
     query heads.
 
     Args:
+      variants: models, dense first; others as of `step`, such as moda, attnres, mhc.
       size: LAYERSxWIDTH; its layers are those of the comparison with FLOPs.
       depths: numbers of layers.
       length: sequence length of the comparison by depth.
@@ -85,17 +88,18 @@ def depth(
       rows: of a batch.
       repeats: timed rounds.
     """
+    variants = check_variants(list(variants))
     heads = make_model('dense', size, ratio_length, rows).model.num_heads
     heads = heads // 2 if heads % 2 == 0 else 1
     first, by_depth = (
-        {TITLES[kind]: make_model(kind, size, n, rows, num_kv_heads=heads) for kind in KINDS}
+        {TITLES[kind]: make_model(kind, size, n, rows, num_kv_heads=heads) for kind in variants}
         for n in (ratio_length, length)
     )
     jax.config.update('jax_enable_compilation_cache', False)  # what is read from it is not timed
     facts = {'kv_heads': heads, 'size': size}
     for remat in ('block', 'none'):
-        pair = {name: with_model(hparams, remat=remat) for name, hparams in first.items()}
-        result = compare_steps(pair, repeats)
+        each = {name: with_model(hparams, remat=remat) for name, hparams in first.items()}
+        result = compare_steps(each, repeats)
         shape = f'{heads} key/value heads, {rows} rows of {ratio_length}, remat {remat}'
         table = steps_table(f'train step, {size}, {shape}', result['rows'])
         yield facts | {'remat': remat} | result, [table]

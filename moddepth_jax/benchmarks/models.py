@@ -4,10 +4,13 @@ from typing import Literal
 
 from configs import dense_isoflop, mod_isoflop, moda_700m, mode_integrated, moe
 from moddepth_jax.hparams import Hparams, from_config
+from moddepth_jax.hparams.checks import did_you_mean
+from moddepth_jax.studies.plan import STREAM_VARIANTS
 
 Dtype = Literal['float32', 'bfloat16']
-# How each variant is called in tables.
+# How each variant is called in tables: those of this module, and the depth streams of the studies.
 TITLES = {
+    **{name: variant.label for name, variant in STREAM_VARIANTS.items() if name != 'wider'},
     'dense': 'dense',
     'mod': 'MoD',
     'moda': 'MoDA',
@@ -19,6 +22,18 @@ TITLES = {
 GROUPS = {'mode': ('staged', 'integrated')}  # names that stand for several variants
 # Sizes with a name: the lengths and the tokens of a batch that fit one large GPU.
 NAMED_SIZES = {'124m': ((2048,), 32768), '700m': ((2048, 4096), 16384)}
+
+
+def check_variants(names: list[str]) -> list[str]:
+    """These names of TITLES. Raises ValueError for others, and if the first is not dense."""
+    for name in names:
+        if name not in TITLES:
+            known = (*TITLES, *GROUPS)
+            right = f'must be one of {", ".join(known)}{did_you_mean(name, known)}'
+            raise ValueError(f'--variants={name}: {right}')
+    if names[0] != 'dense':
+        raise ValueError(f'--variants={",".join(names)}: must begin with dense, as in dense,mod')
+    return names
 
 
 def _dense_config(size: str):
@@ -38,12 +53,15 @@ def make_model(
 ) -> Hparams:
     """Hparams of a variant (of TITLES), of size LAYERSxWIDTH or one of NAMED_SIZES.
 
-    mod, both and staged route an eighth through every other block, by the learned router if
-    `router` is None. moe, staged and integrated have the experts of configs/moe.py in place of the
-    mlp. `knobs` are of `config.model`; None keeps the value of the size.
+    A depth stream has the knobs that it has in the studies. mod, both and staged route an eighth
+    through every other block, by the learned router if `router` is None. moe, staged and integrated
+    have the experts of configs/moe.py in place of the mlp. `knobs` are of `config.model`; None
+    keeps the value of the size.
     """
     config = _dense_config(size)
-    if variant in ('moda', 'both'):
+    if variant in STREAM_VARIANTS:
+        config.update_from_flattened_dict(STREAM_VARIANTS[variant].changes)
+    if variant == 'both':
         config.model.depth.stream = 'moda'
     if variant in ('mod', 'both', 'staged'):
         config.model.routing = mod_isoflop.get_config().model.routing

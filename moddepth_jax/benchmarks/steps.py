@@ -8,7 +8,14 @@ import jax
 import numpy as np
 
 from kernels_pallas.backends import log_lines
-from moddepth_jax.benchmarks.models import GROUPS, NAMED_SIZES, TITLES, Dtype, make_model
+from moddepth_jax.benchmarks.models import (
+    GROUPS,
+    NAMED_SIZES,
+    TITLES,
+    Dtype,
+    check_variants,
+    make_model,
+)
 from moddepth_jax.benchmarks.timing import time_interleaved, try_run
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import Hparams
@@ -149,7 +156,7 @@ def step(
     Args:
       size: LAYERSxWIDTH, 124m or 700m.
       variants: models, dense first: dense, mod, moda, both, moe, mode (staged and integrated),
-        staged, integrated.
+        staged, integrated, or a depth stream by its name in the studies, such as attnres.
       lengths: sequence lengths. Default: 512,2048, or what fits the size.
       tokens: of a batch. Default: 4096, or what fits the size.
       kv_heads: key/value heads, each in a table. Default: those of the size.
@@ -159,14 +166,7 @@ def step(
     """
     fitting = NAMED_SIZES.get(size, ([512, 2048], 4096))
     lengths, tokens = lengths or fitting[0], tokens or fitting[1]
-    names = [name for one in variants for name in GROUPS.get(one, [one])]
-    for name in names:
-        if name not in TITLES:
-            known = ', '.join((*TITLES, *GROUPS))
-            raise ValueError(f'--variants={name}: must be one of {known}')
-    if names[0] != 'dense':
-        right = 'must begin with dense, as in dense,mod'
-        raise ValueError(f'--variants={",".join(variants)}: {right}')
+    names = check_variants([name for one in variants for name in GROUPS.get(one, [one])])
     for length in lengths:
         if tokens % length:
             raise ValueError(f'--tokens={tokens}: must be a multiple of the length {length}')

@@ -65,7 +65,7 @@ def _capacities(name, words, layers, looks):
 
 _UNROLLED = {'model.layer_loop': 'unrolled'}
 _EXPERTS = {'model.experts.choice': 'token'}
-_STREAMS = {
+STREAM_VARIANTS = {
     'dense': Variant('dense', _PLAIN, 'black o'),
     'wider': Variant('dense, as many parameters', _PLAIN, 'grey s'),
     'moda_attention': Variant('MoDA, attention slots', _PLAIN | _moda('attention'), 'sky >'),
@@ -141,7 +141,7 @@ _STREAMS = {
 }
 _PLACEMENTS = {'post': 'post-norm', 'reordered': "OLMo2's norm"}
 VARIANTS = {
-    'dense': _STREAMS['dense'],
+    'dense': STREAM_VARIANTS['dense'],
     'shallow': Variant("dense, shallower: MoD's FLOPs per forward", _PLAIN, 'grey s'),
     'mod': Variant('MoD 12.5%, every other block', _mod(), 'blue D'),
     **_capacities(
@@ -171,13 +171,13 @@ VARIANTS = {
     'moe_capacity_0.5': Variant('experts, half the expert capacity', _PLAIN | _EXPERTS, 'green v'),
     'integrated': Variant('MoDE integrated, half no-ops', _PLAIN | _EXPERTS, 'rose p'),
     'staged': Variant('MoDE staged, 12.5%, every other block', _mod() | _EXPERTS, 'blue D'),
-    **_STREAMS,
+    **STREAM_VARIANTS,
     **{
         f'{name}_{placement}': Variant(
             f'{label}, {words}', changes | {'model.norm_placement': placement}, look
         )
         for placement, words in _PLACEMENTS.items()
-        for name, (label, changes, look) in _STREAMS.items()
+        for name, (label, changes, look) in STREAM_VARIANTS.items()
         # These have no running sum, or several, that post-norm could norm.
         if placement != 'post'
         or changes['model.depth.stream'] not in ('attention_residual', 'hyper_connections')

@@ -86,9 +86,9 @@ def test_depth_compares_flops_first(tmp_path):
 def test_step(tmp_path):
     """All are compared with the dense one; `mode` stands for both of its forms."""
     flags = ['--size=2x64', '--lengths=32', '--tokens=64', '--repeats=1', '--dtype=bfloat16']
-    (result,), *_ = bench(tmp_path, 'step', *flags, '--variants=dense,mod,both,moe,mode')
+    (result,), *_ = bench(tmp_path, 'step', *flags, '--variants=dense,mod,both,moe,mode,mhc')
     rows = {row['model']: row for row in result['rows']}
-    assert list(rows) == ['dense', 'mod', 'both', 'moe', 'staged', 'integrated']
+    assert list(rows) == ['dense', 'mod', 'both', 'moe', 'staged', 'integrated', 'mhc']
     assert (result['batch'], result['size']) == (2, '2x64')
     assert all(row['realised_saving'] > 0 for row in rows.values())
 

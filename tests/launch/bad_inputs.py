@@ -202,7 +202,8 @@ COMMANDS = {
         ('depth --size=16x100', ['16x100', 'multiple of 64']),
         ('depth --tokens=64', ['--tokens', 'is of step', 'depth']),
         ('step --variants=mode,dense', ['--variants=mode,dense', 'begin with dense']),
-        ('step --variants=dense,mood', ['--variants=mood', 'both', 'mode']),
+        ('step --variants=dense,mood', ['--variants=mood', 'both', 'mode', 'did you mean']),
+        ('depth --variants=moda', ['--variants=moda', 'begin with dense']),
     ],
     'backends': [
         ('tiny --page=page.md', ['page without its markers: must hold <!-- backends:']),

@@ -1,0 +1,172 @@
+"""Whole models with depth streams against the public code of their authors and others.
+
+golden/ has logits and gradients of that code; make_golden.py made them. Depth-Attention has none:
+no copy of its code was to be had.
+"""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.model.stack import Stack
+from moddepth_jax.model.streams import layer_kinds
+from moddepth_jax.model.transformer import Transformer
+from tests.model.cases import small_hparams
+
+GOLDEN = pathlib.Path(__file__).parent / 'golden'
+LAYERS = 3
+BLOCKS = {  # ours: that of a Llama, that of MUDDFormer
+    'attention/query': ('self_attn.q_proj', 'attention.wq'),
+    'attention/key': ('self_attn.k_proj', 'attention.wk'),
+    'attention/value': ('self_attn.v_proj', 'attention.wv'),
+    'attention/out': ('self_attn.o_proj', 'attention.wo'),
+    'attention_norm': ('input_layernorm', 'attention_norm'),
+    'mlp/w1': ('mlp.gate_proj', 'feed_forward.w1'),
+    'mlp/w2': ('mlp.down_proj', 'feed_forward.w2'),
+    'mlp/w3': ('mlp.up_proj', 'feed_forward.w3'),
+    'mlp_norm': ('post_attention_layernorm', 'ffn_norm'),
+}
+ENDS = {
+    'embedding': ('embed_tokens', 'tok_embeddings'),
+    'final_norm': ('norm', 'norm'),
+    'head': ('lm_head', 'output'),
+}
+
+
+def hyper(leaves, layer, part, name, shape):
+    """Dynamic hyper-connections; a public norm's scale belongs to what it multiplies."""
+    number = 2 * layer + part.startswith('mlp')
+    side, _, what = name.removeprefix('projections_').partition('_')
+
+    def leaf(name):
+        return leaves[f'connections.{number}.{name}']
+
+    if what == 'scale':
+        return leaf('dynamic_beta_scale' if side == 'add' else 'dynamic_alpha_scale')
+    kernel = not what
+    if side == 'add':
+        found = leaf('dynamic_beta_fn')[:, None] if kernel else leaf('static_beta')
+    else:
+        both = leaf('dynamic_alpha_fn' if kernel else 'static_alpha')
+        found = both[:, 1:] if side == 'mix' else both[:, :1]
+        found = found if kernel or side == 'mix' else found[:, 0]
+    return (1 + leaf('norm.gamma'))[:, None] * found if kernel else found
+
+
+def constrained(leaves, layer, part, name, shape):
+    """mHC: one matrix, one bias and three scales for what is read, added and mixed."""
+    number = 2 * layer + part.startswith('mlp')
+    side, _, what = name.removeprefix('projections_').partition('_')
+    place = ('read', 'add', 'mix').index(side)
+    if what == 'scale':
+        return leaves[f'alpha.{number}'][place]
+    columns = slice(4 * place, 4 * place + (16 if side == 'mix' else 4))
+    if what == 'bias':
+        return leaves[f'b.{number}'][columns].reshape(shape)
+    return leaves[f'phi.{number}'][:, columns]
+
+
+def attention_residual(leaves, layer, part, name, shape):
+    """Attention residuals: a query and a scale for each sublayer and the last read."""
+    return leaves[f'{name}.{2 * layer + part.startswith("mlp")}']
+
+
+def mudd(leaves, layer, part, name, shape):
+    """MUDD connections, by age, padded with zeros. The public first block reads the embedding."""
+    if not layer:
+        return jnp.zeros(shape).at[:, 0].set(1) if name == 'bias' else jnp.zeros(shape)
+    if name == 'inner':
+        found = leaves[f'dynamic_dense.{layer - 1}.w1.weight'].T
+    elif name == 'outer':
+        found = leaves[f'dynamic_dense.{layer - 1}.w2.weight'].T
+        found = found.reshape(len(found), shape[1], -1)
+    else:
+        found = leaves[f'dense_bs.{layer - 1}']
+    if name != 'inner':
+        found = jnp.flip(found, axis=-1)  # the public code has the oldest first
+    return jnp.pad(found, [(0, full - size) for full, size in zip(shape, found.shape, strict=True)])
+
+
+# name: (knobs of the stream, leaves of the connections)
+MODELS = {
+    'value_residual': ({'stream': 'value_residual', 'value_mix': 'fixed'}, None),
+    'value_shared': ({'stream': 'value_residual', 'value_mix': 'shared'}, None),
+    'attention_residual': ({'stream': 'attention_residual'}, attention_residual),
+    'hyper_connections': ({'stream': 'hyper_connections', 'hyper_form': 'dynamic'}, hyper),
+    'mhc': ({'stream': 'hyper_connections', 'hyper_form': 'constrained'}, constrained),
+    'mudd': ({'stream': 'mudd'}, mudd),
+}
+
+
+def parameters_of(hparams, name, connection, leaves):
+    """The parameters of ours that are those of the public model."""
+    form = int(name == 'mudd')
+
+    def plain(path, prefix, names, shape):
+        path = path.removesuffix('/kernel').removesuffix('/scale')
+        public = f'{prefix}{names[path][form]}.weight'
+        if public not in leaves:  # its three equal norms
+            public = public.replace('attention_norm', 'attention_norms.0')
+        leaf = leaves[public]
+        matrix = leaf.ndim == 2 and path != 'embedding'
+        return (leaf.T if matrix else leaf).reshape(shape)
+
+    def leaf_of(layer, path, shape):
+        if path.rpartition('/')[0].removesuffix('/scale') in BLOCKS:
+            return plain(path, f'layers.{layer}.', BLOCKS, shape)
+        part, name = path.removesuffix('/kernel').replace('reader/', '').rsplit('/', 1)
+        return connection(leaves, layer, part, name, shape)
+
+    stack = Stack(hparams.model, 'top_c')
+    first = layer_kinds(hparams.model)[0].part == 'entry'
+
+    def fill(path, leaf):
+        top, *keys = [key.key for key in path]
+        if top != 'stack':
+            return plain('/'.join([top, *keys]), '', ENDS, leaf.shape)
+        run, group, *name = keys
+        layers = [i - first for i, p in enumerate(stack.places) if (p.run, p.layer) == (run, group)]
+        return jnp.stack([leaf_of(layer, '/'.join(name), leaf.shape[1:]) for layer in layers])
+
+    model, tokens_BT = Transformer(hparams), np.zeros((2, 7), np.int32)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)['params']
+    return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_logits_and_gradients_are_those_of_public_code(name, tiny_config):
+    """To 3e-5, and each gradient by a public parameter to 1e-3 of its largest value.
+
+    Both are float32. In float64 ours differ by as much: it is the public code's rounding.
+    """
+    knobs, connection = MODELS[name]
+    knobs = {f'model.depth.{knob}': value for knob, value in knobs.items()}
+    heads = 4 if name == 'mudd' else 2
+    sizes = {
+        'model.norm_eps': 1e-12,
+        'model.num_layers': LAYERS,
+        'model.num_kv_heads': heads,
+        'model.tie_embeddings': False,
+    }
+    hparams = small_hparams(tiny_config, sizes, knobs)
+    golden = dict(np.load(GOLDEN / f'{name}.npz'))
+    tokens_BT, weights_BTV, expected_BTV = (
+        golden.pop(key) for key in ('tokens', 'weights', 'logits')
+    )
+    slopes = {key: golden.pop(f'd {key}') for key in list(golden) if not key.startswith('d ')}
+
+    def loss(leaves):
+        params = parameters_of(hparams, name, connection, leaves)
+        logits_BTV, _ = Transformer(hparams).apply({'params': params}, tokens_BT)
+        return jnp.mean(logits_BTV * weights_BTV), logits_BTV
+
+    (_, logits_BTV), found = jax.jit(jax.value_and_grad(loss, has_aux=True))(golden)
+    np.testing.assert_allclose(logits_BTV, expected_BTV, rtol=0, atol=3e-5)
+    assert found.keys() == slopes.keys()
+    assert sum(not np.any(slope) for slope in slopes.values()) <= 2  # a read of one source
+    for key, slope in slopes.items():
+        error = np.abs(found[key] - slope).max()
+        assert error <= 1e-3 * np.abs(slope).max(), key

@@ -1,0 +1,257 @@
+"""Makes tests/model/golden/: tiny random models of public code of depth streams, and their logits.
+
+python3.11 -m venv /tmp/public
+/tmp/public/bin/pip install torch==2.13.0 transformers==4.45.2 einops numpy
+/tmp/public/bin/python tests/model/make_golden.py FOLDER
+
+FOLDER has clones of these repositories of github.com:
+
+  lucidrains/hyper-connections      4775103
+  Caiyun-AI/MUDDFormer              fc067b2
+  Zcchill/Value-Residual-Learning   95652f6
+  linkedin/Liger-Kernel             ead96b6
+
+Nothing of this project is imported. What the public code leaves open is that of Llama. Each file
+has, in float32, `tokens` [2, 7], `logits` [2, 7, V], `weights` of the logits in the loss
+mean(weights logits), the parameters by their public names, and as `d NAME` the gradients of the
+loss. Every parameter is random.
+"""
+
+import ast
+import importlib.util
+import pathlib
+import sys
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+from transformers.models.llama import modeling_llama as llama
+
+GOLDEN = pathlib.Path(__file__).parent / 'golden'
+LAYERS, WIDTH, STREAMS, IDS = 3, 16, 4, 32
+CONFIG = transformers.LlamaConfig(
+    vocab_size=IDS,
+    hidden_size=WIDTH,
+    intermediate_size=16,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-12,
+    rope_theta=10000.0,
+    tie_word_embeddings=False,
+    attn_implementation='eager',
+)
+
+
+def _module(path):
+    """The module in a file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _functions(path, *names):
+    """Functions of a file whose imports cannot be had, such as those of a test for GPUs."""
+    tree = ast.parse(path.read_text())
+    tree.body = [node for node in tree.body if getattr(node, 'name', None) in names]
+    found = {'torch': torch}
+    exec(compile(tree, str(path), 'exec'), found)
+    return [found[name] for name in names]
+
+
+class Llama(nn.Module):
+    """The parts of Llama, whose blocks are run by `sublayers`, a list of functions of x."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(IDS, WIDTH)
+        self.layers = nn.ModuleList(llama.LlamaDecoderLayer(CONFIG, i) for i in range(LAYERS))
+        self.norm = llama.LlamaRMSNorm(WIDTH, CONFIG.rms_norm_eps)
+        self.lm_head = nn.Linear(WIDTH, IDS, bias=False)
+        self.rotary = llama.LlamaRotaryEmbedding(config=CONFIG)
+
+    def sublayers(self, tokens):
+        """Attention and mlp of each layer, each after its norm, without residual sums."""
+        length = tokens.shape[1]
+        positions = torch.arange(length)[None]
+        hidden = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
+        angles = self.rotary(self.embed_tokens.weight, positions)
+        for layer in self.layers:
+            yield lambda x, layer=layer: layer.self_attn(
+                layer.input_layernorm(x), attention_mask=hidden, position_embeddings=angles
+            )[0]
+            yield lambda x, layer=layer: layer.mlp(layer.post_attention_layernorm(x))
+
+
+class Hyper(Llama):
+    """Dynamic hyper-connections. The released code sums the streams, this takes their mean."""
+
+    def __init__(self, code):
+        super().__init__()
+        public = _module(code / 'hyper-connections/hyper_connections/hyper_connections.py')
+        begin, self.expand, self.reduce = public.get_init_and_expand_reduce_stream_functions(
+            STREAMS, dim=WIDTH
+        )
+        self.connections = nn.ModuleList(begin(layer_index=i) for i in range(2 * LAYERS))
+
+    def forward(self, tokens):
+        x = self.expand(self.embed_tokens(tokens))
+        for connection, sublayer in zip(self.connections, self.sublayers(tokens), strict=True):
+            read, add = connection(x)
+            x = add(sublayer(read))
+        return self.lm_head(self.norm(self.reduce(x) / STREAMS))
+
+
+class Constrained(Llama):
+    """Manifold-constrained hyper-connections, without the small numbers that the code adds.
+
+    The code's Sinkhorn iterations begin and end otherwise than the paper's: these logits are so
+    small that either converges.
+    """
+
+    def __init__(self, code):
+        super().__init__()
+        path = code / 'Liger-Kernel/test/transformers/test_mhc.py'
+        sinkhorn, self.weights = _functions(path, 'mhc_sinkhorn_ref', 'mhc_coeffs_ref')
+        self.weights.__globals__['mhc_sinkhorn_ref'] = sinkhorn
+        size = STREAMS**2 + 2 * STREAMS
+        for name, shape in (('phi', (STREAMS * WIDTH, size)), ('b', (size,)), ('alpha', (3,))):
+            each = (nn.Parameter(torch.zeros(shape)) for _ in range(2 * LAYERS))
+            self.register_module(name, nn.ParameterList(each))
+
+    def forward(self, tokens):
+        x = self.embed_tokens(tokens)[:, :, None].expand(-1, -1, STREAMS, -1)
+        options = {'tmax': 100, 'rms_eps': CONFIG.rms_norm_eps, 'pre_eps': 0.0, 'sinkhorn_eps': 0.0}
+        for i, sublayer in enumerate(self.sublayers(tokens)):
+            read, add, mix = self.weights(
+                x, self.phi[i], self.b[i], *self.alpha[i], **options, post_mult=2.0
+            )
+            output = sublayer(torch.einsum('bts,btsd->btd', read, x))
+            x = torch.einsum('btij,btjd->btid', mix, x) + add[..., None] * output[:, :, None]
+        return self.lm_head(self.norm(x.mean(2)))
+
+
+class Residual(Llama):
+    """Full attention residuals."""
+
+    def __init__(self, code):
+        super().__init__()
+        path = code / 'Liger-Kernel/test/transformers/test_attn_res.py'
+        (self.mix,) = _functions(path, 'pytorch_attn_res')
+        for name in ('query', 'scale'):
+            each = (nn.Parameter(torch.ones(WIDTH)) for _ in range(2 * LAYERS + 1))
+            self.register_module(name, nn.ParameterList(each))
+
+    def forward(self, tokens):
+        sources = [self.embed_tokens(tokens)]
+
+        def read(i):
+            return self.mix(torch.stack(sources), self.query[i], self.scale[i], CONFIG.rms_norm_eps)
+
+        for i, sublayer in enumerate(self.sublayers(tokens)):
+            sources.append(sublayer(read(i)))
+        return self.lm_head(self.norm(read(2 * LAYERS)))
+
+
+class Values(nn.Module):
+    """ResFormer's values (half and half), or SVFormer's: whole models of the released code."""
+
+    def __init__(self, code, form):
+        super().__init__()
+        path = code / f'Value-Residual-Learning/src/modeling/modeling_llama_{form}.py'
+        self.model = _module(path).LlamaForCausalLM(CONFIG)
+
+    def forward(self, tokens):
+        return self.model(tokens, use_cache=False).logits
+
+
+class Mudd(nn.Module):
+    """MUDD connections: the released model, with mlps of one width.
+
+    Its queries, keys and values have norms of their own, which share their scales here, and its
+    rotary angles are rounded to bfloat16, which these are not.
+    """
+
+    def __init__(self, code):
+        super().__init__()
+        folder = code / 'MUDDFormer/pytorch/muddformer'
+        configuration = _module(folder / 'configuration_muddformer.py')
+        public = _module(folder / 'modeling_muddformer.py')
+        config = configuration.MUDDFormerConfig(
+            block_size=64,
+            vocab_size=IDS,
+            n_layer=LAYERS,
+            n_head=4,
+            n_local_heads=4,
+            dim=WIDTH,
+            intermediate_size=16,
+            norm_eps=CONFIG.rms_norm_eps,
+            is_training=True,
+        )
+        self.model = public.MUDDFormer(config)
+        for i, layer in enumerate(self.model.layers):
+            plain = {'round128': False, 'scale_with_layer': False}
+            layer.feed_forward = public.FeedForward(config, i, **plain)
+            if i:
+                scale = layer.attention_norms[0].weight
+                for norm in layer.attention_norms[1:]:
+                    norm.weight = scale
+        self.model.setup_caches(2, 64)
+        half = torch.arange(config.head_dim // 2).double() / (config.head_dim // 2)
+        angles = torch.outer(torch.arange(64).double(), config.rope_base**-half)
+        self.model.freqs_cis = torch.stack([angles.cos(), angles.sin()], -1).float()
+
+    def forward(self, tokens):
+        return self.model(tokens, return_tensor=True)
+
+
+MODELS = {
+    'hyper_connections': Hyper,
+    'mhc': Constrained,
+    'attention_residual': Residual,
+    'value_residual': lambda code: Values(code, 'resformer'),
+    'value_shared': lambda code: Values(code, 'svformer'),
+    'mudd': Mudd,
+}
+
+
+def _spread(name, parameter):
+    """(mean, standard deviation) of a parameter's values."""
+    if 'norm' in name and parameter.ndim == 1:
+        return 1.0, 0.2
+    if 'alpha.' in name:
+        return 1.0, 0.2
+    if 'embed' in name:
+        return 0.0, 1.0
+    return 0.0, 0.05 if name.startswith('phi.') else 0.3
+
+
+def make(code):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, IDS, (2, 7)).astype(np.int32)
+    weights = rng.normal(size=(2, 7, IDS)).astype(np.float32)
+    GOLDEN.mkdir(exist_ok=True)
+    for number, (name, build) in enumerate(MODELS.items()):
+        torch.manual_seed(number)
+        model = build(code).float()
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for key, parameter in parameters.items():
+                parameter.normal_(*_spread(key, parameter))
+        logits = model(torch.tensor(tokens, dtype=torch.long))
+        (logits * torch.tensor(weights)).mean().backward()
+        arrays = {'tokens': tokens, 'weights': weights, 'logits': logits.detach().numpy()}
+        for key, parameter in parameters.items():
+            public = key.replace('model.', '')
+            arrays[public] = parameter.detach().numpy()
+            arrays[f'd {public}'] = parameter.grad.numpy()
+        np.savez_compressed(GOLDEN / f'{name}.npz', **arrays)
+        print(f'{name}: logits to {logits.detach().abs().max().item():.2f}')
+
+
+if __name__ == '__main__':
+    make(pathlib.Path(sys.argv[1]))
