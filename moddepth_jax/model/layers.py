@@ -36,10 +36,10 @@ def logits(x_BTD, matrix, axes: str = 'dv'):
     return constrain(logits_BTV, 'batch', None, 'vocab')
 
 
-def embed(embedding_VX, tokens_BT, dtype):
-    """The rows of the tokens, [B, T, D] of the embedding or [B, T, K, H] of a table of values."""
-    x_BTX = jnp.take(unshard_embedding(embedding_VX, dtype), tokens_BT, axis=0).astype(dtype)
-    return constrain(x_BTX, 'batch', None, *(('kv_heads', None) if x_BTX.ndim == 4 else (None,)))
+def embed(embedding_VD, tokens_BT, dtype):
+    """The embeddings of the tokens, [B, T, D]."""
+    x_BTD = jnp.take(unshard_embedding(embedding_VD, dtype), tokens_BT, axis=0).astype(dtype)
+    return constrain(x_BTD, 'batch', None, None)
 
 
 def head_matrix(params, dtype):

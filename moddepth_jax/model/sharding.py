@@ -33,7 +33,7 @@ STORED = 'embed'  # the axis along which parameters are split in storage, but no
 # A depth stream states its own patterns, as `parameter_axes`.
 LEAVES = (
     (r'embedding', ('vocab', 'embed')),
-    (r'embedding', ('vocab', 'kv_heads', None)),  # of values
+    (r'value_embedding/embedding', ('vocab', 'kv_heads', 'embed')),
     (r'head/kernel', ('embed', 'vocab')),
     (r'query/kernel', ('embed', 'heads', None)),
     (r'query/bias', ('heads', None)),
@@ -117,6 +117,8 @@ def unshard_params(params, dtype):
         names = axis_names(jax.tree_util.keystr(path, simple=True, separator='/'), leaf.ndim)
         if STORED not in names:
             return leaf
+        if {'vocab', 'kv_heads'} <= {*names}:  # rows are looked up, as those of `unshard_embedding`
+            return _unshard_wide(leaf, names, dtype)
         # With this constraint, XLA rounds the parts rather than the gathered matrix.
         return _unshard(constrain(leaf.astype(dtype), *names), names)
 
@@ -136,11 +138,11 @@ _unshard_wide.defvjp(
 )
 
 
-def unshard_embedding(embedding_VX, dtype):
-    """An embedding, unsharded, in its own dtype, in which gradients of equal tokens are summed."""
+def unshard_embedding(embedding_VD, dtype):
+    """The embedding, unsharded, in its own dtype, in which gradients of equal tokens are summed."""
     if _mesh() is None:
-        return embedding_VX
-    return _unshard_wide(embedding_VX, axis_names('embedding', embedding_VX.ndim), dtype)
+        return embedding_VD
+    return _unshard_wide(embedding_VD, axis_names('embedding', 2), dtype)
 
 
 def map_shards(function, arrays: dict, names: dict, names_out):

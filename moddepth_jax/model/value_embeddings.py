@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.layers import embed
+from moddepth_jax.model.sharding import constrain
 
 GATE_CHANNELS = 12  # of the input of attention, the first ones: what the gates read
 LARGEST_GATE = 3.0
@@ -58,4 +58,7 @@ class ValueEmbedding(nn.Module):
         gate_CK = self.param('gate', _uniform(0, LARGEST_GATE_WEIGHT), shape)
         wide = jnp.promote_types(v_BTKH.dtype, jnp.float32)
         gate_logits_BTK = x_BTC.astype(wide) @ gate_CK.astype(wide)
-        return add_gated(v_BTKH, embed(embedding_VKH, ids_BT, v_BTKH.dtype), gate_logits_BTK)
+        # Rows are rounded after the lookup, so that the gradients of a token are summed in float32.
+        embedded_BTKH = jnp.take(embedding_VKH, ids_BT, axis=0).astype(v_BTKH.dtype)
+        embedded_BTKH = constrain(embedded_BTKH, 'batch', None, 'kv_heads', None)
+        return add_gated(v_BTKH, embedded_BTKH, gate_logits_BTK)

@@ -98,6 +98,7 @@ def decode(model):
 # Its queries and keys are not normed: float32 rounds each of the two by 1e-5 already.
 IN_FLOAT64 = ('attention stream',)
 FAST = ('value residual', 'shared values', 'attention residual', 'mudd', 'embedding residual')
+FAST += ('value embeddings, moda',)
 FAST += ('dense', 'predictor', 'norm threshold grows', 'mod and moda', 'row capacity')
 
 

@@ -49,11 +49,16 @@ def test_schedule_of_short_runs_is_sound(tiny_config, num_steps, warmup):
 
 AVERAGE = {'model.depth.stream': 'average', 'model.layer_loop': 'unrolled'}
 EMBEDDED = {'model.embedding_residual': 'learned'}
+LOOKED_UP = {'model.value_embeddings': 'alternate'}
 
 
 @pytest.mark.parametrize(
     ('decay_embeddings', 'model', 'scalars'),
-    [(True, AVERAGE, {'weights'}), (False, EMBEDDED, {'residual_scale', 'embedding_scale'})],
+    [
+        (True, AVERAGE, {'weights'}),
+        (False, EMBEDDED, {'residual_scale', 'embedding_scale'}),
+        (True, LOOKED_UP, {'gate'}),
+    ],
 )
 def test_weight_decay_is_for_matrices_only(tiny_config, decay_embeddings, model, scalars):
     """Without a gradient a step shrinks kernels by rate times decay, the embedding by knob."""
