@@ -142,7 +142,10 @@ CASES = {
     'value embeddings, value residual': (LOOKED_UP | VALUES | WINDOWS, 'dense'),
     'value embeddings, value attention': (ALL_LOOKED_UP | MIXED | ROUTED | GROWS, 'predictor'),
     'value embeddings, attention residual': (LOOKED_UP | SOURCES, 'dense'),
-    'value embeddings, hyper-connections': (LOOKED_UP | HYPER, 'dense'),
+    'value embeddings, hyper-connections': (
+        LOOKED_UP | HYPER | HEAD_NORM | {'model.depth.num_streams': 2},
+        'dense',
+    ),
     'value embeddings, mudd': (ALL_LOOKED_UP | MUDD, 'dense'),
     'looped value embeddings': (LOOPED | LOOKED_UP | FULL_NORM, 'dense'),
     'value embeddings, experts': (
