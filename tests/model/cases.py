@@ -143,7 +143,7 @@ CASES = {
     'value embeddings, value attention': (ALL_LOOKED_UP | MIXED | ROUTED | GROWS, 'predictor'),
     'value embeddings, attention residual': (LOOKED_UP | SOURCES, 'dense'),
     'value embeddings, hyper-connections': (
-        LOOKED_UP | HYPER | HEAD_NORM | {'model.depth.num_streams': 2},
+        LOOKED_UP | HYPER | {'model.depth.num_streams': 2},
         'dense',
     ),
     'value embeddings, mudd': (ALL_LOOKED_UP | MUDD, 'dense'),
