@@ -28,6 +28,8 @@ def get_config() -> ConfigDict:
     model.tie_embeddings = False  # the head reads the embedding table
     # none | learned (two scalars a block start as in nanochat) | identity (they start at 1 and 0)
     model.embedding_residual = 'none'  # before each block x = r x + a x_0, x_0 the embedded tokens
+    # none | alternate (each second layer, and the last) | all: v += 3 sigmoid(W x[:12]) VE[token]
+    model.value_embeddings = 'none'  # layers whose attention adds a table's row to its values
     model.across_documents = False  # a token sees all earlier ones of its row, of any document
     model.windows = (0,)  # tokens seen by each layer, repeated over depth; 0: all earlier ones
     model.init_std = 0.02  # of every weight matrix, truncated at 3 sigma

@@ -11,7 +11,7 @@ from moddepth_jax.studies.plan import VARIANTS, Planned, base_name, nearest_dept
 _VARIED = (
     *('routing.router', 'routing.layers', 'routing.capacity'),
     *('experts.choice', 'depth.stream', 'depth.slots', 'depth.value_mix'),
-    *('looped_layers', 'loops', 'embedding_residual'),
+    *('looped_layers', 'loops', 'embedding_residual', 'value_embeddings'),
     *('depth.sublayers_per_source', 'depth.hyper_form', 'depth.value_stride'),
     'depth.mudd_weights',
 )

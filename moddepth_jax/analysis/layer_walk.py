@@ -10,19 +10,18 @@ import numpy as np
 
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model import ahead
-from moddepth_jax.model.attention import AttentionInputs, DepthSlots, TokenInfo, model_segment_ids
+from moddepth_jax.model.attention import AttentionInputs, DepthSlots, TokenInfo
 from moddepth_jax.model.block import Block
 from moddepth_jax.model.decoding import unroll
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.layer import Records
 from moddepth_jax.model.layers import lm_head, rms_norm
 from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths
-from moddepth_jax.model.mod.routers import token_seeds
 from moddepth_jax.model.routing import scatter_tokens
 from moddepth_jax.model.stack import Stack, merge_records
 from moddepth_jax.model.stack_scan import empty_slots, put_slots
 from moddepth_jax.model.streams import LayerKind, layer_kinds
-from moddepth_jax.model.transformer import causal_sizes, check_routing
+from moddepth_jax.model.transformer import causal_sizes, check_routing, token_info
 
 
 class Seen(NamedTuple):
@@ -63,12 +62,8 @@ def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, o
 def _begin(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
     """Parameters and LayerArgs of each layer, TokenInfo, the first layer's carry, and x_0."""
     unrolled = unroll(variables, hparams, routing)
-    positions_BT, seeds_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape), None
-    if hparams.model.routing.router_class.draws:
-        seeds_BT = token_seeds(jax.random.key(hparams.seed), tokens_BT, positions_BT)
     x_BTD = jnp.take(unrolled['embedding'], tokens_BT, axis=0).astype(hparams.model.dtype)
-    segment_ids_BT = model_segment_ids(hparams.model, segment_ids_BT)
-    tokens = TokenInfo(positions_BT, segment_ids_BT, seeds_BT)
+    tokens = token_info(hparams, tokens_BT, segment_ids_BT)
     x_BTD = hparams.model.depth.stream_class.enter(hparams.model, x_BTD)
     carry = (x_BTD, *empty_slots(hparams.model, x_BTD))
     embedded_BTD = embedded_input(hparams.model, x_BTD)

@@ -134,6 +134,16 @@ def family_of(model: ModelHparams) -> str:
         (model.depth.stream != 'residual', f'depth.stream={model.depth.stream!r}', 'depth stream'),
         (model.expert_layers, f'experts.choice={model.experts.choice!r}', 'such experts'),
         (any(model.windows), f'windows={model.windows}', 'windows'),
+        (
+            model.embedding_residual != 'none',
+            f'embedding_residual={model.embedding_residual!r}',
+            'blend of the embedded tokens',
+        ),
+        (
+            model.value_embeddings != 'none',
+            f'value_embeddings={model.value_embeddings!r}',
+            'tables of values',
+        ),
     ):
         if wrong:
             right = 'only dense models can be exported'

@@ -69,7 +69,9 @@ def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -
         tokens_BT = jnp.asarray(batch['tokens_BT'])
         segment_ids_BT = jnp.asarray(batch['segment_ids_BT'])
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        tokens = TokenInfo(positions_BT, model_segment_ids(source, segment_ids_BT))
+        tokens = TokenInfo(
+            positions_BT, model_segment_ids(source, segment_ids_BT), ids_BT=tokens_BT
+        )
         x_BTD = embed(params['embedding'], tokens_BT, source.dtype)
         found = []
         for kind, layer_params in layers:
@@ -82,7 +84,7 @@ def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -
 @functools.partial(jax.jit, static_argnames=('model', 'kind'))
 def _layer(params, x_BTD, tokens, *, model, kind):
     """The stream after a dense layer, and its LayerMoments of these tokens."""
-    block = Block(model, kind.window, True, False, kind.experts)
+    block = Block(model, kind.window, True, False, kind.experts, embeds=kind.embeds)
     (y_BTD, aux), recorded = block.apply(
         {'params': params}, x_BTD, tokens, mutable=['intermediates']
     )

@@ -9,16 +9,17 @@ import numpy as np
 from flax import traverse_util
 
 from moddepth_jax.hparams import Hparams, ModelHparams
-from moddepth_jax.model.attention import TokenInfo
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.stack import Stack
 from moddepth_jax.model.stack_scan import empty_slots
-from moddepth_jax.model.transformer import Transformer, init_layer
+from moddepth_jax.model.transformer import Transformer, init_layer, random_row_info
 
 _MAY_DIFFER = {  # knobs of the model that a conversion may change
     *('depth', 'routing', 'attention', 'layer_loop', 'remat', 'dtype'),
     *('init_std', 'embedding_init_std', 'scale_residual_init', 'embedding_residual'),
+    'value_embeddings',
 }
+_ONLY_ADDED = {'embedding_residual', 'value_embeddings'}
 # What routing and streams add to a layer.
 _NEW = {
     'router',
@@ -26,6 +27,7 @@ _NEW = {
     'stream',
     'values',
     'blend',
+    'value_embedding',
     'attention_connection',
     'mlp_connection',
 }
@@ -47,7 +49,10 @@ def check_convertible(source: Hparams, target: Hparams):
         for run in (source, target)
     )
     for name, was in before.items():
-        if after[name] != was and name.split('.')[0] not in _MAY_DIFFER:
+        may_differ = name.split('.')[0] in _MAY_DIFFER
+        if name in _ONLY_ADDED and was != 'none' and after[name] in ('none', 'alternate'):
+            may_differ = False  # the new model would not have all of these parameters
+        if after[name] != was and not may_differ:
             right = 'a conversion only adds routing and a depth stream'
             found = f'model.{name}={after[name]!r}: is {was!r} in the run that is converted'
             raise ValueError(f'{found}; {right}')
@@ -106,6 +111,8 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
         if (numbers[places[0]], name) in found:
             return jnp.asarray(np.stack([found[numbers[place], name] for place in places]))
         new.append('.'.join(keys))
+        if keys[-2:] == ('value_embedding', 'embedding'):  # 0 changes no value, and learns
+            return jnp.zeros(wanted.shape, wanted.dtype)
         for place in (place for place in places if place not in fresh):
             key = jax.random.fold_in(jax.random.key(target.seed), len(fresh))
             number = np.int32(numbers[place])
@@ -121,9 +128,7 @@ def _new_leaves(key, number, *, model, kind):
     """Initial leaves of _NEW in one layer, by their path in it."""
     x_BTD = jax.random.normal(key, (1, 8, model.d_model), model.dtype)
     x_BTD = model.depth.stream_class.enter(model, x_BTD)
-    ones_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
-    seeds_BT = ones_BT.astype(jnp.uint32)
-    tokens = TokenInfo(jnp.cumsum(ones_BT, axis=1) - 1, ones_BT, seeds_BT)
+    tokens = random_row_info(model, x_BTD.shape[1])
     carry = (x_BTD, *empty_slots(model, x_BTD))
     params, _ = init_layer(
         key, number, Stack(model, 'top_c'), kind, carry, 0, tokens, embedded_input(model, x_BTD)

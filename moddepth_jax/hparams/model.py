@@ -36,6 +36,7 @@ class ModelHparams:
     use_bias: bool
     tie_embeddings: bool
     embedding_residual: checks.choice('none', 'learned', 'identity')
+    value_embeddings: checks.choice('none', 'alternate', 'all')
     across_documents: bool
     windows: tuple[int, ...]
     init_std: checks.AboveZero
@@ -81,6 +82,10 @@ class ModelHparams:
             right = f'must be none: the {self.depth.stream} stream carries no single running sum '
             right += 'between blocks; use stream residual'
             refuse('model.embedding_residual', self.embedding_residual, right)
+        if self.value_embeddings != 'none' and self.depth.value_mix == 'shared':
+            right = 'must be none under value_mix shared: later layers have no values of their own '
+            right += 'to add to; use value_mix learned'
+            refuse('model.value_embeddings', self.value_embeddings, right)
         self.depth.stream_class.check(self)
 
     def _check_loops(self):

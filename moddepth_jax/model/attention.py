@@ -12,6 +12,7 @@ from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.layers import RMSNorm, apply_rope, projection, rms_norm
 from moddepth_jax.model.routing import TokenInfo, gather_tokens
 from moddepth_jax.model.sharding import map_shards
+from moddepth_jax.model.value_embeddings import ValueEmbedding
 
 
 def model_segment_ids(hparams: ModelHparams, segment_ids_BT):
@@ -173,6 +174,7 @@ class SelfAttention(nn.Module):
     window: int  # tokens that a query sees, itself included; 0: all earlier ones
     gathered: bool = False  # whether the tokens are a selection rather than whole rows
     mixes: bool = False  # whether the stream's `value_mixer` changes the values
+    embeds: bool = False  # whether a ValueEmbedding adds to what they are projected to
 
     def setup(self):
         hparams = self.hparams
@@ -183,6 +185,8 @@ class SelfAttention(nn.Module):
         self.projects_values = not self.mixes or stream.projects_values(hparams.depth)
         if self.projects_values:
             self.value = projection(hparams, kv_heads, width)
+        if self.embeds:
+            self.value_embedding = ValueEmbedding(hparams)
         if self.mixes:
             self.values = stream.value_mixer(hparams)
         self.out = projection(hparams, hparams.d_model, contracted=2, writes_residual=True)
@@ -203,7 +207,7 @@ class SelfAttention(nn.Module):
         of their depth slots, and `depth`, threaded.
         """
         q_BTNH, k_BTKH = self.query(inputs.query_BTD), self.key(inputs.key_BTD)
-        v_BTKH = self.value(inputs.value_BTD) if self.projects_values else None
+        v_BTKH = self._values(inputs.value_BTD, tokens) if self.projects_values else None
         if self.hparams.qk_norm != 'none':
             q_BTNH = self._normalize(q_BTNH, self.query_norm)
         q_BTNH = apply_rope(q_BTNH, tokens.positions_BT, self.hparams.rope_theta)
@@ -223,7 +227,12 @@ class SelfAttention(nn.Module):
 
     def slot(self, x_BTD, tokens: TokenInfo) -> KeysValues:
         """The depth slot of tokens whose layer input this would be."""
-        return KeysValues(self.slot_key(self.key(x_BTD), tokens.positions_BT), self.value(x_BTD))
+        k_BTKH = self.slot_key(self.key(x_BTD), tokens.positions_BT)
+        return KeysValues(k_BTKH, self._values(x_BTD, tokens))
+
+    def _values(self, x_BTD, tokens):
+        v_BTKH = self.value(x_BTD)
+        return self.value_embedding(v_BTKH, x_BTD, tokens.ids_BT) if self.embeds else v_BTKH
 
     def slot_key(self, k_BTKH, positions_BT):
         """A projected key as a depth slot stores it.

@@ -41,10 +41,11 @@ class Block(nn.Module):
     ahead: bool = True  # experts that choose tokens look at whole rows; if not, use thresholds
     mixes: bool = False  # whether the stream changes the values of attention
     opens: tuple[bool, ...] = (False, False)  # as of LayerKind
+    embeds: bool = False  # as of LayerKind
 
     def setup(self):
         hparams = self.hparams
-        self.attention = SelfAttention(hparams, self.window, self.gathered, self.mixes)
+        self.attention = SelfAttention(hparams, self.window, self.gathered, self.mixes, self.embeds)
         self.mlp = Experts(hparams, self.ahead) if self.experts else SwiGLU(hparams, hparams.d_ff)
         self.attention_norm = RMSNorm(hparams.norm_eps)
         self.mlp_norm = RMSNorm(hparams.norm_eps)

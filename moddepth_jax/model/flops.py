@@ -7,6 +7,7 @@ import jax
 from moddepth_jax.hparams import ExpertsHparams, Hparams, ModelHparams, Stage
 from moddepth_jax.hparams.registry import CAUSAL_RULES
 from moddepth_jax.model.streams import layer_kinds
+from moddepth_jax.model.value_embeddings import gate_flops
 
 
 def _pairs(length: int, window: int) -> float:
@@ -58,6 +59,7 @@ def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c'
             continue
         sides = 1 + (not kind.mixes or stream.projects_values(model.depth))  # keys, and values
         parts['projections'] += 2 * tokens * width * model.head_dim * (2 * heads + sides * kv_heads)
+        parts['projections'] += tokens * kind.embeds * gate_flops(model)
         if kind.mixes:
             parts['depth_attention'] += stream.mixing_flops(model, tokens, written)
         written += kind.slots

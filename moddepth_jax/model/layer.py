@@ -70,18 +70,14 @@ class Layer(nn.Module):
             return
         if self.hparams.embedding_residual != 'none':
             self.blend = EmbeddingBlend()
+        options = {'experts': kind.experts, 'mixes': kind.mixes, 'opens': kind.opens}
+        options |= {'embeds': kind.embeds}
         if kind.routed:
-            options = {'experts': kind.experts, 'mixes': kind.mixes, 'opens': kind.opens}
             self.operation = MixtureOfDepths(
                 self.hparams, kind.window, self.routing, self.sizes, writes_slots, **options
             )
         else:
-            options = {
-                'experts': kind.experts,
-                'ahead': self.routing == 'top_c',
-                'mixes': kind.mixes,
-                'opens': kind.opens,
-            }
+            options |= {'ahead': self.routing == 'top_c'}
             self.operation = Block(self.hparams, kind.window, writes_slots, **options)
         nn.share_scope(self, self.operation)
 

@@ -23,6 +23,7 @@ class TokenInfo(NamedTuple):
     positions_BT: jax.Array  # int32, in the original row, ascending
     segment_ids_BT: jax.Array  # int32; tokens of one id see each other, 0 is padding
     seeds_BT: jax.Array | None = None  # uint32, from which the `random` router draws
+    ids_BT: jax.Array | None = None  # int32, if layers look up values by them
 
 
 class RoutingRecord(NamedTuple):

@@ -33,6 +33,7 @@ STORED = 'embed'  # the axis along which parameters are split in storage, but no
 # A depth stream states its own patterns, as `parameter_axes`.
 LEAVES = (
     (r'embedding', ('vocab', 'embed')),
+    (r'value_embedding/embedding', ('vocab', 'kv_heads', 'embed')),
     (r'head/kernel', ('embed', 'vocab')),
     (r'query/kernel', ('embed', 'heads', None)),
     (r'query/bias', ('heads', None)),
@@ -116,6 +117,8 @@ def unshard_params(params, dtype):
         names = axis_names(jax.tree_util.keystr(path, simple=True, separator='/'), leaf.ndim)
         if STORED not in names:
             return leaf
+        if {'vocab', 'kv_heads'} <= {*names}:  # rows are looked up, as those of `unshard_embedding`
+            return _unshard_wide(leaf, names, dtype)
         # With this constraint, XLA rounds the parts rather than the gathered matrix.
         return _unshard(constrain(leaf.astype(dtype), *names), names)
 

@@ -108,7 +108,16 @@ def token_info(hparams: Hparams, tokens_BT, segment_ids_BT=None, positions_BT=No
     if hparams.model.routed_layers and hparams.model.routing.router_class.draws:
         key = jax.random.key(hparams.seed) if key is None else key
         seeds_BT = token_seeds(key, tokens_BT, positions_BT)
-    return TokenInfo(positions_BT, segment_ids_BT, seeds_BT)
+    ids_BT = None if hparams.model.value_embeddings == 'none' else tokens_BT
+    return TokenInfo(positions_BT, segment_ids_BT, seeds_BT, ids_BT)
+
+
+def random_row_info(hparams: ModelHparams, length: int) -> TokenInfo:
+    """TokenInfo of the row of one document on which new parameters are initialized."""
+    positions_BT = jnp.arange(length)[None]
+    ones_BT = jnp.ones_like(positions_BT)
+    ids_BT = positions_BT % hparams.vocab_size
+    return TokenInfo(positions_BT, ones_BT, ones_BT.astype(jnp.uint32), ids_BT)
 
 
 def average_shapes(hparams: ModelHparams) -> dict[str, tuple[int, ...]]:
@@ -157,9 +166,7 @@ def init_stack(key, hparams: ModelHparams, length: int):
     shape = (1, length, hparams.d_model)
     x_BTD = hparams.embedding_init_std * jax.random.normal(stream_key, shape)
     x_BTD = hparams.depth.stream_class.enter(hparams, x_BTD.astype(hparams.dtype))
-    ones_BT = jnp.ones(shape[:2], jnp.int32)
-    seeds_BT = ones_BT.astype(jnp.uint32)
-    tokens = TokenInfo(jnp.arange(length)[None], ones_BT, seeds_BT)
+    tokens = random_row_info(hparams, length)
     embedded_BTD = embedded_input(hparams, x_BTD)
     stack, params = Stack(hparams, 'top_c'), {}
     runs = stack.stored_runs

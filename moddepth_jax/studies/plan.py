@@ -35,6 +35,7 @@ _PLAIN = {
     'model.depth.value_stride': 0,
     'model.depth.mudd_weights': 'auto',
     'model.embedding_residual': 'none',
+    'model.value_embeddings': 'none',
 }
 
 
@@ -103,6 +104,11 @@ STREAM_VARIANTS = {
         'embedding residual that starts at 0',
         _PLAIN | {'model.embedding_residual': 'identity'},
         'blue p',
+    ),
+    'value_embeddings': Variant(
+        'tables of values in each second layer',
+        _PLAIN | {'model.value_embeddings': 'alternate'},
+        'rose p',
     ),
     **{
         f'looped_{loops}': Variant(

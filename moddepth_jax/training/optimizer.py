@@ -76,7 +76,7 @@ def _muon_axes(params):
 
     def axes(path, leaf):
         names = axis_names(jax.tree_util.keystr(path, simple=True, separator='/'), leaf.ndim)
-        if path[0].key != 'stack' or 'embed' not in names:
+        if path[0].key != 'stack' or 'embed' not in names or 'vocab' in names:
             return None
         matrix = [i for i in range(1, leaf.ndim) if names[i] != 'experts']
         embed = names.index('embed')

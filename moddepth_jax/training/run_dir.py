@@ -48,6 +48,7 @@ OLDER_RUNS = {
     'model.loop_order': 'cycle',
     'training.loops': [],
     'model.embedding_residual': 'none',
+    'model.value_embeddings': 'none',
     'model.depth.value_mix': 'none',
     'model.depth.sparse_layers': 0,
     'model.depth.sublayers_per_source': 0,

@@ -139,6 +139,8 @@ def _describe_model(hparams):
         parts.append(f'{depth.stream} depth stream{slots}{skipped}')
     if model.embedding_residual != 'none':
         parts.append(f'{model.embedding_residual} embedding residual')
+    if model.value_embeddings != 'none':
+        parts.append(f'value embeddings in {model.value_embeddings} layers')
     return parts
 
 

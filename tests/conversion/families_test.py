@@ -113,6 +113,11 @@ def test_a_config_comes_back(name, tiny_config):
         ({'model.depth.stream': 'moda'}, "stream='moda': the format has no depth stream"),
         ({'model.experts.choice': 'token'}, "choice='token': the format has no such experts"),
         ({'model.windows': (0, 8)}, 'windows=(0, 8): the format has no windows'),
+        (
+            {'model.embedding_residual': 'learned'},
+            "embedding_residual='learned': the format has no blend of the embedded tokens",
+        ),
+        ({'model.value_embeddings': 'all'}, "value_embeddings='all': the format has no tables of"),
         ({'model.norm_placement': 'post'}, "norm_placement='post', model.qk_norm='none': must be"),
         ({'model.qk_norm': 'head'}, "qk_norm='head': must be pre and none (llama), or reordered"),
         (OLMO2_KNOBS | {'model.use_bias': True}, 'use_bias=True: an mlp of olmo2'),

@@ -14,6 +14,7 @@ MOD = ROUTED | {'model.routing.layers': '1,2', 'model.routing.gate': 'none'}
 MODA = {'model.depth.stream': 'moda'}
 SOURCES = {'model.depth.stream': 'attention_residual'}
 MUDD = {'model.depth.stream': 'mudd'}
+LOOKED_UP, ALL_LOOKED_UP = ({'model.value_embeddings': some} for some in ('alternate', 'all'))
 UNROLLED = {'model.depth.stream': 'average', 'model.layer_loop': 'unrolled'}
 SAME = {  # of the same parameters, with what may differ
     'mod': (ROUTED, {'model.routing.capacity': 0.5, 'model.routing.gate': 'sigmoid'}),
@@ -65,6 +66,7 @@ def by_layer(hparams, params):
         ('windows', MOD | MODA),
         pytest.param('experts', MOD, marks=pytest.mark.slow),
         ('experts', MOD | SOURCES),
+        ('windows', MOD | LOOKED_UP),
         pytest.param('olmo2', MUDD, marks=pytest.mark.slow),
         pytest.param('olmo2', UNROLLED, marks=pytest.mark.slow),
     ],
@@ -83,9 +85,11 @@ def test_shared_leaves_are_transferred_bit_for_bit(dense, changes, tiny_config):
     for old, layer in pairs:
         for name, leaf in old.items():
             np.testing.assert_array_equal(leaf, layer[name], err_msg=str(name))
-    fresh = {name[0] for old, layer in pairs for name in layer.keys() - old.keys()}
+    fresh = [name for old, layer in pairs for name in layer.keys() - old.keys()]
     kinds = {'router', 'predictor', 'stream', 'attention_connection', 'mlp_connection'}
-    assert fresh <= kinds and (('router' in fresh) == ('model.routing.router' in changes))
+    kinds.add('value_embedding')
+    assert all(kinds & {*name} for name in fresh)
+    assert any('router' in name for name in fresh) == ('model.routing.router' in changes)
     assert new and all(kinds & set(name.split('.')) for name in new)
     shapes = jax.eval_shape(Transformer(target).init, jax.random.key(0), np.zeros((1, 16), int))
     assert jax.tree.map(np.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes['params'])
@@ -123,6 +127,9 @@ def test_capacity_one_without_a_gate_is_the_dense_model(tiny_config):
         ({}, {'model.norm_placement': 'post'}, "model.norm_placement='post': is 'pre'"),
         ({}, {'model.norm_eps': 1e-5}, 'model.norm_eps=1e-05: is 1e-06'),
         ({}, {'model.windows': (8,)}, 'model.windows=(8,): is (0,)'),
+        (ALL_LOOKED_UP, LOOKED_UP, "model.value_embeddings='alternate': is 'all'"),
+        (LOOKED_UP, {}, "model.value_embeddings='none': is 'alternate'"),
+        ({'model.embedding_residual': 'learned'}, {}, "embedding_residual='none': is 'learned'"),
         ({}, {'model.experts.choice': 'token'}, "model.experts.choice='token': is 'none'"),
     ],
     ids=str,

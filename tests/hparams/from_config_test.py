@@ -34,6 +34,7 @@ BAD_VALUES = {
     **knobs('model', 'norm_placement', '', 'Pre', 'prenorm'),
     **knobs('model', 'qk_norm attention layer_loop remat', 'heads', 'flash', 'full_'),
     **knobs('model', 'embedding_residual', '', 'nanochat', 'Learned'),
+    **knobs('model', 'value_embeddings', '', 'every:2', 'All'),
     **knobs('model', 'dtype', 'float16', 'bf16'),
     **knobs('model', 'norm_eps init_std embedding_init_std', *NOT_ABOVE_ZERO),
     **knobs('model', 'rope_theta', 0.5, *NOT_ABOVE_ZERO),

@@ -32,6 +32,7 @@ SOURCES_OF_2, SOURCES_OF_3 = (
     SOURCES | {'model.depth.sublayers_per_source': size} for size in (2, 3)
 )
 EMBEDDED = {'model.embedding_residual': 'learned'}
+LOOKED_UP, ALL_LOOKED_UP = ({'model.value_embeddings': some} for some in ('alternate', 'all'))
 UNROLLED = {'model.layer_loop': 'unrolled'}
 DENSE = UNROLLED | {'model.depth.stream': 'dense'}
 AVERAGE = UNROLLED | {'model.depth.stream': 'average'}
@@ -131,6 +132,26 @@ CASES = {
     'embedding residual, values': (EMBEDDED | VALUES | ROUTED | GROWS | REORDERED, 'predictor'),
     'embedding residual, mixed values': (EMBEDDED | MIXED | ROUTED | ROOMY, 'predictor'),
     'looped embedding residual': (LOOPED | EMBEDDED, 'dense'),
+    'value embeddings': (LOOKED_UP | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
+    'value embeddings grow': (ALL_LOOKED_UP | EMBEDDED | ROUTED | GROWS | POST, 'predictor'),
+    'value embeddings, moda': (
+        ALL_LOOKED_UP | MODA | ATTENTION_SLOT | ROUTED | ROOMY | REORDERED,
+        'predictor',
+    ),
+    'value embeddings, masked': (ALL_LOOKED_UP | MODA | ROUTED | ROOMY | MASKED, 'predictor'),
+    'value embeddings, value residual': (LOOKED_UP | VALUES | WINDOWS, 'dense'),
+    'value embeddings, value attention': (ALL_LOOKED_UP | MIXED | ROUTED | GROWS, 'predictor'),
+    'value embeddings, attention residual': (LOOKED_UP | SOURCES, 'dense'),
+    'value embeddings, hyper-connections': (
+        LOOKED_UP | HYPER | {'model.depth.num_streams': 2},
+        'dense',
+    ),
+    'value embeddings, mudd': (ALL_LOOKED_UP | MUDD, 'dense'),
+    'looped value embeddings': (LOOPED | LOOKED_UP | FULL_NORM, 'dense'),
+    'value embeddings, experts': (
+        LOOKED_UP | experts(num_routed=3, row_capacity=3) | REORDERED,
+        'dense',
+    ),
     'hyper-connections': (
         HYPER | ROUTED | ROOMY | HEAD_NORM | {'model.depth.num_streams': 2},
         'predictor',

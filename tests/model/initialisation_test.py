@@ -100,6 +100,8 @@ PAIRS = {
     'dense stream': ({}, cases.DENSE, ALL),
     'value residual': (cases.ROUTED, cases.VALUES | cases.ROUTED, (9, 14, 9, 14)),
     'embedding residual': (cases.ROUTED, cases.EMBEDDED | cases.ROUTED, (9, 14, 9, 14)),
+    'value embeddings': (cases.ROUTED, cases.LOOKED_UP | cases.ROUTED, (9, 14, 9, 14)),
+    'value embeddings, all': (cases.LOOKED_UP, cases.ALL_LOOKED_UP | cases.ROUTED, (9, 11, 9, 11)),
     'attention residual': ({}, cases.SOURCES, ALL),
     'attention residual, routed': (cases.SOURCES, cases.SOURCES | cases.ROUTED, (13, 13, 13, 13)),
     'mudd': ({}, cases.MUDD, ALL),

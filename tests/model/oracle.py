@@ -62,10 +62,13 @@ class Row:
     segments_T: np.ndarray
     positions_T: np.ndarray
     run: Pass
+    tokens_T: np.ndarray | None = None
 
     def take(self, tokens):
         """The same of some tokens alone."""
-        return Row(self.segments_T[tokens], self.positions_T[tokens], self.run)
+        arrays = self.segments_T, self.positions_T, self.tokens_T
+        segments_T, positions_T, tokens_T = (array[tokens] for array in arrays)
+        return Row(segments_T, positions_T, self.run, tokens_T)
 
 
 def forward(params, tokens_BT, segment_ids_BT, model, run):
@@ -83,7 +86,7 @@ def forward(params, tokens_BT, segment_ids_BT, model, run):
     """
     rows = []
     for tokens_T, segments_T in zip(tokens_BT, segment_ids_BT, strict=True):
-        row = Row(segments_T, np.arange(len(tokens_T)), run)
+        row = Row(segments_T, np.arange(len(tokens_T)), run, tokens_T)
         x_TD = stream(params['layers'], params['embedding'][tokens_T], row, model)
         x_TD = rms_norm(x_TD, params['final_norm'], model)
         tied = model.tie_embeddings
@@ -384,7 +387,7 @@ def written_slots(layer, attended_TD, read_TD, y_TD, row, model):
     slots = []
     for weights, x_TD in sources:
         if weights:  # the last layer has no projections: nothing reads its slots
-            key_TKH, value_TKH = linear(x_TD, weights['key']), linear(x_TD, weights['value'])
+            key_TKH, value_TKH = linear(x_TD, weights['key']), own_values(weights, x_TD, row)
             if depth.slot_keys == 'rotated':
                 key_TKH = qk_norm(key_TKH, layer['attention'], 'key_norm', model)
                 key_TKH = rope(key_TKH, row.positions_T, model.rope_theta)
@@ -495,9 +498,28 @@ def best_of_segments(scores_T, segments_T, num_selected):
     return chosen_T
 
 
-def mixed_values(weights, x_TD, q_TNH, k_TKH, visible, number, model):
+def has_table(number, model):
+    """Returns whether a layer has value embeddings: every second one, counted from the last."""
+    every = {'none': [], 'all': [*range(model.num_layers)]}
+    every['alternate'] = [*range(model.num_layers - 1, -1, -2)]
+    return number in every[model.value_embeddings]
+
+
+def own_values(weights, x_TD, row):
+    """Returns what values are projected to, plus the gated row of a table of a token's id."""
+    own_TKH = linear(x_TD, weights['value'])
+    if 'value_embedding' not in weights:
+        return own_TKH
+    table, gate_CK = (weights['value_embedding'][name] for name in ('embedding', 'gate'))
+    for t, k in np.ndindex(own_TKH.shape[:2]):
+        gate = 3 / (1 + np.exp(-(x_TD[t, :12] @ gate_CK[:, k])))
+        own_TKH[t, k] = own_TKH[t, k] + gate * table[row.tokens_T[t], k]
+    return own_TKH
+
+
+def mixed_values(weights, x_TD, q_TNH, k_TKH, visible, row, number, model):
     """Returns the values that a layer attends to, of its own and of the visible slots."""
-    own_TKH = linear(x_TD, weights['value']) if 'value' in weights else None
+    own_TKH = own_values(weights, x_TD, row) if 'value' in weights else None
     if model.depth.stream == 'value_attention':
         return attended_values(q_TNH, k_TKH, own_TKH, visible, number, model.depth, model)
     if model.depth.stream != 'value_residual' or number == 0:
@@ -534,6 +556,7 @@ def attention(weights, inputs, visible, row, window, number, model):
 
     inputs: x_TD of the queries, of the keys and of the values.
     """
+    assert ('value_embedding' in weights) == has_table(number, model)
     query_TNH, key_TKH = (
         linear(x_TD, weights[name]) for x_TD, name in zip(inputs, ('query', 'key'), strict=False)
     )
@@ -542,7 +565,7 @@ def attention(weights, inputs, visible, row, window, number, model):
         return rope(qk_norm(x_TNH, weights, norm, model), row.positions_T, model.rope_theta)
 
     q_TNH, k_TKH = turned(query_TNH, 'query_norm'), turned(key_TKH, 'key_norm')
-    value_TKH = mixed_values(weights, inputs[2], q_TNH, k_TKH, visible, number, model)
+    value_TKH = mixed_values(weights, inputs[2], q_TNH, k_TKH, visible, row, number, model)
     if model.depth.stream != 'moda':
         visible = []
     if model.depth.slot_keys == 'unrotated':

@@ -34,6 +34,7 @@ SHARED, SPARSE, FIXED = (VALUES | {'depth.value_mix': mix} for mix in ('shared',
 MIXED = {'depth.stream': 'value_attention'}
 RECENT = MIXED | {'depth.value_stride': 3, 'depth.recent_layers': 1}
 EMBEDDED = {'embedding_residual': 'learned'}
+LOOKED_UP, ALL_LOOKED_UP = ({'value_embeddings': some} for some in ('alternate', 'all'))
 SOURCES = {'depth.stream': 'attention_residual'}
 HYPER = {'depth.stream': 'hyper_connections'}
 STATIC, CONSTRAINED = (HYPER | {'depth.hyper_form': form} for form in ('static', 'constrained'))
@@ -88,6 +89,14 @@ CASES = {
     'embedding residual': EMBEDDED | PRE | HEAD | TIED,
     'embedding residual, both slots': EMBEDDED | BOTH | POST | WINDOWS,
     'embedding residual, experts': EMBEDDED | VALUES | REORDERED | TOKEN,
+    'value embeddings': LOOKED_UP | PRE | HEAD | BIAS | TIED | {'num_layers': 4},
+    'value embeddings, value residual': LOOKED_UP | VALUES | POST | WINDOWS,
+    'value embeddings, experts': ALL_LOOKED_UP | MIXED | REORDERED | TOKEN,
+    'value embeddings, attention residual': ALL_LOOKED_UP | SOURCES | PRE,
+    'value embeddings, hyper-connections': LOOKED_UP | HYPER | PRE,
+    'value embeddings, mudd': ALL_LOOKED_UP | MUDD | PRE,
+    'value embeddings, dense stream': LOOKED_UP | DENSE | PRE,
+    'value embeddings, attention stream': LOOKED_UP | ATTENTION | PRE,
     'attention residual': SOURCES | PRE | HEAD | BIAS | WINDOWS,
     'hyper-connections': HYPER | PRE | HEAD | WINDOWS,
     'hyper-connections, static': STATIC | REORDERED | {'depth.num_streams': 3},
@@ -150,6 +159,8 @@ ROUTED_CASES = {
     'value attention, recent': (SLOTS | RECENT | POST | WINDOWS, 'threshold'),
     'embedding residual': (SLOTS | EMBEDDED | PRE | HEAD, 'top_c'),
     'embedding residual, moda': (SLOTS | EMBEDDED | BOTH | POST, 'threshold'),
+    'value embeddings': (SLOTS | ALL_LOOKED_UP | PRE | HEAD, 'top_c'),
+    'value embeddings, moda': (SLOTS | ALL_LOOKED_UP | OWN | POST | BIAS, 'threshold'),
     'attention residual': (SLOTS | SOURCES | PRE, 'top_c'),
     'hyper-connections': (SLOTS | HYPER | PRE, 'threshold'),
     'hyper-connections, constrained': (SLOTS | CONSTRAINED | PRE, 'top_c'),
@@ -247,6 +258,7 @@ FAST = ('block slots', 'both slots', 'unrotated', 'attention slot projection', '
 FAST += ('attention stream', 'dense stream, bias', 'average stream, bias')
 FAST += ('value residual', 'value residual, sparse', 'shared values', 'mudd')
 FAST += ('value attention', 'value attention, recent', 'embedding residual, experts')
+FAST += ('value embeddings, value residual', 'value embeddings, experts')
 
 
 @pytest.mark.parametrize('case', parameters(FAST, CASES))
@@ -269,7 +281,7 @@ def test_model_equals_the_oracle(tiny_config, case):
 
 
 FAST = ('sigmoid', 'windows', 'segments', 'threshold', 'predictor', 'straight through', 'moda')
-FAST += ('value residual', 'value attention', 'embedding residual')
+FAST += ('value residual', 'value attention', 'embedding residual', 'value embeddings, moda')
 
 
 # JAX warns of int32 and int64 indices in float64, which no model is trained in.

@@ -1,6 +1,7 @@
 """The rules by which arrays are split, and what is computed apart: as one device would."""
 
 import contextlib
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from moddepth_jax.model.sharding import (
     spec,
     unshard_params,
 )
+from moddepth_jax.model.value_embeddings import ValueEmbedding
 from moddepth_jax.training.mesh import batch_sharding, make_mesh, state_shardings
 from tests.devices import collectives, on_devices
 from tests.model.cases import equations
@@ -54,6 +56,10 @@ def under(data=None, expert=None, **sizes):
         ('params/embedding', (64, 32), {'fsdp': 2, 'tensor': 4}, ('tensor', 'fsdp')),
         ('params/embedding', (257, 32), {'fsdp': 2, 'tensor': 4}, (None, ('fsdp', 'tensor'))),
         ('params/embedding', (257, 33), {'fsdp': 2, 'tensor': 4}, ()),
+        ('stack/l/value_embedding/embedding', (3, 257, 2, 8), {'fsdp': 2, 'tensor': 2},
+         (None, None, 'tensor', 'fsdp')),
+        ('stack/l/value_embedding/embedding', (3, 64, 1, 8), {'fsdp': 2, 'tensor': 2},
+         (None, 'tensor', None, 'fsdp')),
         ('params/head/kernel', (32, 64), {'tensor': 4}, (None, 'tensor')),
         ('query/kernel', (32, 4, 8), {'fsdp': 2, 'tensor': 2}, ('fsdp', 'tensor', None)),
         ('a/attention/key/kernel', (32, 2, 8), {'tensor': 2}, (None, 'tensor', None)),
@@ -256,12 +262,39 @@ def check_embedding(layout):
     assert abs(rows[1] - 4000) <= 4000 * 2**-8 and rows[0] == 0, layout
 
 
+def check_value_embedding(layout):
+    hparams = SimpleNamespace(vocab_size=8, num_kv_heads=2, head_dim=4, d_model=16)
+    module = ValueEmbedding(hparams)
+
+    def total(params, v_BTKH, x_BTD, tokens_BT):
+        added_BTKH = module.apply(
+            {'params': unshard_params(params, 'bfloat16')['value_embedding']},
+            v_BTKH,
+            x_BTD,
+            tokens_BT,
+        )
+        return jnp.sum(added_BTKH.astype('float32'))
+
+    leaves = {'embedding': np.zeros((8, 2, 4), np.float32), 'gate': np.zeros((12, 2), np.float32)}
+    mesh, params = make_mesh(layout), {'value_embedding': leaves}
+    own = state_shardings(mesh, params)
+    inputs = [jnp.zeros((4, 1000, *shape), 'bfloat16') for shape in ((2, 4), (16,))]
+    tokens_BT = np.ones((4, 1000), np.int32)
+    inputs = [jax.device_put(side, batch_sharding(mesh, 4)) for side in (*inputs, tokens_BT)]
+    with jax.set_mesh(mesh):
+        step = jax.jit(jax.grad(total), out_shardings=own)
+        gradient = step(jax.device_put(params, own), *inputs)['value_embedding']
+    rows = np.asarray(gradient['embedding'])
+    assert np.all(abs(rows[1] - 6000) <= 6000 * 2**-8) and not rows[[0, *range(2, 8)]].any(), layout
+
+
 def on_four_devices():
     for case in CASES:
         check_experts(*case)
     check_top_k()
     for layout in ('data=1', 'data=2', 'fsdp=2', 'tensor=2', 'fsdp=2,tensor=2'):
         check_embedding(layout)
+        check_value_embedding(layout)
     print('null')
 
 

@@ -10,12 +10,14 @@ from moddepth_jax.model.stack_scan import empty_slots
 from moddepth_jax.model.streams import STREAMS, LayerKind
 from moddepth_jax.model.transformer import Transformer
 from tests.model.cases import (
+    ALL_LOOKED_UP,
     ATTENTION,
     ATTENTION_SLOT,
     AVERAGE,
     BLOCK_SLOT,
     DENSE,
     EMBEDDED,
+    LOOKED_UP,
     MASKED,
     MIXED,
     MODA,
@@ -59,6 +61,9 @@ def test_streams_add_parameters_by_formula(routing, kv_heads, tiny_config):
     assert count(MODA, UNROTATED) == count(MODA)
     assert count(VALUES) - plain == 2 * (layers - 1)
     assert count(EMBEDDED) - plain == 2 * layers
+    table = 32 * kv_heads * 4 + 12 * kv_heads
+    assert count(LOOKED_UP) - plain == layers // 2 * table
+    assert count(ALL_LOOKED_UP) - plain == layers * table
     assert count(SPARSE) == count(MIXED) == count(RECENT) == plain
     assert count(SOURCES) - plain == count(SOURCES_OF_3) - plain == 2 * width * (2 * layers + 1)
     if not routing:

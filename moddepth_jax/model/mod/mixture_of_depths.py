@@ -51,6 +51,7 @@ class MixtureOfDepths(nn.Module):
     experts: bool = False  # whether experts are its mlp
     mixes: bool = False  # as of Block
     opens: tuple[bool, ...] = (False, False)  # as of Block
+    embeds: bool = False  # as of Block
 
     def setup(self):
         routing = self.hparams.routing
@@ -60,7 +61,7 @@ class MixtureOfDepths(nn.Module):
         names.pop('top_c', None)
         self.rules = [CAUSAL_RULES[name](self.hparams, name=name) for name in names]
         options = {'experts': self.experts, 'ahead': self.routing == 'top_c', 'gathered': True}
-        options |= {'mixes': self.mixes, 'opens': self.opens}
+        options |= {'mixes': self.mixes, 'opens': self.opens, 'embeds': self.embeds}
         self.block = Block(self.hparams, self.window, self.writes_slots, **options)
 
     def __call__(

@@ -13,6 +13,7 @@ from moddepth_jax.model.attention import DepthSlots, KeysValues
 from moddepth_jax.model.block import SlotInputs
 from moddepth_jax.model.layers import projection
 from moddepth_jax.model.routing import TokenInfo
+from moddepth_jax.model.value_embeddings import embeds_values
 
 
 class LayerKind(NamedTuple):
@@ -26,6 +27,7 @@ class LayerKind(NamedTuple):
     part: str = 'block'
     mixes: bool = False  # whether the stream's `value_mixer` changes the values of its attention
     opens: tuple[bool, ...] = (False, False)  # attention, mlp: whether its output opens a source
+    embeds: bool = False  # whether its attention has a ValueEmbedding
 
 
 class Stream(nn.Module):
@@ -121,6 +123,7 @@ class Stream(nn.Module):
             LayerKind(i in routed, hparams.window(i), per_layer, experts=i in experts)
             for i in range(layers)
         ]
+        kinds = [kind._replace(embeds=embeds_values(hparams, i)) for i, kind in enumerate(kinds)]
         if not cls.has_ends and hparams.loops_last_layer:
             return kinds
         if not cls.has_ends:

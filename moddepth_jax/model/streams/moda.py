@@ -6,6 +6,7 @@ from moddepth_jax.model.attention import DepthSlots
 from moddepth_jax.model.block import SlotInputs
 from moddepth_jax.model.routing import TokenInfo
 from moddepth_jax.model.streams.base import SlotProjection, Stream
+from moddepth_jax.model.value_embeddings import gate_flops
 
 
 @STREAMS.register('moda')
@@ -72,11 +73,13 @@ class Moda(Stream):
     def projection_flops(cls, hparams: ModelHparams, kind, length, num_selected) -> float:
         """The slots of each token that has them; a block's own key and value cost nothing."""
         depth, masked = hparams.depth, hparams.masks_slots
-        projected = kind.slots
-        if projected and depth.slots != 'block' and not depth.attention_slot_projection:
-            projected -= masked or not kind.routed
-        tokens = num_selected if masked else length
-        return tokens * SlotProjection.flops_per_token(hparams) * projected
+        flops = kind.slots * SlotProjection.flops_per_token(hparams)
+        if kind.slots and depth.slots != 'block' and not depth.attention_slot_projection:
+            if masked or not kind.routed:
+                flops -= SlotProjection.flops_per_token(hparams)
+            elif kind.embeds:
+                flops += gate_flops(hparams)
+        return (num_selected if masked else length) * flops
 
     @classmethod
     def difference_at_start(cls, depth: DepthHparams) -> str:

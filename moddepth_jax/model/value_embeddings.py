@@ -1,0 +1,64 @@
+"""A table of values by token in some layers: v += 3 sigmoid(x[:12] W) VE[token], a gate a head.
+
+After nanochat's gpt.py (Karpathy, github.com/karpathy/nanochat), `value_embeds`, `ve_gate`.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from moddepth_jax.hparams import ModelHparams
+from moddepth_jax.model.sharding import constrain
+
+GATE_CHANNELS = 12  # of the input of attention, the first ones: what the gates read
+LARGEST_GATE = 3.0
+LARGEST_GATE_WEIGHT = 0.02  # at first; gates start at about half of the largest
+
+
+def embeds_values(hparams: ModelHparams, layer: int) -> bool:
+    """Whether that layer has a table: all of them, or each second, among them the last."""
+    if hparams.value_embeddings == 'alternate':
+        return (hparams.num_layers - 1 - layer) % 2 == 0
+    return hparams.value_embeddings == 'all'
+
+
+def gate_flops(hparams: ModelHparams) -> int:
+    """FLOPs of the gates of one token in a layer; a lookup is not counted."""
+    return 2 * min(GATE_CHANNELS, hparams.d_model) * hparams.num_kv_heads
+
+
+def add_gated(v_BTKH, embedded_BTKH, gate_logits_BTK):
+    """v + 3 sigmoid(gate_logits) embedded, in float32 or wider, returned in the dtype of v."""
+    wide = gate_logits_BTK.dtype
+    gates_BTK1 = LARGEST_GATE * jax.nn.sigmoid(gate_logits_BTK)[..., None]
+    return (v_BTKH.astype(wide) + gates_BTK1 * embedded_BTKH.astype(wide)).astype(v_BTKH.dtype)
+
+
+def _uniform(low: float, high: float):
+    return lambda key, shape: jax.random.uniform(key, shape, jnp.float32, low, high)
+
+
+class ValueEmbedding(nn.Module):
+    """`add_gated` with a table [V, K, H] and gates [12, K], that start as in nanochat.
+
+    The table starts with the variance 1 / D, as that of a value projection of normed inputs.
+    """
+
+    hparams: ModelHparams
+
+    @nn.compact
+    def __call__(self, v_BTKH, x_BTD, ids_BT) -> jax.Array:
+        """Values of tokens, of the input that they are projected from, and of their int32 ids."""
+        hparams = self.hparams
+        limit = (3 / hparams.d_model) ** 0.5
+        shape = (hparams.vocab_size, hparams.num_kv_heads, hparams.head_dim)
+        embedding_VKH = self.param('embedding', _uniform(-limit, limit), shape)
+        x_BTC = x_BTD[..., :GATE_CHANNELS]
+        shape = (x_BTC.shape[-1], hparams.num_kv_heads)
+        gate_CK = self.param('gate', _uniform(0, LARGEST_GATE_WEIGHT), shape)
+        wide = jnp.promote_types(v_BTKH.dtype, jnp.float32)
+        gate_logits_BTK = x_BTC.astype(wide) @ gate_CK.astype(wide)
+        # Rows are rounded after the lookup, so that the gradients of a token are summed in float32.
+        embedded_BTKH = jnp.take(embedding_VKH, ids_BT, axis=0).astype(v_BTKH.dtype)
+        embedded_BTKH = constrain(embedded_BTKH, 'batch', None, 'kv_heads', None)
+        return add_gated(v_BTKH, embedded_BTKH, gate_logits_BTK)
