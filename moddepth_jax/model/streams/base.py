@@ -26,6 +26,7 @@ class LayerKind(NamedTuple):
     part: str = 'block'
     mixes: bool = False  # whether the stream's `value_mixer` changes the values of its attention
     opens: tuple[bool, ...] = (False, False)  # attention, mlp: whether its output opens a source
+    gathered: bool = False  # whether it is of a routed loop, which selects its tokens
 
 
 class Stream(nn.Module):
@@ -118,7 +119,13 @@ class Stream(nn.Module):
         routed = hparams.routing.routed_layers(layers)
         experts = hparams.experts.expert_layers(layers)
         kinds = [
-            LayerKind(i in routed, hparams.window(i), per_layer, experts=i in experts)
+            LayerKind(
+                i in routed,
+                hparams.window(i),
+                per_layer,
+                experts=i in experts,
+                gathered=hparams.routing.routes_loops and i in hparams.looped_range,
+            )
             for i in range(layers)
         ]
         if not cls.has_ends and hparams.loops_last_layer:
