@@ -108,7 +108,6 @@ class Transformer(nn.Module):
         length = min(self.hparams.data.sequence_length, MAX_INIT_LENGTH)
         return self.param('stack', init_stack, self.hparams.model, length)
 
-
     def _loop_routers(self):
         if self.has_variable('params', 'loop_routers'):
             return self.get_variable('params', 'loop_routers')

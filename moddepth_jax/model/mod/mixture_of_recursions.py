@@ -227,9 +227,7 @@ class Recursions(NamedTuple):
             keys = []
             for (layer, variables, args), past in zip(layers, caches, strict=True):
                 inputs = (tokens_C1, args, past, documents_C, None, None, rows_C)
-                x_C1D, _, update, _ = layer.apply(
-                    variables, x_C1D, None, *inputs, method='decode'
-                )
+                x_C1D, _, update, _ = layer.apply(variables, x_C1D, None, *inputs, method='decode')
                 keys.append(update.keys)
             return x_C1D, keys
 
