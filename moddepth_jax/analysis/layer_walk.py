@@ -43,6 +43,9 @@ def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, o
     if the model cannot run this routing.
     """
     check_routing(hparams, routing)
+    if hparams.model.routing.routes_loops:
+        right = 'its blocks run on other tokens at each loop, and are not observed one by one'
+        raise ValueError(f"model.routing.layers='loops': {right}")
     layers, layer_args, tokens, carry, embedded_BTD = ahead.call(
         _begin, variables, tokens_BT, segment_ids_BT, hparams=hparams, routing=routing
     )
