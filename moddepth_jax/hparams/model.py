@@ -173,6 +173,16 @@ class ModelHparams:
         return (*range(first), *looped, *range(last, self.num_layers))
 
     @property
+    def router_of_block(self) -> tuple[int | None, ...]:
+        """The number of the router that chooses the tokens of each block that runs; None: none."""
+        if not self.routing.routes_loops:
+            numbers = {layer: number for number, layer in enumerate(self.routed_layers)}
+            return tuple(map(numbers.get, range(self.num_blocks)))
+        first, size = self._loop[0], len(self.looped_range)
+        loops = [(place - first) // size for place in range(self.num_blocks)]
+        return tuple(loop if 0 <= loop < self.loops else None for loop in loops)
+
+    @property
     def routed_places(self) -> tuple[float, ...]:
         """The `place` of RoutingHparams.num_selected of each routed loop, or of each block: 1."""
         if not self.routing.routes_loops:

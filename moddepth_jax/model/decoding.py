@@ -45,7 +45,8 @@ def _logits(unrolled, hparams, x_B1D):
     return lm_head(rms_norm(x_B1D, scale_D, epsilon), unrolled)[:, 0]
 
 
-def _layers(unrolled, hparams, routing, sizes=()):
+def layers_of(unrolled, hparams, routing, sizes=()):
+    """Yields (Layer, its variables, LayerArgs) of each layer that runs; `unrolled` as of `unroll`."""
     stack, kinds = Stack(hparams.model, routing, sizes), layer_kinds(hparams.model)
     for kind, params, args in zip(kinds, unrolled['layers'], unrolled['layer_args'], strict=True):
         params = unshard_params(params, hparams.model.dtype)
@@ -66,7 +67,7 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
     embedded_BTD = embedded_input(hparams.model, x_BTD)
     sizes = static_sizes(length, length if routed_capacity is None else routed_capacity)
     written, caches, dropped_B = [], [], jnp.zeros(batch, jnp.int32)
-    layers = _layers(unrolled, hparams, routing, sizes)
+    layers = layers_of(unrolled, hparams, routing, sizes)
     if hparams.model.routing.routes_loops:
         recursions = Recursions(hparams, routing, unrolled['loops'], list(layers))
         grows, layers = routed_capacity is None, ()
@@ -106,7 +107,7 @@ def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams,
     embedded_B1D = embedded_input(hparams.model, x_B1D)
     # Slots of the new token alone: a query sees those of its own position, so none is kept.
     written, updates, dropped_B = [], [], jnp.zeros_like(token_B)
-    layers = _layers(unrolled, hparams, routing)
+    layers = layers_of(unrolled, hparams, routing)
     if hparams.model.routing.routes_loops:
         recursions = Recursions(hparams, routing, unrolled['loops'], list(layers))
         layers = ()

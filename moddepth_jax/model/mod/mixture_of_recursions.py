@@ -164,8 +164,18 @@ def init_routers(key, hparams: Hparams, x_BTD):
     return jax.vmap(init)(jax.random.split(key, hparams.model.loops))
 
 
+class Section(NamedTuple):
+    """Layers before or after the loops, or those of a loop."""
+
+    kept: list  # of each layer; arrays [B, C, ...] of a loop's tokens
+    loop: Loop | None = None
+    record: RoutingRecord | None = None
+    indices_BC: jax.Array | None = None
+    x_BTD: jax.Array | None = None  # before the loop, of all tokens
+
+
 class Recursions(NamedTuple):
-    """The layers of a model with routed loops, in decoding."""
+    """The layers of a model with routed loops, one by one."""
 
     hparams: Hparams
     routing: str
@@ -180,44 +190,62 @@ class Recursions(NamedTuple):
         of_loops = [self.layers[at : at + size] for at in range(first, last, size)]
         return self.layers[:first], of_loops, self.layers[last:]
 
+    def run(self, x_BTD, tokens: TokenInfo, keep, sizes_of):
+        """x_BTD after all layers, and a list of Section, of whole rows.
+
+        `keep` maps what a layer reads and its LayerOutput to arrays of its tokens, and `sizes_of`
+        a Loop to its static sizes.
+        """
+
+        def run(layers, x_BTD, tokens):
+            kept = []
+            for layer, variables, args in layers:
+                output = layer.apply(variables, x_BTD, None, tokens, args)
+                kept.append(keep(x_BTD, output))
+                x_BTD = output.x_BTD
+            return x_BTD, kept
+
+        before, of_loops, after = self._sections()
+        x_BTD, kept = run(before, x_BTD, tokens)
+        sections, candidates = [Section(kept)], tokens
+        for loop, (router, args), layers in zip(
+            loops_of(self.hparams, self.routing), self.loops, of_loops, strict=True
+        ):
+            blocks, sizes, before_BTD = functools.partial(run, layers), sizes_of(loop), x_BTD
+            x_BTD, record, indices_BC, kept = loop.run(
+                blocks, router, args, x_BTD, candidates, sizes
+            )
+            sections.append(Section(kept, loop, record, indices_BC, before_BTD))
+            candidates = narrow(candidates, record.selected_BT)
+        x_BTD, kept = run(after, x_BTD, tokens)
+        return x_BTD, [*sections, Section(kept)]
+
     def prefill(self, x_BTD, tokens: TokenInfo, capacity: int, grows: bool):
         """x_BTD after all layers, the LayerCaches, and dropped_B; as decoding.prefill."""
         length, knobs = x_BTD.shape[1], self.hparams.model.routing
 
-        def run(layers, x_BTD, tokens):
-            keys = []
-            for layer, variables, args in layers:
-                output = layer.apply(variables, x_BTD, None, tokens, args)
-                x_BTD = output.x_BTD
-                keys.append(output.aux.keys)
-            return x_BTD, keys
+        def most(loop):
+            context = self.hparams.data.sequence_length
+            some = min(capacity, knobs.cache_size(context, self.routing, loop.place))
+            return length if grows else some
 
-        before, of_loops, after = self._sections()
-        x_BTD, keys = run(before, x_BTD, tokens)
-        caches = [cache_from_prefill(one, capacity) for one in keys]
-        candidates, dropped_B = tokens, jnp.zeros(x_BTD.shape[0], jnp.int32)
-        for loop, (router, args), layers in zip(
-            loops_of(self.hparams, self.routing), self.loops, of_loops, strict=True
-        ):
-            most = length
-            if not grows:
-                context = self.hparams.data.sequence_length
-                most = min(capacity, knobs.cache_size(context, self.routing, loop.place))
-            sizes = static_sizes(length, most)
-            blocks = functools.partial(run, layers)
-            x_BTD, record, indices_BC, keys = loop.run(
-                blocks, router, args, x_BTD, candidates, sizes
-            )
-            places = ()
-            if loop.place:  # else all tokens are in the cache, in order
+        x_BTD, sections = self.run(
+            x_BTD,
+            tokens,
+            lambda _, output: output.aux.keys,
+            lambda loop: static_sizes(length, most(loop)),
+        )
+        caches, dropped_B = [], jnp.zeros(x_BTD.shape[0], jnp.int32)
+        for keys, loop, record, indices_BC, _ in sections:
+            size, places = capacity, ()
+            if loop is not None:
+                dropped_B += jnp.sum(record.dropped_BT, axis=1)
+            if loop is not None and loop.place:  # else all tokens are in the cache, in order
                 lengths_B = jnp.sum(record.selected_BT, axis=1)
                 places = (gather_tokens(tokens.positions_BT, indices_BC), lengths_B)
-            size = most if loop.place else capacity
+                size = most(loop)
             caches += [cache_from_prefill(one, size, *places) for one in keys]
-            dropped_B += jnp.sum(record.dropped_BT, axis=1)
-            candidates = narrow(candidates, record.selected_BT)
-        x_BTD, keys = run(after, x_BTD, tokens)
-        return x_BTD, caches + [cache_from_prefill(one, capacity) for one in keys], dropped_B
+        return x_BTD, caches, dropped_B
 
     def decode(self, x_B1D, tokens: TokenInfo, cache: Cache, documents_B, active_B):
         """x_B1D after all layers, CacheUpdates, and dropped_B; as decoding.decode_step."""
