@@ -46,7 +46,7 @@ def _logits(unrolled, hparams, x_B1D):
 
 
 def layers_of(unrolled, hparams, routing, sizes=()):
-    """Yields (Layer, its variables, LayerArgs) of each layer that runs; `unrolled` as of `unroll`."""
+    """Yields (Layer, its variables, LayerArgs) of each layer that runs."""
     stack, kinds = Stack(hparams.model, routing, sizes), layer_kinds(hparams.model)
     for kind, params, args in zip(kinds, unrolled['layers'], unrolled['layer_args'], strict=True):
         params = unshard_params(params, hparams.model.dtype)

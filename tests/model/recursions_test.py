@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moddepth_jax.model.decoding import prefill, unroll
+from moddepth_jax.model.decoding import decode_step, prefill, unroll
+from moddepth_jax.model.flops import dot_general_flops
 from moddepth_jax.model.kv_cache import cache_bytes
 from moddepth_jax.model.layer import LayerArgs
 from moddepth_jax.model.layers import embed, rms_norm
+from moddepth_jax.model.routing import batch_buckets
 from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.transformer import Transformer, token_info
 from tests.model.cases import (
@@ -163,6 +165,62 @@ def test_the_cache_is_as_large_as_the_loops_are(capacity, share, tiny_config):
         layers = [layer._replace(positions_BS=None, lengths_B=None) for layer in cache.layers]
         sizes.append(sum(map(cache_bytes, layers)))
     assert sizes[0] / sizes[1] == pytest.approx(share)
+
+
+def test_a_document_does_not_see_another(tiny_config):
+    """Under the causal rule: the first document does not change what the second computes."""
+    hparams = small_hparams(tiny_config, RECURSIONS, AUX, GROWS)
+    variables = random_variables(hparams, TOKENS_BT)
+    other_BT = np.where(np.arange(T)[None] < 7, (TOKENS_BT + 5) % 32, TOKENS_BT)
+    run = jax.jit(
+        lambda tokens: Transformer(hparams).apply(variables, tokens, SEGMENTS_BT, 'aux_loss')[0]
+    )
+    one_BTV, other_BTV = run(TOKENS_BT), run(other_BT)
+    # The first document decides where tokens of the second are gathered, and so their rounding.
+    np.testing.assert_allclose(one_BTV[0, 7:], other_BTV[0, 7:], rtol=0, atol=1e-5)
+    assert (one_BTV[1, 7:10] != other_BTV[1, 7:10]).any()
+
+
+def test_bfloat16(tiny_config):
+    """The stream has the dtype of the model, scores are float32; logits are near float32 ones."""
+    wide, narrow = (
+        small_hparams(tiny_config, RECURSIONS, AUX, ALL_TOKENS, {'model.dtype': dtype})
+        for dtype in ('float32', 'bfloat16')
+    )
+    variables = random_variables(wide, TOKENS_BT)
+    (expected_BTV, _), (found_BTV, records) = (
+        Transformer(hparams).apply(variables, TOKENS_BT) for hparams in (wide, narrow)
+    )
+    assert records.routing.scores_BT.dtype == jnp.float32
+    hidden_BTD, _ = Transformer(narrow).apply(variables, TOKENS_BT, method='hidden_states')
+    assert hidden_BTD.dtype == jnp.bfloat16
+    error = jnp.linalg.norm(found_BTV - expected_BTV) / jnp.linalg.norm(expected_BTV)
+    assert error < 0.05
+
+
+def test_rows_that_skip_a_loop_cost_nothing_in_decoding(tiny_config):
+    """A loop that chooses runs at the least bucket of rows: none, a part of the batch, or all."""
+    hparams = small_hparams(tiny_config, RECURSIONS, AUX, {'data.sequence_length': 16})
+    variables = random_variables(hparams, TOKENS_BT)
+    static = {'hparams': hparams, 'routing': 'aux_loss'}
+    unrolled = unroll(variables, hparams, 'aux_loss')
+    ones_BT, batch = np.ones((8, 4), np.int32), 8
+    _, cache = prefill(unrolled, ones_BT, ones_BT, capacity=16, routed_capacity=1, **static)
+    active_B = np.ones(batch, bool)
+    program = jax.make_jaxpr(lambda *inputs: decode_step(*inputs, **static))(
+        unrolled, cache, ones_BT[:, 0], ~active_B, active_B
+    )
+    branches = [
+        eqn.params['branches'] for eqn in equations(program.jaxpr) if eqn.primitive.name == 'cond'
+    ]
+    buckets = [each for each in branches if len(each) == len(batch_buckets(batch))]
+    assert len(buckets) == 2  # the first of three loops takes all tokens
+    for each in buckets:
+        costs = [dot_general_flops(branch) for branch in each]
+        assert costs[0] == 0 and costs[1] > 0 and costs == sorted(costs)
+        assert costs[-1] > 4 * costs[1]
+    sizes = {layer.capacity for layer in cache.layers if layer.lengths_B is not None}
+    assert sizes == {15, 6}  # 1.5 times 10 and 4 of 16 tokens
 
 
 def test_the_program_grows_by_one_scan_for_each_loop(tiny_config):
