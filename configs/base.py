@@ -79,13 +79,17 @@ def get_config() -> ConfigDict:
     routing = model.routing = ConfigDict()
     # none (dense model) | learned | norm | random | position | straight_through
     routing.router = 'none'  # what scores the tokens of the routed blocks
-    routing.layers = 'every:2'  # every:N, from layer N-1 on | middle:FIRST:LAST | 1,3,5
-    routing.capacity = 0.125  # share of a sequence's tokens that a routed block selects, (0, 1]
+    # every:N, from layer N-1 on | middle:FIRST:LAST | 1,3,5 | loops: those of model.looped_layers
+    routing.layers = 'every:2'  # blocks that are routed, or loops (Mixture-of-Recursions)
+    routing.capacity = 0.125  # share of a sequence's tokens that a routed block, or loop, selects
     routing.capacity_form = 'fraction'  # fraction | log_length: falls with ln T, from 1 to capacity
     routing.log_length_max = 2048  # length at which log_length comes down to capacity
     routing.capacity_stages = ''  # 1:0.2,0.5:0.3: capacity 1 for a fifth of the steps, then 0.5, ..
     routing.select_per = 'row'  # row: packed documents compete for the C places | segment
     routing.gate = 'auto'  # auto (learned: raw) | raw | sigmoid | tanh | none | straight_through
+    routing.gate_scale = 1.0  # factor on the gate
+    # loops: auto (output) | output: x + g f(x) | change: x + g (f(x) - x)
+    routing.loop_update = 'auto'  # what a routed loop adds, of its blocks f and its gate g
     routing.initial_gate = 1.0  # mean raw gate of selected tokens at step 0 (less above C/T 0.7)
     # auto | predictor | aux_loss | threshold | positive (score > 0, untrained) | dense
     routing.causal_rule = 'auto'  # what selects tokens at evaluation

@@ -79,7 +79,10 @@ def routing_grid(top_c_RT, selected_RT, hparams: Hparams) -> np.ndarray:
     """int [L, T]: SELECTED, LOOKAHEAD (in the top C only), SKIPPED, or DENSE, from bool [R, T]."""
     grid_LT = np.full((hparams.model.num_blocks, np.shape(top_c_RT)[1]), DENSE)
     skipped_RT = np.where(top_c_RT, LOOKAHEAD, SKIPPED)
-    grid_LT[list(hparams.model.routed_layers)] = np.where(selected_RT, SELECTED, skipped_RT)
+    chosen_RT = np.where(selected_RT, SELECTED, skipped_RT)
+    for layer, router in enumerate(hparams.model.router_of_block):
+        if router is not None:
+            grid_LT[layer] = chosen_RT[router]
     return grid_LT
 
 

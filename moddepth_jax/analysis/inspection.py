@@ -17,9 +17,9 @@ from moddepth_jax.training.losses import IGNORED
 
 
 class Inspection(NamedTuple):
-    """What a model with L blocks, R of them routed, does with each of N tokens: NumPy arrays."""
+    """What a model with L blocks and R routers does with each of N tokens: NumPy arrays."""
 
-    routed_layers: tuple[int, ...]  # numbers of the R routed blocks, ascending
+    routers: tuple[int | None, ...]  # of each block, which of the R chooses its tokens; None: none
     tokens_N: np.ndarray  # int32 ids
     pieces: tuple[bytes, ...]  # the bytes of each token; b'' for the separator
     routing: RoutingRecord  # of arrays [R, N]; the top C are those of the window
@@ -50,7 +50,7 @@ def inspect_tokens(
         on_window()
     record, *arrays = jax.tree.map(lambda *sides: np.concatenate(sides, axis=-1), *windows)
     pieces = tuple(tokenizer.pieces(tokens_N))
-    return Inspection(hparams.model.routed_layers, tokens_N, pieces, record, *arrays)
+    return Inspection(hparams.model.router_of_block, tokens_N, pieces, record, *arrays)
 
 
 def _window(variables, tokens_1T, labels_1T, hparams, routing):
@@ -83,7 +83,8 @@ def totals(inspection: Inspection, classes_N) -> dict:
     share in the top C that entered, and `relative` mean, 10th, 50th and 90th percentile of the
     change. Correlations are of ranks: of the entropy with the blocks entered, of score and change.
     """
-    selected_RN, num_routed = inspection.routing.selected_BT, len(inspection.routed_layers)
+    selected_RN = inspection.routing.selected_BT
+    num_routed = len(selected_RN)
     blocks_N = selected_RN.sum(axis=0)
     counts = [
         {'tokens': int(mine_N.sum()), 'entropy': _mean(inspection.entropy_N[mine_N])}
@@ -116,13 +117,13 @@ def _layer_totals(inspection, layer):
     change_N = inspection.change_LN[layer]
     some = change_N[np.isfinite(change_N)]
     percentiles = np.percentile(some, (10, 50, 90)) if some.size else [float('nan')] * 3
-    routed = layer in inspection.routed_layers
+    router = inspection.routers[layer]
+    routed = router is not None
     relative = [_mean(some), *map(float, percentiles)]
     result = {'layer': layer, 'routed': routed, 'entered': 1.0, 'relative': relative}
     if not routed:
         return result
-    i = inspection.routed_layers.index(layer)
-    record = jax.tree.map(lambda side_RN: side_RN[i], inspection.routing)
+    record = jax.tree.map(lambda side_RN: side_RN[router], inspection.routing)
     return result | {
         'entered': _mean(record.selected_BT),
         'top_c': _mean(record.top_c_BT),

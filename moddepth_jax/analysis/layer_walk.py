@@ -12,11 +12,12 @@ from moddepth_jax.hparams import Hparams
 from moddepth_jax.model import ahead
 from moddepth_jax.model.attention import AttentionInputs, DepthSlots, TokenInfo
 from moddepth_jax.model.block import Block
-from moddepth_jax.model.decoding import unroll
+from moddepth_jax.model.decoding import layers_of, unroll
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.layer import Records
-from moddepth_jax.model.layers import lm_head, rms_norm
+from moddepth_jax.model.layers import embed, lm_head, rms_norm
 from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths
+from moddepth_jax.model.mod.mixture_of_recursions import Recursions
 from moddepth_jax.model.routing import scatter_tokens
 from moddepth_jax.model.stack import Stack, merge_records
 from moddepth_jax.model.stack_scan import empty_slots, put_slots
@@ -130,11 +131,24 @@ def layer_deltas(
 
     Raises ValueError if the model cannot run this routing.
     """
-    found, final_BTD = walk(variables, hparams, tokens_BT, segment_ids_BT, routing, _block_arrays)
-    blocks = [observed for _, observed in found if observed]
-    arrays, records = zip(*blocks, strict=True)
-    arrays = map(jnp.stack, zip(*arrays, strict=True))
-    records = merge_records(list(records), lambda *leaves: jnp.stack(leaves))
+    if hparams.model.routing.routes_loops:
+        check_routing(hparams, routing)
+        arrays, records, final_BTD = ahead.call(
+            _recursion_arrays,
+            variables,
+            tokens_BT,
+            segment_ids_BT,
+            hparams=hparams,
+            routing=routing,
+        )
+    else:
+        found, final_BTD = walk(
+            variables, hparams, tokens_BT, segment_ids_BT, routing, _block_arrays
+        )
+        blocks = [observed for _, observed in found if observed]
+        arrays, records = zip(*blocks, strict=True)
+        arrays = map(jnp.stack, zip(*arrays, strict=True))
+        records = merge_records(list(records), lambda *leaves: jnp.stack(leaves))
     logits_BTV = _logits(variables['params'], final_BTD, hparams=hparams)
     return LayerDeltas(*arrays, final_BTD, logits_BTV, records)
 
@@ -159,6 +173,39 @@ def _block_arrays(seen):
     deltas_BTD = jnp.where(selected_BT[..., None], deltas_BTD, 0.0)
     gates_BT = jnp.where(selected_BT, record.gates_BT, 0.0).astype(wide)
     return (inputs_BTD, deltas_BTD, gates_BT, selected_BT), records
+
+
+@functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
+def _recursion_arrays(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
+    """The four arrays of LayerDeltas, Records, and the final x_BTD, of a model with routed loops.
+
+    Gates are those of the loop, which it puts on the change, or the output, of all its blocks.
+    """
+    unrolled = unroll(variables, hparams, routing)
+    layers = list(layers_of(unrolled, hparams, routing))
+    tokens, length = token_info(hparams, tokens_BT, segment_ids_BT), tokens_BT.shape[1]
+    x_BTD = embed(unrolled['embedding'], tokens_BT, hparams.model.dtype)
+    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+    x_BTD, sections = Recursions(hparams, routing, unrolled['loops'], layers).run(
+        x_BTD,
+        tokens,
+        lambda x_BTD, output: (x_BTD, output.x_BTD.astype(wide) - x_BTD.astype(wide)),
+        lambda loop: causal_sizes(hparams, length, routing, loop.place)[-1:],
+    )
+    blocks, real_BT = [], tokens.segment_ids_BT > 0
+    for kept, loop, record, indices_BC, before_BTD in sections:
+        for input_BTD, delta_BTD in kept:
+            gates_BT, selected_BT = jnp.ones(real_BT.shape, wide), real_BT
+            if loop is not None:
+                selected_BT, zeros_BTD = record.selected_BT, jnp.zeros(x_BTD.shape, wide)
+                input_BTD = scatter_tokens(before_BTD, indices_BC, input_BTD)
+                delta_BTD = scatter_tokens(zeros_BTD, indices_BC, delta_BTD)
+                delta_BTD = jnp.where(selected_BT[..., None], delta_BTD, 0.0)
+                gates_BT = jnp.where(selected_BT, record.gates_BT, 0.0).astype(wide)
+            blocks.append((input_BTD, delta_BTD, gates_BT, selected_BT))
+    records = [section.record for section in sections if section.loop is not None]
+    record = jax.tree.map(lambda *leaves: jnp.stack(leaves), *records)
+    return [jnp.stack(sides) for sides in zip(*blocks, strict=True)], Records(record), x_BTD
 
 
 @functools.partial(jax.jit, static_argnames='hparams')

@@ -196,7 +196,8 @@ def _draw_routing(run, path):
     pieces = [run.dataset.tokenizer.pieces(row_T[-width:]) for row_T in tokens_BT]
     row = np.argmin([sum(map(bytes.isspace, tokens)) for tokens in pieces])
     grid_LT = heatmaps.routing_grid(record.top_c_BT[:, row], record.selected_BT[:, row], hparams)
-    capacity = f'{hparams.model.routing.num_selected(length)} of {length} tokens a row'
+    loops = f'{length} to ' * hparams.model.routing.routes_loops
+    capacity = f'{loops}{hparams.model.routing.num_selected(length)} of {length} tokens a row'
     rule = causal_routing(hparams)
     title = f'{run.workdir.name}: routing by {rule}, trained at {capacity}'
     heatmaps.plot_routing(grid_LT[:, -width:], pieces[row], title, path)

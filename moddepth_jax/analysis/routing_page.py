@@ -97,7 +97,9 @@ def _about(inspection, hparams, routing, logits_of):
         'routed': routed,
         'dense': not routed,
         'num_layers': model.num_blocks,
-        'routed_layers': ', '.join(map(str, model.routed_layers)),
+        'routed_layers': ', '.join(
+            str(layer) for layer, router in enumerate(model.router_of_block) if router is not None
+        ),
         'router': model.routing.router,
         'gate': model.routing.gate,
         'capacity': f'{100 * model.routing.capacity:g}%',
@@ -111,13 +113,13 @@ def _rounded(values_N):
 
 
 def _layer(inspection, layer, logits_of):
-    routed = layer in inspection.routed_layers
+    router = inspection.routers[layer]
+    routed = router is not None
     relative = _rounded(inspection.change_LN[layer])
     result = {'layer': layer, 'routed': routed, 'relative': relative}
     if not routed:
         return result
-    i = inspection.routed_layers.index(layer)
-    record = jax.tree.map(lambda side_RN: side_RN[i], inspection.routing)
+    record = jax.tree.map(lambda side_RN: side_RN[router], inspection.routing)
     if logits_of == 'threshold':
         threshold = np.median(record.scores_BT - record.rule_logits_BT)
         result['threshold'] = float(f'{threshold:.{_DIGITS}g}')

@@ -12,7 +12,13 @@ from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.stack import Stack
 from moddepth_jax.model.stack_scan import empty_slots
-from moddepth_jax.model.transformer import Transformer, init_layer, random_row_info
+from moddepth_jax.model.transformer import (
+    MAX_INIT_LENGTH,
+    Transformer,
+    init_layer,
+    init_loop_routers,
+    random_row_info,
+)
 
 _MAY_DIFFER = {  # knobs of the model that a conversion may change
     *('depth', 'routing', 'attention', 'layer_loop', 'remat', 'dtype'),
@@ -100,10 +106,17 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
         for repeat in range(len(leaf)):
             found[numbers[i, repeat, j], name] = leaf[repeat]
     numbers, runs = layer_numbers(target.model), Stack(target.model, 'top_c').stored_runs
-    new, fresh = [], {}
+    new, fresh, routers = [], {}, {}
+    if target.model.routing.routes_loops:
+        key, length = jax.random.key(target.seed), target.data.sequence_length
+        made = init_loop_routers(key, target, min(length, MAX_INIT_LENGTH))
+        routers = {_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(made)}
 
     def leaf(path, wanted):
         keys = _keys(path)
+        if keys[0] == 'loop_routers' and keys not in found:
+            new.append('.'.join(keys))
+            return routers[keys[1:]]
         if keys[0] != 'stack':
             return jnp.asarray(found[keys])
         i, j, name = in_layer(keys)

@@ -87,6 +87,36 @@ class ModelHparams:
             right += 'to add to; use value_mix learned'
             refuse('model.value_embeddings', self.value_embeddings, right)
         self.depth.stream_class.check(self)
+        if self.routing.routes_loops:
+            self._check_routed_loops()
+
+    def _check_routed_loops(self):
+        # field: (value, what it must be, why)
+        needed = {
+            'looped_layers': (self.looped_layers, self.looped, 'all or middle:FIRST:LAST'),
+            'loops': (self.loops, self.loops > 1, '2 or more'),
+            'loop_order': (self.loop_order, self.loop_order == 'cycle', 'cycle'),
+            'experts.choice': (self.experts.choice, self.experts.choice == 'none', 'none'),
+            'depth.stream': (self.depth.stream, self.depth.stream == 'residual', 'residual'),
+            'embedding_residual': (
+                self.embedding_residual,
+                self.embedding_residual == 'none',
+                'none',
+            ),
+            'routing.select_per': (
+                self.routing.select_per,
+                self.routing.select_per == 'row',
+                'row',
+            ),
+            'routing.router': (
+                self.routing.router,
+                not self.routing.router_class.is_control,
+                'learned, norm or straight_through',
+            ),
+        }
+        for field, (value, fits, right) in needed.items():
+            if not fits:
+                refuse(f'model.{field}', value, f'must be {right} where model.routing.layers=loops')
 
     def _check_loops(self):
         first, last = self._loop
@@ -148,6 +178,28 @@ class ModelHparams:
         return (*range(first), *looped, *range(last, self.num_layers))
 
     @property
+    def router_of_block(self) -> tuple[int | None, ...]:
+        """The number of the router that chooses the tokens of each block that runs; None: none."""
+        if not self.routing.routes_loops:
+            numbers = {layer: number for number, layer in enumerate(self.routed_layers)}
+            return tuple(map(numbers.get, range(self.num_blocks)))
+        first, size = self._loop[0], len(self.looped_range)
+        loops = [(place - first) // size for place in range(self.num_blocks)]
+        return tuple(loop if 0 <= loop < self.loops else None for loop in loops)
+
+    @property
+    def routed_places(self) -> tuple[float, ...]:
+        """The `place` of RoutingHparams.num_selected of each routed loop, or of each block: 1."""
+        if not self.routing.routes_loops:
+            return (1.0,) * len(self.routed_layers)
+        return tuple(loop / (self.loops - 1) for loop in range(self.loops))
+
+    @property
+    def looped_range(self) -> range:
+        """The numbers of the looped blocks; from 0 to 0 if there are none."""
+        return range(*self._loop)
+
+    @property
     def first_looped(self) -> int:
         """The number of the first looped block; 0 if there are none."""
         return self._loop[0]
@@ -159,7 +211,13 @@ class ModelHparams:
 
     @functools.cached_property
     def routed_layers(self) -> tuple[int, ...]:
-        """Places of the routed blocks among all that run, ascending; empty for the dense model."""
+        """Places of the routed blocks among all that run, ascending; empty for the dense model.
+
+        If loops are routed, the places where they begin.
+        """
+        if self.routing.routes_loops:
+            first, last = self._loop
+            return tuple(first + loop * (last - first) for loop in range(self.loops))
         routed = set(self.routing.routed_layers(self.num_layers))
         return tuple(place for place, block in enumerate(self.block_order) if block in routed)
 

@@ -30,6 +30,8 @@ class RoutingHparams:
     capacity_stages: str
     select_per: checks.choice('row', 'segment')
     gate: str
+    gate_scale: checks.AboveZero
+    loop_update: checks.choice('auto', 'output', 'change')
     initial_gate: checks.Weight
     causal_rule: str
     predictor_width: Annotated[int, functools.partial(checks.positive, minimum=0, maximum=64)]
@@ -48,6 +50,9 @@ class RoutingHparams:
         checks.one_of('model.routing.causal_rule', self.causal_rule, ('auto', *CAUSAL_RULES))
         checks.check_fields(self, 'model.routing.')
         self._check_log_length()
+        if not self.routes_loops and self.loop_update != 'auto':
+            right = 'must be auto: no loop is routed; set model.routing.layers to loops'
+            refuse('model.routing.loop_update', self.loop_update, right)
 
     def __post_init__(self):
         self.check_values()
@@ -58,6 +63,11 @@ class RoutingHparams:
         if self.router != 'none':
             self.router_class.check(self)
             self._check_rule()
+
+    @property
+    def routes_loops(self) -> bool:
+        """Whether loops are routed, and not blocks: Mixture-of-Recursions."""
+        return self.router != 'none' and self.layers == 'loops'
 
     @property
     def router_class(self):
@@ -125,27 +135,33 @@ class RoutingHparams:
         weight = CAUSAL_RULES[self.causal_rule].loss_weight
         return getattr(self, weight) if weight else 0.0
 
-    def num_selected(self, length: int) -> int:
+    def num_selected(self, length: int, place: float = 1.0) -> int:
         """C, the number of tokens that are selected of a row of `length`, at least 1.
 
-        Under `log_length` the share falls from 1 at one token to `capacity` at log_length_max.
+        Under `log_length` the share falls from 1 at one token to `capacity` at log_length_max. Of
+        routed loops the first, at place 0, takes all tokens, the last, at place 1, that share, and
+        those between a share between.
         """
         share = self.capacity
         if self.capacity_form == 'log_length':
             clamped = math.log(min(length, self.log_length_max)) / math.log(self.log_length_max)
             share = 1 - clamped * (1 - self.capacity)
+        share = 1 - place * (1 - share)
         return max(1, math.floor(share * length + 1e-6))
 
-    def cache_size(self, context: int, routing: str) -> int:
-        """Capacity of a routed block's cache for `context` tokens, under a causal rule."""
+    def cache_size(self, context: int, routing: str, place: float = 1.0) -> int:
+        """Capacity of a routed block's cache for `context` tokens, under a causal rule.
+
+        `place` as of `num_selected`.
+        """
         if not CAUSAL_RULES[routing].is_capped:
             return context
-        size = min(context, self.cache_capacity * self.num_selected(context) + 1e-6)
+        size = min(context, self.cache_capacity * self.num_selected(context, place) + 1e-6)
         return max(1, math.floor(size))
 
-    def max_selected(self, context: int, routing: str) -> int:
+    def max_selected(self, context: int, routing: str, place: float = 1.0) -> int:
         """Most tokens of a row that are selected under a causal rule: the cache's, or all."""
-        return context if self.overflow == 'grow' else self.cache_size(context, routing)
+        return context if self.overflow == 'grow' else self.cache_size(context, routing, place)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -167,8 +183,11 @@ class RoutingHparams:
         )
 
     def routed_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Indices of the routed blocks, ascending. Raises ValueError if `layers` names none."""
-        if self.router == 'none':
+        """Indices of the routed blocks, ascending; () if loops are routed.
+
+        Raises ValueError if `layers` names none.
+        """
+        if self.router == 'none' or self.routes_loops:
             return ()
         return parse_layers('model.routing.layers', self.layers, num_layers)
 

@@ -3,12 +3,14 @@
 Layers are unrolled: XLA would copy every cache of a scan at every token.
 """
 
+import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.kv_cache import Cache, cache_from_prefill
 from moddepth_jax.model.layers import embed, lm_head, rms_norm
+from moddepth_jax.model.mod.mixture_of_recursions import Recursions
 from moddepth_jax.model.routing import gather_tokens, mask_to_indices, static_sizes
 from moddepth_jax.model.sharding import unshard_params
 from moddepth_jax.model.stack import Stack, per_layer_args, stack_slots, unstack_layers
@@ -23,8 +25,13 @@ def unroll(variables, hparams: Hparams, routing: str) -> dict:
     layers = [one for _, one in unstack_layers(Stack(hparams.model, routing), params['stack'])]
     args = layer_args(hparams.model, variables.get('averages'), routing)
     rest = {name: params[name] for name in ('embedding', 'final_norm', 'head') if name in params}
-    args = per_layer_args(layer_kinds(hparams.model), args)
-    return {**rest, 'layers': layers, 'layer_args': args}
+    kinds = layer_kinds(hparams.model)
+    unrolled = {**rest, 'layers': layers, 'layer_args': per_layer_args(kinds, args)}
+    if hparams.model.routing.routes_loops:
+        of_loops = (params['loop_routers'], args.routing)
+        each = range(hparams.model.loops)
+        unrolled['loops'] = [jax.tree.map(lambda leaf, n=n: leaf[n], of_loops) for n in each]
+    return unrolled
 
 
 def _embed(unrolled, hparams, tokens_BT):
@@ -38,7 +45,8 @@ def _logits(unrolled, hparams, x_B1D):
     return lm_head(rms_norm(x_B1D, scale_D, epsilon), unrolled)[:, 0]
 
 
-def _layers(unrolled, hparams, routing, sizes=()):
+def layers_of(unrolled, hparams, routing, sizes=()):
+    """Yields (Layer, its variables, LayerArgs) of each layer that runs."""
     stack, kinds = Stack(hparams.model, routing, sizes), layer_kinds(hparams.model)
     for kind, params, args in zip(kinds, unrolled['layers'], unrolled['layer_args'], strict=True):
         params = unshard_params(params, hparams.model.dtype)
@@ -50,6 +58,7 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
 
     Prompts are followed by padding, of segment id 0. `capacity` is that of a dense block's cache,
     at least T, `routed_capacity` that of a routed block's, and the most tokens selected; None: T.
+    Routed loops have capacities of their own, or T if it is None.
     """
     check_causal(hparams, routing)
     batch, length = tokens_BT.shape
@@ -58,7 +67,12 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
     embedded_BTD = embedded_input(hparams.model, x_BTD)
     sizes = static_sizes(length, length if routed_capacity is None else routed_capacity)
     written, caches, dropped_B = [], [], jnp.zeros(batch, jnp.int32)
-    for layer, params, args in _layers(unrolled, hparams, routing, sizes):
+    layers = layers_of(unrolled, hparams, routing, sizes)
+    if hparams.model.routing.routes_loops:
+        recursions = Recursions(hparams, routing, unrolled['loops'], list(layers))
+        grows, layers = routed_capacity is None, ()
+        x_BTD, caches, dropped_B = recursions.prefill(x_BTD, tokens, capacity, grows)
+    for layer, params, args in layers:
         output = layer.apply(params, x_BTD, stack_slots(written), tokens, args, embedded_BTD)
         x_BTD, written = output.x_BTD, [*written, output.written]
         if layer.kind.routed:
@@ -93,7 +107,12 @@ def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams,
     embedded_B1D = embedded_input(hparams.model, x_B1D)
     # Slots of the new token alone: a query sees those of its own position, so none is kept.
     written, updates, dropped_B = [], [], jnp.zeros_like(token_B)
-    for layer, params, args in _layers(unrolled, hparams, routing):
+    layers = layers_of(unrolled, hparams, routing)
+    if hparams.model.routing.routes_loops:
+        recursions = Recursions(hparams, routing, unrolled['loops'], list(layers))
+        layers = ()
+        x_B1D, updates, dropped_B = recursions.decode(x_B1D, tokens, cache, documents_B, active_B)
+    for layer, params, args in layers:
         slots = stack_slots(written)
         if layer.kind.part == 'block':
             past = cache.layers[len(updates)]

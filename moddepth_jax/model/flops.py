@@ -19,13 +19,16 @@ def _pairs(length: int, window: int) -> float:
 
 def _layers(hparams: Hparams, length: int, routing: str):
     """(LayerKind, tokens of a row that it processes, its window among them) of each layer."""
-    for kind in layer_kinds(hparams.model):
-        tokens = length
-        if kind.routed and routing == 'top_c':
-            tokens = hparams.model.routing.num_selected(length)
-        elif kind.routed:
+    model, looped = hparams.model, 0
+    for kind in layer_kinds(model):
+        tokens, place = length, 1.0
+        if kind.gathered:
+            place, looped = model.routed_places[looped // len(model.looped_range)], looped + 1
+        if routing == 'top_c' and (kind.routed or kind.gathered):
+            tokens = model.routing.num_selected(length, place)
+        elif kind.routed or kind.gathered:
             context = max(length, hparams.data.sequence_length)
-            tokens = min(length, hparams.model.routing.max_selected(context, routing))
+            tokens = min(length, model.routing.max_selected(context, routing, place))
         yield kind, tokens, math.ceil(kind.window * tokens / length)
 
 
@@ -70,14 +73,15 @@ def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c'
             parts['experts'] += expert_pairs(experts, tokens) * _pair_flops(model)
         else:
             parts['mlp'] += 2 * tokens * 3 * width * model.d_ff
-        if kind.routed:
-            parts['router'] += 2 * length * width * model.routing.router_class.products
-            rule = CAUSAL_RULES[model.routing.causal_rule]
-            parts['predictor'] += length * rule.flops_per_token(model)
     parts['depth_attention'] += sum(
         4 * tokens * seen * heads * model.head_dim
         for tokens, seen, _ in depth_readers(hparams, length, routing)
     )
+    if model.routed_layers:
+        routers = length * len(model.routed_layers)
+        parts['router'] = 2 * routers * width * model.routing.router_class.products
+        rule = CAUSAL_RULES[model.routing.causal_rule]
+        parts['predictor'] = routers * rule.flops_per_token(model)
     parts['head'] = 2 * length * width * model.vocab_size
     return {part: batch * flops for part, flops in parts.items()}
 

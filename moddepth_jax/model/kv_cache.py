@@ -41,6 +41,15 @@ class CacheUpdate(NamedTuple):
     taken_BE: jax.Array | None = None  # as LayerCache
 
 
+def rows_of_cache(layer: LayerCache, rows_C) -> LayerCache:
+    """The cache for some rows, without keys and values: attention reads each row's in place."""
+
+    def pick(side):
+        return side.at[rows_C].get(mode='clip')
+
+    return jax.tree.map(pick, layer._replace(k_BKHS=None, v_BKHS=None))
+
+
 def visible_mask(layer: LayerCache, lengths_B, documents_B, window: int, capacity: int):
     """bool [B, capacity]: the entries that a row's next token, at position `lengths_B`, sees."""
     index_S = jnp.arange(capacity)

@@ -10,7 +10,7 @@ from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import DepthSlots, KeysValues, KVView
 from moddepth_jax.model.block import Block, BlockAux, SlotInputs
 from moddepth_jax.model.embedding_residual import EmbeddingBlend
-from moddepth_jax.model.kv_cache import CacheUpdate, visible_mask
+from moddepth_jax.model.kv_cache import CacheUpdate, rows_of_cache, visible_mask
 from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths, RoutingArgs
 from moddepth_jax.model.moe.experts import ExpertsRecord, ExpertState
 from moddepth_jax.model.routing import (
@@ -74,10 +74,10 @@ class Layer(nn.Module):
         options |= {'embeds': kind.embeds}
         if kind.routed:
             self.operation = MixtureOfDepths(
-                self.hparams, kind.window, self.routing, self.sizes, writes_slots, **options
+                self.hparams, self.routing, kind.window, self.sizes, writes_slots, **options
             )
         else:
-            options |= {'ahead': self.routing == 'top_c'}
+            options |= {'ahead': self.routing == 'top_c', 'gathered': kind.gathered}
             self.operation = Block(self.hparams, kind.window, writes_slots, **options)
         nn.share_scope(self, self.operation)
 
@@ -121,8 +121,12 @@ class Layer(nn.Module):
         documents_B,
         active_B,
         embedded_B1D=None,
+        rows_C=None,
     ):
-        """One new token of each row: the stream's x, NewSlots, the CacheUpdate, and dropped_B."""
+        """One new token of each row: the stream's x, NewSlots, the CacheUpdate, and dropped_B.
+
+        With `rows_C`, of those rows of the cache alone; all else has them in its place of rows.
+        """
         input_B1D, visible, _ = self._read(x_B1D, depth, embedded_B1D)
         if self.kind.routed:
             routing_args = args.routing._replace(expert_state=args.expert_state)
@@ -133,9 +137,11 @@ class Layer(nn.Module):
             if self.hparams.masks_slots and written.slots:
                 written = written._replace(valid_BT=update.selected_B[:, None])
             return x_B1D, written, update, dropped_B
-        lengths_B = tokens.positions_BT[:, 0]
-        visible_BS = visible_mask(cache, lengths_B, documents_B, self.kind.window, cache.capacity)
-        view = KVView(cache.k_BKHS, cache.v_BKHS, visible_BS)
+        lengths_B, seen = tokens.positions_BT[:, 0], cache
+        if rows_C is not None:
+            seen = rows_of_cache(cache, rows_C)
+        visible_BS = visible_mask(seen, lengths_B, documents_B, self.kind.window, cache.capacity)
+        view = KVView(cache.k_BKHS, cache.v_BKHS, visible_BS, rows_C)
         expert_state = args.expert_state._replace(taken_BE=cache.taken_BE)
         y_B1D, aux = self.operation(input_B1D, tokens, view, visible, expert_state)
         x_B1D, written = self._write(y_B1D, aux.slot_inputs, tokens, None)

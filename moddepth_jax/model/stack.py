@@ -54,11 +54,36 @@ class Stack(NamedTuple):
     hparams: ModelHparams
     routing: str
     sizes: tuple[int, ...] = ()
+    layers: range | None = None  # of the stored ones, each of which runs once; None: all, looped
+
+    @property
+    def looped(self) -> bool:
+        """Whether stored layers run several times."""
+        return self.hparams.looped and self.layers is None
+
+    @property
+    def stored_kinds(self) -> list[LayerKind]:
+        """The kinds of the layers that have parameters of their own."""
+        kinds = self.hparams.depth.stream_class.layer_kinds(self.hparams)
+        return kinds if self.layers is None else [kinds[i] for i in self.layers]
+
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """The kinds of the layers that run, in order."""
+        return layer_kinds(self.hparams) if self.looped else self.stored_kinds
 
     @property
     def stored_runs(self) -> tuple[Run, ...]:
         """The layers that have parameters of their own; each leaf has an axis of repeats."""
-        return find_runs(self.hparams.depth.stream_class.layer_kinds(self.hparams))
+        return find_runs(self.stored_kinds)
+
+    def section(self, params, layers: range):
+        """The Stack of some stored layers, which begin and end with runs, and its parameters."""
+        part, first = self._replace(layers=layers), 0
+        while sum(len(run.group) * run.repeats for run in self.stored_runs[:first]) < layers.start:
+            first += 1
+        names = {f'run_{first + i}': f'run_{i}' for i in range(len(part.stored_runs))}
+        return part, {new: params[old] for old, new in names.items() if old in params}
 
     @property
     def places(self) -> list[Place]:
@@ -69,16 +94,16 @@ class Stack(NamedTuple):
             for row in range(run.repeats)
             for j in range(len(run.group))
         ]
-        return [stored[layer] for layer in layer_order(self.hparams)]
+        return [stored[layer] for layer in layer_order(self.hparams)] if self.looped else stored
 
     @property
     def runs(self) -> tuple[Run, ...]:
         """The layers that run, in groups; the repeats of a layer differ in the row of its Place."""
-        if not self.hparams.looped:
+        if not self.looped:
             return self.stored_runs
-        kinds = layer_kinds(self.hparams)
         of_one_leaf = [
-            (kind, place.run, place.layer) for kind, place in zip(kinds, self.places, strict=True)
+            (kind, place.run, place.layer)
+            for kind, place in zip(self.kinds, self.places, strict=True)
         ]
         runs = find_runs(of_one_leaf)
         return tuple(Run(tuple(kind for kind, *_ in run.group), run.repeats) for run in runs)
@@ -99,7 +124,7 @@ class Stack(NamedTuple):
     @property
     def layer_numbers(self) -> list[np.ndarray]:
         """int32 [repeats, layers] of each stored run: the block's number; entry -1, exit -2."""
-        kinds, runs = self.hparams.depth.stream_class.layer_kinds(self.hparams), self.stored_runs
+        kinds, runs = self.stored_kinds, self.stored_runs
         blocks = np.cumsum([kind.part == 'block' for kind in kinds]) - 1
         ends = [{'entry': -1, 'exit': -2}.get(kind.part) for kind in kinds]
         numbers = [end or block for end, block in zip(ends, blocks, strict=True)]
@@ -121,7 +146,7 @@ class Stack(NamedTuple):
 
 def unstack_layers(stack: Stack, params):
     """Yield (kind, parameters) of each layer that runs, from the first to the last."""
-    for kind, place in zip(layer_kinds(stack.hparams), stack.places, strict=True):
+    for kind, place in zip(stack.kinds, stack.places, strict=True):
         stored = params.get(place.run, {}).get(place.layer, {})
         yield kind, jax.tree.map(lambda leaf, row=place.row: leaf[row], stored)
 
@@ -172,7 +197,7 @@ def per_layer_args(kinds, args: LayerArgs) -> list[LayerArgs]:
 def run_unrolled(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
     """The plain form of `run_stack`: a list of slots, ordinary differentiation."""
     written, records = [], []
-    args_of_layers = per_layer_args(layer_kinds(stack.hparams), args)
+    args_of_layers = per_layer_args(stack.kinds, args)
     layers = unstack_layers(stack, params)
     embedded_BTD = embedded_input(stack.hparams, x_BTD)
     for (kind, layer_params), layer_args in zip(layers, args_of_layers, strict=True):

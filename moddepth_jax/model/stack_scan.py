@@ -25,7 +25,7 @@ def run_stack(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
     """The embedded tokens through all layers, and Records with an axis of layers, or None."""
     if stack.hparams.layer_loop == 'unrolled':
         return run_unrolled(stack, params, tokens, args, x_BTD)
-    kinds, by_run, first = layer_kinds(stack.hparams), [], 0
+    kinds, by_run, first = stack.kinds, [], 0
     for run in stack.runs:  # LayerArgs of each place in its group, with an axis of repeats
         layers = first + np.arange(run.repeats * len(run.group)).reshape(run.repeats, -1)
         by_run.append([pick_args(kinds, args, of_place) for of_place in layers.T])
@@ -130,7 +130,7 @@ def _params_of_run(stack, params, i):
     Each repeat of an ordinary model takes its slice; of a looped model the rows of its layers,
     since copies of the parameters for every loop would be as large as a model without loops.
     """
-    if not stack.hparams.looped:
+    if not stack.looped:
         return params.get(f'run_{i}', {}), lambda of_repeat, j: of_repeat.get(f'layer_{j}', {})
     places = stack.places_of(i)
     rows = [np.array([place.row for place in of_layer], np.int32) for of_layer in places]
@@ -219,7 +219,7 @@ def _backward(stack, residuals, cotangents):
     sums = empty_sums(stack.hparams, slots)
     dslots = jax.tree.map(jnp.zeros_like, slots if sums is None else sums)
     dslots = jax.tree.map(_split_slots, dslots)
-    runs, looped = stack.runs, stack.hparams.looped
+    runs, looped = stack.runs, stack.looped
     # Of a looped model the gradients of all parameters, to which each loop adds.
     sums_of_loops = jax.tree.map(jnp.zeros_like, params) if looped else {}
     dembedded_BTD = jax.tree.map(jnp.zeros_like, embedded_BTD)

@@ -8,12 +8,17 @@ from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.hparams.registry import CAUSAL_RULES
 from moddepth_jax.model.attention import DepthSlots, model_segment_ids
 from moddepth_jax.model.embedding_residual import embedded_input, first_scales
-from moddepth_jax.model.layer import LayerArgs
+from moddepth_jax.model.layer import LayerArgs, Records
 from moddepth_jax.model.layers import RMSNorm, embed, initializer, lm_head
 from moddepth_jax.model.mod.mixture_of_depths import RoutingArgs
+from moddepth_jax.model.mod.mixture_of_recursions import (
+    causal_sizes,
+    init_routers,
+    run_recursions,
+)
 from moddepth_jax.model.mod.routers import fixed_threshold, token_seeds
 from moddepth_jax.model.moe.experts import ExpertState
-from moddepth_jax.model.routing import TokenInfo, static_sizes
+from moddepth_jax.model.routing import TokenInfo
 from moddepth_jax.model.stack import Stack
 from moddepth_jax.model.stack_scan import empty_slots, put_slots, run_stack
 from moddepth_jax.model.streams import LayerKind
@@ -70,10 +75,17 @@ class Transformer(nn.Module):
         embedding_VD = self.param('embedding', initializer(model.embedding_init_std), shape)
         x_BTD = embed(embedding_VD, tokens_BT, model.dtype)
         params, args = self._stack(), self._layer_args(routing, causal_layers_R)
-        sizes = causal_sizes(self.hparams, tokens_BT.shape[1], routing)
         stream = model.depth.stream_class
         x_BTD = stream.enter(model, x_BTD)
-        x_BTD, records = run_stack(Stack(model, routing, sizes), params, tokens, args, x_BTD)
+        if model.routing.routes_loops:
+            params = {'stack': params, 'loop_routers': self._loop_routers()}
+            x_BTD, record = run_recursions(
+                self.hparams, routing, params, tokens, args.routing, x_BTD
+            )
+            records = Records(record)
+        else:
+            sizes = causal_sizes(self.hparams, tokens_BT.shape[1], routing)
+            x_BTD, records = run_stack(Stack(model, routing, sizes), params, tokens, args, x_BTD)
         x_BTD = stream.leave(model, x_BTD)
         x_BTD = RMSNorm(model.norm_eps, name='final_norm')(x_BTD)
         if not model.tie_embeddings:
@@ -95,6 +107,20 @@ class Transformer(nn.Module):
             return self.get_variable('params', 'stack')
         length = min(self.hparams.data.sequence_length, MAX_INIT_LENGTH)
         return self.param('stack', init_stack, self.hparams.model, length)
+
+    def _loop_routers(self):
+        if self.has_variable('params', 'loop_routers'):
+            return self.get_variable('params', 'loop_routers')
+        length = min(self.hparams.data.sequence_length, MAX_INIT_LENGTH)
+        return self.param('loop_routers', init_loop_routers, self.hparams, length)
+
+
+def init_loop_routers(key, hparams: Hparams, length: int):
+    """Parameters of the routers of all loops, initialized on a random row like embeddings."""
+    model = hparams.model
+    stream_key, key = jax.random.split(key)
+    x_BTD = model.embedding_init_std * jax.random.normal(stream_key, (1, length, model.d_model))
+    return init_routers(key, hparams, x_BTD.astype(model.dtype))
 
 
 def token_info(hparams: Hparams, tokens_BT, segment_ids_BT=None, positions_BT=None, key=None):
@@ -217,15 +243,6 @@ def init_layer(
         output, variables = layer.apply(variables, *inputs, rngs={'params': key}, mutable='params')
     carry = output.x_BTD, *put_slots(slots, valid_LBT, output.written, count)
     return variables.get('params', {}), carry
-
-
-def causal_sizes(hparams: Hparams, length: int, routing: str) -> tuple[int, ...]:
-    """Static sizes of a routed block under a causal rule; several if its cache grows."""
-    if routing == 'top_c' or not hparams.model.routed_layers:
-        return ()
-    knobs = hparams.model.routing
-    most = knobs.max_selected(max(hparams.data.sequence_length, length), routing)
-    return (min(most, length),) if knobs.overflow == 'skip' else static_sizes(length, most)
 
 
 def check_dtype(hparams: ModelHparams):

@@ -45,6 +45,14 @@ def _mod(router='learned', layers='every:2', capacity=0.125, **routing):
     return _PLAIN | {f'model.routing.{name}': value for name, value in (free | knobs).items()}
 
 
+def _recursions(loops):
+    """As in the paper: by expert choice, the last of some loops on that fraction of the tokens."""
+    knobs = {'router': 'learned', 'layers': 'loops', 'capacity': 1 / loops}
+    knobs |= {'gate': 'sigmoid', 'gate_scale': 0.1}
+    knobs |= {'causal_rule': 'aux_loss', 'aux_loss_weight': 0.001}
+    return {f'model.routing.{name}': value for name, value in knobs.items()}
+
+
 def _moda(slots='attention+ffn', **depth):
     knobs = {'stream': 'moda', 'slots': slots, **depth}
     return {f'model.depth.{name}': value for name, value in knobs.items()}
@@ -117,6 +125,16 @@ STREAM_VARIANTS = {
             look,
         )
         for loops, word, look in ((2, 'twice', 'orange <'), (3, 'three times', 'orange >'))
+    },
+    **{
+        f'recursions_{loops}': Variant(
+            f'Mixture-of-Recursions, {word}',
+            _PLAIN
+            | {'model.looped_layers': 'middle:1:1', 'model.loops': loops}
+            | _recursions(loops),
+            look,
+        )
+        for loops, word, look in ((2, 'two loops', 'orange ^'), (3, 'three loops', 'orange v'))
     },
     'attnres': Variant('attention residuals', _stream('attention_residual'), 'red d'),
     'attnres_block': Variant(

@@ -27,6 +27,8 @@ OLDER_RUNS = {
     'model.routing.log_length_max': 2048,
     'model.routing.capacity_stages': '',
     'model.routing.select_per': 'row',
+    'model.routing.gate_scale': 1.0,
+    'model.routing.loop_update': 'auto',
     'model.routing.train_rule': 'top_c',
     'model.routing.threshold_warmup': 0.2,
     'model.routing.threshold_decay': 0.99,

@@ -48,10 +48,11 @@ class SavedRun:
         if causal_routing(self.hparams) == 'threshold':
             right = f'must be {model.loops}: thresholds are averages of scores of each loop'
             raise ValueError(f'--loops={loops}: {right} in training')
-        if model.depth.stream_class.sized_by_depth:
-            right = (
-                f'must be {model.loops}: the {model.depth.stream} stream has weights for so many'
-            )
+        sized = [f'the {model.depth.stream} stream has weights'] * (
+            model.depth.stream_class.sized_by_depth
+        ) + ['there are routers'] * model.routing.routes_loops
+        if sized:
+            right = f'must be {model.loops}: {sized[0]} for so many'
             raise ValueError(f'--loops={loops}: {right}')
         hparams, state = self.hparams.with_loops(loops), self.state.replace(averages={})
         return dataclasses.replace(self, hparams=hparams, state=state)

@@ -127,7 +127,8 @@ def _describe_model(hparams):
     if model.looped:
         parts.append(f'{model.num_blocks} blocks run in {model.loops} loops ({model.loop_order})')
     if model.routed_layers:
-        parts.append(f'{len(model.routed_layers)} routed ({model.routing.router})')
+        what = 'routed loops' if model.routing.routes_loops else 'routed'
+        parts.append(f'{len(model.routed_layers)} {what} ({model.routing.router})')
         parts.append(_describe_selection(hparams, hparams.stages[-1]))
     elif not model.expert_layers:
         parts.append('dense')
@@ -149,6 +150,8 @@ def _describe_selection(hparams, stage):
     most = routing.num_selected(length)
     if stage.routing != 'top_c':
         most = f'up to {routing.max_selected(length, stage.routing)}'
+    if routing.routes_loops:
+        most = f'{length} to {most}'
     return f'{most} of {length} tokens by {stage.routing}'
 
 

@@ -72,7 +72,7 @@ def test_each_window_is_the_models_own_pass(routed, inspected):
 def test_only_tokens_that_entered_have_a_change(inspected):
     inspection, _ = inspected
     changed_LN = np.isfinite(inspection.change_LN)
-    assert inspection.routed_layers == (1,) and 0 < inspection.routing.selected_BT.sum() < 20
+    assert inspection.routers == (None, 0) and 0 < inspection.routing.selected_BT.sum() < 20
     assert changed_LN[0].all() and np.array_equal(changed_LN[1], inspection.routing.selected_BT[0])
     assert (inspection.change_LN[changed_LN] > 0).all()
 
@@ -100,7 +100,7 @@ def test_totals_of_a_hand_made_inspection():
     routing = RoutingRecord(scores_RN, scores_RN, top_c_RN, selected_RN, dropped_RN, scores_RN)
     pieces = (b'', b'i', b'f', b' ')
     tokens_N = np.arange(4)
-    inspection = Inspection((0, 2), tokens_N, pieces, routing, change_LN, entropy_N, loss_N)
+    inspection = Inspection((0, None, 1), tokens_N, pieces, routing, change_LN, entropy_N, loss_N)
     found = totals(inspection, token_classes(inspection.pieces, 'python'))
     assert (found['tokens'], found['entropy'], found['loss']) == (4, 2.5, 2)
     assert (found['enter_all'], found['enter_none']) == (0.25, 0.25)

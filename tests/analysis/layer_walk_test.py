@@ -14,6 +14,7 @@ from tests.model.cases import (
     HYPER,
     MODA,
     MUDD,
+    RECURSIONS,
     ROUTED,
     SOURCES,
     VALUES,
@@ -38,6 +39,7 @@ CASES = {
     'sources': (SOURCES, ROUTED, 'predictor'),
     'hyper': (HYPER, ROUTED, 'predictor'),
     'mudd': (MUDD, {}, 'dense'),
+    'recursions': (RECURSIONS, {'model.routing.loop_update': 'change'}, 'predictor'),
 }
 
 RARE = ('moda_random', 'dense', 'average', 'attention', 'values', 'sources', 'hyper', 'mudd')

@@ -66,7 +66,7 @@ def make_data(tiny_config, content=HOSTILE, routing='predictor', depth=None, cha
     num_routed = len(hparams.model.routed_layers)
     scores_RN = rng.normal(size=(num_routed, size)).astype(np.float32)
     inspection = Inspection(
-        routed_layers=hparams.model.routed_layers,
+        routers=hparams.model.router_of_block,
         tokens_N=np.arange(size),
         pieces=(b'', *[content[i : i + 1] for i in range(len(content))]),
         routing=RoutingRecord(

@@ -60,6 +60,21 @@ def by_layer(hparams, params):
     return layers, {name: leaf for name, leaf in params.items() if name != 'stack'}
 
 
+def test_a_looped_model_becomes_one_of_routed_loops(tiny_config):
+    """With the blocks that it has, wherever they are stored, and new routers."""
+    looped = {'model.num_layers': 4, 'model.looped_layers': 'middle:1:1', 'model.loops': 2}
+    source = from_config(tiny_config(**looped))
+    target = from_config(tiny_config(**looped | ROUTED | {'model.routing.layers': 'loops'}))
+    check_convertible(source, target)
+    given = random_params(source)
+    params, new = transfer_params(source.model, given, target)
+    assert {name.split('.')[0] for name in new} == {'loop_routers'}
+    (before, rest), (after, rest_after) = by_layer(source, given), by_layer(target, params)
+    routers = rest_after.pop('loop_routers')
+    assert routers['router']['w'].shape == (2, 32) and np.any(routers['router']['w'])
+    jax.tree.map(np.testing.assert_array_equal, (before, rest), (after, rest_after))
+
+
 @pytest.mark.parametrize(
     ('dense', 'changes'),
     [

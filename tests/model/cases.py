@@ -52,6 +52,10 @@ ROOMY = {'model.routing.cache_capacity': 2.0}  # no token is dropped
 LOOPED = {'model.looped_layers': 'middle:1:1', 'model.loops': 3}
 ALL_LOOPED = {'model.looped_layers': 'all', 'model.loops': 2, 'model.loop_order': 'sequence'}
 TWO = {'model.routing.layers': '1,2'}
+RECURSIONS = LOOPED | {
+    **{'model.routing.router': 'learned', 'model.routing.layers': 'loops'},
+    **{'model.routing.gate': 'sigmoid', 'model.routing.capacity': 0.25},
+}
 
 
 def routed_by(router, rule, **more):
@@ -170,6 +174,22 @@ CASES = {
     'looped mudd': (LOOPED | MUDD, 'dense'),
     'looped': (LOOPED | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
     'looped threshold': (LOOPED | routed_by('learned', 'threshold') | GROWS, 'threshold'),
+    'recursions': (
+        RECURSIONS | ROOMY | HEAD_NORM | {'model.num_layers': 4},
+        'predictor',
+    ),
+    'recursions, aux_loss': (
+        RECURSIONS | TIED | {'model.routing.causal_rule': 'aux_loss'},
+        'aux_loss',
+    ),
+    'recursions grow': (
+        RECURSIONS
+        | WINDOWS
+        | GROWS
+        | {'model.looped_layers': 'all', 'model.loops': 2}
+        | {'model.routing.causal_rule': 'threshold', 'model.routing.loop_update': 'change'},
+        'threshold',
+    ),
     'looped moda': (ALL_LOOPED | MODA | WINDOWS, 'dense'),
     'looped values': (LOOPED | VALUES | POST, 'dense'),
     'attention residual': (SOURCES | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
@@ -196,6 +216,12 @@ def parameters(fast, names=CASES):
     slow = pytest.mark.slow
     each = [(name, name if isinstance(name, tuple) else (name,)) for name in names]
     return [pytest.param(*of, marks=() if name in fast else slow) for name, of in each]
+
+
+def at_size(knobs, sizes):
+    """The knobs of a case and those of a size, which may route other layers, but not loops."""
+    loops = {name: value for name, value in knobs.items() if value == 'loops'}
+    return knobs | sizes | loops
 
 
 def small_hparams(make_config, *knobs):
@@ -270,6 +296,11 @@ def build(make_config, name, routing=None, options=()):
             for layer in run.values():
                 if 'predictor' in layer:
                     layer['predictor']['out']['bias'] -= excess
+        if hparams.model.routing.routes_loops:  # 60% of those that the loop before has selected
+            bias_R1 = model.variables['params']['loop_routers']['predictor']['out']['bias']
+            for loop in range(1, hparams.model.loops):
+                logits_BT = model()[1].routing.rule_logits_BT[loop]
+                bias_R1[loop] -= np.quantile(logits_BT[logits_BT > -1e8], 0.4)
     return model
 
 

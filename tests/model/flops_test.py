@@ -15,6 +15,7 @@ from tests.model.cases import (
     MASKED,
     MODA,
     SOURCES,
+    at_size,
     experts,
     parameters,
 )
@@ -243,7 +244,7 @@ LONG = {
 }
 WIDE = {'model.num_layers': 4, 'model.d_model': 96, 'model.d_ff': 256, 'model.head_dim': 24}
 TRACED = (
-    {name: knobs | SHAPE for name, (knobs, _) in CASES.items()}
+    {name: at_size(knobs, SHAPE) for name, (knobs, _) in CASES.items()}
     | {name: knobs | SHAPE for name, (knobs, *_) in KINDS.items()}
     | {name: SHAPE | WIDE | {'data.batch_size': 2} | knobs for name, knobs in LONG.items()}
 )

@@ -78,7 +78,8 @@ def forward(params, tokens_BT, segment_ids_BT, model, run):
 
     Args:
       params: `embedding`, `final_norm`, `head` unless tied, and `layers`: a list of each layer's
-        parameters, entry and exit of a depth stream included.
+        parameters, entry and exit of a depth stream included. If loops are routed,
+        `loop_routers` too, with an axis of loops.
       tokens_BT: int [B, T].
       segment_ids_BT: int [B, T], 0 for padding.
       model: ModelHparams.
@@ -87,7 +88,11 @@ def forward(params, tokens_BT, segment_ids_BT, model, run):
     rows = []
     for tokens_T, segments_T in zip(tokens_BT, segment_ids_BT, strict=True):
         row = Row(segments_T, np.arange(len(tokens_T)), run, tokens_T)
-        x_TD = stream(params['layers'], params['embedding'][tokens_T], row, model)
+        x_TD = params['embedding'][tokens_T]
+        if 'loop_routers' in params:
+            x_TD = recursions(params['layers'], params['loop_routers'], x_TD, row, model)
+        else:
+            x_TD = stream(params['layers'], x_TD, row, model)
         x_TD = rms_norm(x_TD, params['final_norm'], model)
         tied = model.tie_embeddings
         rows.append(x_TD @ (params['embedding'].T if tied else params['head']['kernel']))
@@ -133,6 +138,61 @@ def stream(layers, x_TD, row, model):
     for number, layer in enumerate(layers):
         outputs.append(block(layer, read(layer['stream']), [], row, number, model)[0])
     return read(last['stream'])
+
+
+def recursions(layers, routers, x_TD, row, model):
+    """Returns x_TD after all layers, of which a router for each loop chooses who goes through.
+
+    A loop sees only tokens that all loops before it have chosen.
+    """
+    _, before, after = model.looped_layers.split(':')
+    size = model.num_layers - int(before) - int(after)
+    end = int(before) + model.loops * size
+    going_T = row.segments_T != 0
+    for number, layer in enumerate(layers[: int(before)]):
+        x_TD, _ = block(layer, x_TD, [], row, number, model)
+    for loop in range(model.loops):
+        start = int(before) + loop * size
+        router = jax.tree.map(lambda leaf, loop=loop: leaf[loop], routers)
+        share = (model.loops - 1 - loop * (1 - model.routing.capacity)) / (model.loops - 1)
+        places = max(1, int(share * len(x_TD) + 1e-6))
+        taken, gates_T = recur(router, x_TD, row, going_T, places, start, loop, model)
+        y_TD, part = x_TD[taken], row.take(taken)
+        part.segments_T = np.where(going_T[taken], part.segments_T, 0)
+        for i, layer in enumerate(layers[start : start + size]):
+            y_TD, _ = block(layer, y_TD, [], part, int(before) + i, model)
+        if model.routing.loop_update == 'change':
+            y_TD = y_TD - x_TD[taken]
+        x_TD = x_TD.astype(y_TD.dtype)
+        x_TD[taken] = x_TD[taken] + gates_T[taken][:, None] * y_TD
+        going_T = row.run.choices[start][-1]['selected_BT']
+    for number, layer in enumerate(layers[end:]):
+        x_TD, _ = block(layer, x_TD, [], row, int(before) + size + number, model)
+    return x_TD
+
+
+def recur(router, x_TD, row, going_T, places, start, loop, model):
+    """Returns the tokens that a loop runs on, and their gates_T; records its choice."""
+    routing, run, tokens = model.routing, row.run, np.arange(len(x_TD))
+    scores_T = x_TD @ router['router']['w'] + router['router'].get('b', 0)
+    top_c_T = np.isin(tokens, largest(scores_T.real, np.flatnonzero(going_T), places))
+    rule = routing.causal_rule if run.routing == 'top_c' else run.routing
+    logits_T = rule_logits(rule, router, x_TD, scores_T, run.thresholds.get(start, 0))
+    if loop == 0:  # no choice
+        logits_T = np.full(len(x_TD), 1e9)
+    logits_T = np.where(going_T, logits_T, -1e9)
+    wanted_T = selected_T = top_c_T
+    if run.routing != 'top_c':
+        wanted_T = going_T & (logits_T.real > 0)
+        endless = rule == 'dense' or routing.overflow == 'grow'
+        most = len(x_TD) if endless else int(routing.cache_capacity * places + 1e-6)
+        selected_T = wanted_T & (np.cumsum(wanted_T) <= most)
+    gates_T = routing.gate_scale * GATES[routing.gate](scores_T)
+    gates_T = np.where(going_T, gates_T, 0)
+    choice = {'scores_BT': scores_T, 'rule_logits_BT': logits_T, 'top_c_BT': top_c_T}
+    choice |= {'selected_BT': selected_T, 'dropped_BT': wanted_T & ~selected_T, 'gates_BT': gates_T}
+    run.choices.setdefault(start, []).append(choice)
+    return np.flatnonzero(selected_T), gates_T
 
 
 def attention_residual(layers, x_TD, row, model):
@@ -722,11 +782,17 @@ def z_loss(seen):
 
 
 def rule_loss(choices, real_BT):
-    """Returns the mean over layers and real tokens of the rule's cross-entropy against top-C."""
+    """Returns the mean over layers and real tokens of the rule's cross-entropy against top-C.
+
+    Tokens about which a routed loop has nothing to choose add 0.
+    """
     layers = []
     for rows in choices.values():
         logits_BT, top_c_BT = (stack(rows, name) for name in ('rule_logits_BT', 'top_c_BT'))
+        free_BT = np.abs(logits_BT) < 1e8  # not all tokens of a routed loop can be chosen, or not
+        logits_BT = np.where(free_BT, logits_BT, 0)
         losses_BT = np.log(1 + np.exp(-logits_BT)) + np.where(top_c_BT, 0, logits_BT)
+        losses_BT = np.where(free_BT, losses_BT, 0)
         layers.append(losses_BT[real_BT].mean())
     return sum(layers) / len(layers)
 

@@ -62,6 +62,12 @@ def routed(router='learned', gate='auto', rule='auto', capacity=0.5, **more):
     return {'num_layers': 2} | {f'routing.{name}': value for name, value in knobs.items()}
 
 
+def recursions(gate, **more):
+    """Three routed loops of two blocks, of which the last takes half of the tokens."""
+    knobs = routed(gate=gate, layers='loops', **more)
+    return knobs | {'num_layers': 4, 'looped_layers': 'middle:1:1', 'loops': 3}
+
+
 CASES = {
     'residual': PRE | WINDOWS | WIDE,
     'block slots': BLOCK | POST,
@@ -172,6 +178,17 @@ ROUTED_CASES = {
     'straight through, aux_loss': (
         routed('straight_through', rule='aux_loss') | POST | BIAS,
         'aux_loss',
+    ),
+    'recursions': (recursions('sigmoid', gate_scale=0.5) | PRE | HEAD, 'top_c'),
+    'recursions, aux_loss': (recursions('sigmoid', rule='aux_loss') | POST | WINDOWS, 'aux_loss'),
+    'recursions, threshold': (
+        recursions('raw', rule='threshold', overflow='grow', loop_update='change') | REORDERED,
+        'threshold',
+    ),
+    'recursions, predictor': (
+        recursions('tanh', rule='predictor', loop_update='change')
+        | {'looped_layers': 'middle:0:1'},
+        'predictor',
     ),
 }
 
@@ -295,7 +312,8 @@ def test_routed_blocks_equal_the_oracle(case, tiny_config):
     knobs, routing = ROUTED_CASES[case]
     config = tiny_config(**{f'model.{name}': value for name, value in (SIZES | knobs).items()})
     _, run = compare(config, routing, gradients=True)
-    for layer in run.choices.values():
+    choices = list(run.choices.values())
+    for layer in choices[1:] if 'recursions' in case else choices:  # the first loop takes all
         selected_BT, top_c_BT = (oracle.stack(layer, n)[REAL] for n in ('selected_BT', 'top_c_BT'))
         assert selected_BT.any() and selected_BT.all() == (routing == 'dense' or 'all' in case)
         assert (selected_BT != top_c_BT).any() == (routing != 'top_c')

@@ -149,6 +149,7 @@ LOOPED = {'model.looped_layers': 'all', 'model.loops': 2, 'model.routing.router'
 def test_a_looped_run_is_read_with_other_loops(tiny_config, tmp_path, original):
     """The weights as they are; not where each loop has thresholds or weights, or none is looped."""
     forms = {rule: {'model.routing.causal_rule': rule} for rule in ('predictor', 'threshold')}
+    forms['recursions'] = {'model.routing.layers': 'loops'}
     forms['mudd'] = {'model.routing.router': 'none', 'model.depth.stream': 'mudd'}
     for name, knobs in forms.items():
         hparams = from_config(tiny_config(**LOOPED | knobs))
@@ -168,5 +169,7 @@ def test_a_looped_run_is_read_with_other_loops(tiny_config, tmp_path, original):
         ValueError, match='--loops=3: must be 2: the mudd stream has weights for so'
     ):
         load_run(tmp_path / 'mudd').with_loops(3)
+    with pytest.raises(ValueError, match='--loops=3: must be 2: there are routers for so many'):
+        load_run(tmp_path / 'recursions').with_loops(3)
     with pytest.raises(ValueError, match='--loops=3: no block of this run is looped'):
         load_run(original).with_loops(3)

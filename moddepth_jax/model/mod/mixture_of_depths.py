@@ -10,7 +10,7 @@ from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.hparams.registry import CAUSAL_RULES, GATES, ROUTERS
 from moddepth_jax.model.attention import DepthSlots, KeysValues, KVView
 from moddepth_jax.model.block import Block, SlotInputs
-from moddepth_jax.model.kv_cache import CacheUpdate, visible_mask
+from moddepth_jax.model.kv_cache import CacheUpdate, rows_of_cache, visible_mask
 from moddepth_jax.model.moe.experts import ExpertState
 from moddepth_jax.model.routing import (
     RoutingRecord,
@@ -35,23 +35,11 @@ class RoutingArgs(NamedTuple):
     expert_state: ExpertState = ExpertState()
 
 
-class MixtureOfDepths(nn.Module):
-    """x'_t = x_t + gate(r_t) f(X_selected)_t for selected t, x'_t = x_t for the others.
-
-    f(X) = block(X) - X computes the selected tokens alone, at their original positions (Raposo et
-    al. 2024, equation 1). `top_c` selects the C highest scores of each row, a causal rule the first
-    sizes[-1] of those it wants; padding (segment 0) is never selected.
-    """
+class Chooser(nn.Module):
+    """A router, and the causal rules that stand for its top C."""
 
     hparams: ModelHparams
-    window: int  # of the block's attention
     routing: str  # top_c or the name of a causal rule
-    sizes: tuple[int, ...] = ()  # ascending; under a causal rule the least that holds every row
-    writes_slots: bool = False  # whether depth slots are made from the block
-    experts: bool = False  # whether experts are its mlp
-    mixes: bool = False  # as of Block
-    opens: tuple[bool, ...] = (False, False)  # as of Block
-    embeds: bool = False  # as of Block
 
     def setup(self):
         routing = self.hparams.routing
@@ -60,6 +48,37 @@ class MixtureOfDepths(nn.Module):
         names = dict.fromkeys((routing.causal_rule, self.routing))
         names.pop('top_c', None)
         self.rules = [CAUSAL_RULES[name](self.hparams, name=name) for name in names]
+
+    def decide(self, x_BTD, tokens: TokenInfo, args: RoutingArgs):
+        """scores_BT, rule_logits_BT and gates_BT, as in RoutingRecord, of any tokens."""
+        routing = self.hparams.routing
+        scores_BT = self.router(x_BTD, tokens, args.number)
+        gates_BT = GATES[routing.gate](scores_BT)
+        if routing.gate_scale != 1:
+            gates_BT *= routing.gate_scale
+        gates_BT = jnp.where(tokens.segment_ids_BT > 0, gates_BT, 0.0)
+        logits_BT = [rule(x_BTD, scores_BT, args.threshold) for rule in self.rules][-1]
+        return scores_BT, logits_BT, gates_BT
+
+
+class MixtureOfDepths(Chooser):
+    """x'_t = x_t + gate(r_t) f(X_selected)_t for selected t, x'_t = x_t for the others.
+
+    f(X) = block(X) - X computes the selected tokens alone, at their original positions (Raposo et
+    al. 2024, equation 1). `top_c` selects the C highest scores of each row, a causal rule the first
+    sizes[-1] of those it wants; padding (segment 0) is never selected.
+    """
+
+    window: int = 0  # of the block's attention
+    sizes: tuple[int, ...] = ()  # ascending; under a causal rule the least that holds every row
+    writes_slots: bool = False  # whether depth slots are made from the block
+    experts: bool = False  # whether experts are its mlp
+    mixes: bool = False  # as of Block
+    opens: tuple[bool, ...] = (False, False)  # as of Block
+    embeds: bool = False  # as of Block
+
+    def setup(self):
+        super().setup()
         options = {'experts': self.experts, 'ahead': self.routing == 'top_c', 'gathered': True}
         options |= {'mixes': self.mixes, 'opens': self.opens, 'embeds': self.embeds}
         self.block = Block(self.hparams, self.window, self.writes_slots, **options)
@@ -91,14 +110,6 @@ class MixtureOfDepths(nn.Module):
             scores_BT, rule_logits_BT, top_c.selected_BT, selected_BT, dropped_BT, gates_BT
         )
         return y_BTD, aux, indices_BC, record
-
-    def decide(self, x_BTD, tokens: TokenInfo, args: RoutingArgs):
-        """scores_BT, rule_logits_BT and gates_BT, as in RoutingRecord, of any tokens."""
-        scores_BT = self.router(x_BTD, tokens, args.number)
-        gates_BT = GATES[self.hparams.routing.gate](scores_BT)
-        gates_BT = jnp.where(tokens.segment_ids_BT > 0, gates_BT, 0.0)
-        logits_BT = [rule(x_BTD, scores_BT, args.threshold) for rule in self.rules][-1]
-        return scores_BT, logits_BT, gates_BT
 
     def gathered(self, x_BTD, tokens, gates_BT, indices_BC, depth, expert_state):
         """The block on the tokens of the indices alone: x', and the BlockAux of these C tokens."""
@@ -219,8 +230,7 @@ class MixtureOfDepths(nn.Module):
         def pick(side):
             return side if all_rows else side.at[rows_C].get(mode='clip')
 
-        # Keys and values are not gathered: attention reads each row's where they are.
-        small = jax.tree.map(pick, cache._replace(k_BKHS=None, v_BKHS=None))
+        small = cache if all_rows else rows_of_cache(cache, rows_C)
         x_C1D, gates_C1, tokens_C1 = jax.tree.map(pick, (x_B1D, gates_B1, tokens))
         positions_C = tokens_C1.positions_BT[:, 0]
         visible_CS = visible_mask(

@@ -28,6 +28,7 @@ class LayerKind(NamedTuple):
     mixes: bool = False  # whether the stream's `value_mixer` changes the values of its attention
     opens: tuple[bool, ...] = (False, False)  # attention, mlp: whether its output opens a source
     embeds: bool = False  # whether its attention has a ValueEmbedding
+    gathered: bool = False  # whether it is of a routed loop, which selects its tokens
 
 
 class Stream(nn.Module):
@@ -120,7 +121,13 @@ class Stream(nn.Module):
         routed = hparams.routing.routed_layers(layers)
         experts = hparams.experts.expert_layers(layers)
         kinds = [
-            LayerKind(i in routed, hparams.window(i), per_layer, experts=i in experts)
+            LayerKind(
+                i in routed,
+                hparams.window(i),
+                per_layer,
+                experts=i in experts,
+                gathered=hparams.routing.routes_loops and i in hparams.looped_range,
+            )
             for i in range(layers)
         ]
         kinds = [kind._replace(embeds=embeds_values(hparams, i)) for i, kind in enumerate(kinds)]

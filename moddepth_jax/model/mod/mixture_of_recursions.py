@@ -1,0 +1,316 @@
+"""Mixture-of-Recursions: a router for each loop of shared blocks chooses the tokens that go on."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.attention import KeysValues
+from moddepth_jax.model.kv_cache import Cache, CacheUpdate, cache_from_prefill
+from moddepth_jax.model.layer import LayerArgs
+from moddepth_jax.model.mod.mixture_of_depths import Chooser, RoutingArgs
+from moddepth_jax.model.routing import (
+    RoutingRecord,
+    TokenInfo,
+    batch_buckets,
+    gather_tokens,
+    mask_to_indices,
+    scatter_add_tokens,
+    select_first,
+    select_highest,
+    static_sizes,
+)
+from moddepth_jax.model.stack import Stack
+from moddepth_jax.model.stack_scan import run_stack
+
+CERTAIN = 1e9  # the logit of a choice that is none
+
+
+class Loop(NamedTuple):
+    """One routed loop: x' = x + g f(x) or x + g (f(x) - x) for the tokens that it selects.
+
+    f is the looped blocks one after another, and g the gate of the loop's own router (Bae et al.
+    2025, arXiv 2507.10524, section 2.2.1, expert choice). A token can be selected if the loop
+    before selected it; the first selects all.
+    """
+
+    hparams: Hparams
+    routing: str  # top_c or the name of a causal rule
+    place: float  # as of RoutingHparams.num_selected
+
+    def decide(self, router, x_BTD, tokens: TokenInfo, args: RoutingArgs):
+        """scores_BT, rule_logits_BT, gates_BT; `tokens` has segment id 0 for no candidate."""
+        chooser = Chooser(self.hparams.model, self.routing, parent=None)
+        scores_BT, logits_BT, gates_BT = chooser.apply(
+            {'params': router}, x_BTD, tokens, args, method='decide'
+        )
+        if not self.place:
+            logits_BT = jnp.full_like(logits_BT, CERTAIN)
+        return scores_BT, jnp.where(tokens.segment_ids_BT > 0, logits_BT, -CERTAIN), gates_BT
+
+    def change(self, x_BTD, y_BTD, gates_BT):
+        """What is added to the tokens x, of which the looped blocks made y."""
+        if self.hparams.model.routing.loop_update == 'change':
+            y_BTD = y_BTD - x_BTD
+        return (gates_BT[..., None] * y_BTD).astype(x_BTD.dtype)
+
+    def run(self, blocks, router, args: RoutingArgs, x_BTD, tokens: TokenInfo, sizes):
+        """x', the RoutingRecord, the selected indices [B, C], and what else `blocks` returns.
+
+        Of (x_BCD, TokenInfo) `blocks` returns y_BCD and arrays of these tokens. `sizes` are static
+        ones of a causal rule, ascending: it runs at the least that holds every row.
+        """
+        scores_BT, logits_BT, gates_BT = self.decide(router, x_BTD, tokens, args)
+        num_selected = self.hparams.model.routing.num_selected(x_BTD.shape[1], self.place)
+        top_c = selection = select_highest(scores_BT, tokens.segment_ids_BT, num_selected)
+        if self.routing != 'top_c':
+            wanted_BT = logits_BT > 0
+            if args.causal is not None:
+                wanted_BT = jnp.where(args.causal, wanted_BT, top_c.selected_BT)
+            selection = select_first(wanted_BT, sizes[-1])
+        indices_BC, selected_BT, dropped_BT = selection
+        record = RoutingRecord(
+            scores_BT, logits_BT, top_c.selected_BT, selected_BT, dropped_BT, gates_BT
+        )
+
+        def run_on(x_BTD, indices_BC):
+            x_BCD, gates_BC, tokens_BC = jax.tree.map(
+                lambda side: gather_tokens(side, indices_BC), (x_BTD, gates_BT, tokens)
+            )
+            y_BCD, aux = blocks(x_BCD, tokens_BC)
+            change_BCD = self.change(x_BCD, y_BCD, gates_BC)
+            return scatter_add_tokens(x_BTD, indices_BC, change_BCD), aux
+
+        if len(sizes) < 2:
+            x_BTD, aux = run_on(x_BTD, indices_BC)
+            return x_BTD, record, indices_BC, aux
+
+        def run_at(size):
+            def branch(x_BTD):
+                x_BTD, aux = run_on(x_BTD, mask_to_indices(selected_BT, size))
+
+                def pad(side):
+                    widths = (0, sizes[-1] - size), *[(0, 0)] * (side.ndim - 2)
+                    return jnp.pad(side, ((0, 0), *widths))
+
+                return x_BTD, jax.tree.map(pad, aux)
+
+            return branch
+
+        largest = jnp.max(jnp.sum(selected_BT, axis=1))
+        which = jnp.sum(largest > jnp.array(sizes[:-1], largest.dtype))
+        x_BTD, aux = jax.lax.switch(which, [run_at(size) for size in sizes], x_BTD)
+        return x_BTD, record, indices_BC, aux
+
+
+def loops_of(hparams: Hparams, routing: str) -> list[Loop]:
+    """All routed loops of the model, from the first."""
+    return [Loop(hparams, routing, place) for place in hparams.model.routed_places]
+
+
+def run_recursions(hparams: Hparams, routing: str, params, tokens: TokenInfo, args, x_BTD):
+    """The embedded tokens through all layers, and the RoutingRecord with an axis of loops.
+
+    `params` are those of a Transformer, `args` the RoutingArgs of all loops, stacked.
+    """
+    whole, looped = Stack(hparams.model, routing), hparams.model.looped_range
+
+    def run(layers, x_BTD, tokens):
+        part, of_part = whole.section(params['stack'], layers)
+        return run_stack(part, of_part, tokens, LayerArgs(), x_BTD)[0], None
+
+    if looped.start:
+        x_BTD, _ = run(range(looped.start), x_BTD, tokens)
+    records, candidates = [], tokens
+    for number, loop in enumerate(loops_of(hparams, routing)):
+        router, own = jax.tree.map(lambda leaf, n=number: leaf[n], (params['loop_routers'], args))
+        sizes = causal_sizes(hparams, x_BTD.shape[1], routing, loop.place)
+        blocks = functools.partial(run, looped)
+        x_BTD, record, _, _ = loop.run(blocks, router, own, x_BTD, candidates, sizes)
+        candidates = narrow(candidates, record.selected_BT)
+        records.append(record)
+    if looped.stop < hparams.model.num_layers:
+        x_BTD, _ = run(range(looped.stop, hparams.model.num_layers), x_BTD, tokens)
+    return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *records)
+
+
+def narrow(tokens: TokenInfo, selected_BT) -> TokenInfo:
+    """The tokens, of which the others are padding from now on."""
+    return tokens._replace(segment_ids_BT=jnp.where(selected_BT, tokens.segment_ids_BT, 0))
+
+
+def causal_sizes(hparams: Hparams, length: int, routing: str, place: float = 1.0):
+    """Static sizes of a routed block or loop under a causal rule; several if its cache grows."""
+    if routing == 'top_c' or not hparams.model.routed_layers:
+        return ()
+    knobs = hparams.model.routing
+    most = knobs.max_selected(max(hparams.data.sequence_length, length), routing, place)
+    return (min(most, length),) if knobs.overflow == 'skip' else static_sizes(length, most)
+
+
+def init_routers(key, hparams: Hparams, x_BTD):
+    """Parameters of the routers and causal rules of all loops, stacked, for inputs like these."""
+    ones_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
+    tokens = TokenInfo(jnp.arange(x_BTD.shape[1])[None], ones_BT)
+    args = RoutingArgs(jnp.int32(0), jnp.float32(0), None)
+    chooser = Chooser(hparams.model, 'top_c', parent=None)
+
+    def init(key):
+        variables = chooser.init(key, x_BTD, tokens, args, method='decide')
+        return variables.get('params', {})
+
+    return jax.vmap(init)(jax.random.split(key, hparams.model.loops))
+
+
+class Section(NamedTuple):
+    """Layers before or after the loops, or those of a loop."""
+
+    kept: list  # of each layer; arrays [B, C, ...] of a loop's tokens
+    loop: Loop | None = None
+    record: RoutingRecord | None = None
+    indices_BC: jax.Array | None = None
+    x_BTD: jax.Array | None = None  # before the loop, of all tokens
+
+
+class Recursions(NamedTuple):
+    """The layers of a model with routed loops, one by one."""
+
+    hparams: Hparams
+    routing: str
+    loops: list  # (parameters of the router, RoutingArgs) of each loop
+    layers: list  # (Layer, its variables, LayerArgs) of each that runs
+
+    def _sections(self):
+        """Layers before the loops, those of each loop, and those after."""
+        looped = self.hparams.model.looped_range
+        first, size = looped.start, len(looped)
+        last = first + size * len(self.loops)
+        of_loops = [self.layers[at : at + size] for at in range(first, last, size)]
+        return self.layers[:first], of_loops, self.layers[last:]
+
+    def run(self, x_BTD, tokens: TokenInfo, keep, sizes_of):
+        """x_BTD after all layers, and a list of Section, of whole rows.
+
+        `keep` maps what a layer reads and its LayerOutput to arrays of its tokens, and `sizes_of`
+        a Loop to its static sizes.
+        """
+
+        def run(layers, x_BTD, tokens):
+            kept = []
+            for layer, variables, args in layers:
+                output = layer.apply(variables, x_BTD, None, tokens, args)
+                kept.append(keep(x_BTD, output))
+                x_BTD = output.x_BTD
+            return x_BTD, kept
+
+        before, of_loops, after = self._sections()
+        x_BTD, kept = run(before, x_BTD, tokens)
+        sections, candidates = [Section(kept)], tokens
+        for loop, (router, args), layers in zip(
+            loops_of(self.hparams, self.routing), self.loops, of_loops, strict=True
+        ):
+            blocks, sizes, before_BTD = functools.partial(run, layers), sizes_of(loop), x_BTD
+            x_BTD, record, indices_BC, kept = loop.run(
+                blocks, router, args, x_BTD, candidates, sizes
+            )
+            sections.append(Section(kept, loop, record, indices_BC, before_BTD))
+            candidates = narrow(candidates, record.selected_BT)
+        x_BTD, kept = run(after, x_BTD, tokens)
+        return x_BTD, [*sections, Section(kept)]
+
+    def prefill(self, x_BTD, tokens: TokenInfo, capacity: int, grows: bool):
+        """x_BTD after all layers, the LayerCaches, and dropped_B; as decoding.prefill."""
+        length, knobs = x_BTD.shape[1], self.hparams.model.routing
+
+        def most(loop):
+            context = self.hparams.data.sequence_length
+            some = min(capacity, knobs.cache_size(context, self.routing, loop.place))
+            return length if grows else some
+
+        x_BTD, sections = self.run(
+            x_BTD,
+            tokens,
+            lambda _, output: output.aux.keys,
+            lambda loop: static_sizes(length, most(loop)),
+        )
+        caches, dropped_B = [], jnp.zeros(x_BTD.shape[0], jnp.int32)
+        for keys, loop, record, indices_BC, _ in sections:
+            size, places = capacity, ()
+            if loop is not None:
+                dropped_B += jnp.sum(record.dropped_BT, axis=1)
+            if loop is not None and loop.place:  # else all tokens are in the cache, in order
+                lengths_B = jnp.sum(record.selected_BT, axis=1)
+                places = (gather_tokens(tokens.positions_BT, indices_BC), lengths_B)
+                size = most(loop)
+            caches += [cache_from_prefill(one, size, *places) for one in keys]
+        return x_BTD, caches, dropped_B
+
+    def decode(self, x_B1D, tokens: TokenInfo, cache: Cache, documents_B, active_B):
+        """x_B1D after all layers, CacheUpdates, and dropped_B; as decoding.decode_step."""
+        caches, updates = iter(cache.layers), []
+
+        def run(layers, caches, x_C1D, tokens_C1, documents_C, rows_C=None):
+            keys = []
+            for (layer, variables, args), past in zip(layers, caches, strict=True):
+                inputs = (tokens_C1, args, past, documents_C, None, None, rows_C)
+                x_C1D, _, update, _ = layer.apply(variables, x_C1D, None, *inputs, method='decode')
+                keys.append(update.keys)
+            return x_C1D, keys
+
+        def run_all(layers, x_B1D):
+            own = [next(caches) for _ in layers]
+            x_B1D, keys = run(layers, own, x_B1D, tokens, documents_B)
+            updates.extend(CacheUpdate(one, None) for one in keys)
+            return x_B1D
+
+        before, of_loops, after = self._sections()
+        x_B1D, dropped_B = run_all(before, x_B1D), jnp.zeros_like(documents_B)
+        for loop, (router, args), layers in zip(
+            loops_of(self.hparams, self.routing), self.loops, of_loops, strict=True
+        ):
+            _, logits_B1, gates_B1 = loop.decide(router, x_B1D, tokens, args)
+            if not loop.place:
+                x_B1D += loop.change(x_B1D, run_all(layers, x_B1D), gates_B1)
+                continue
+            own = [next(caches) for _ in layers]
+            wanted_B = active_B & (logits_B1[:, 0] > 0)
+            active_B = wanted_B & (own[0].lengths_B < own[0].capacity)
+            dropped_B += wanted_B & ~active_B
+            blocks = functools.partial(run, layers, own)
+            rows = (x_B1D, tokens, documents_B, gates_B1)
+            x_B1D, keys = _decode_selected(loop, blocks, rows, active_B, own)
+            updates.extend(CacheUpdate(one, active_B) for one in keys)
+        return run_all(after, x_B1D), updates, dropped_B
+
+
+def _decode_selected(loop, blocks, rows, selected_B, caches):
+    """x' of a loop that computes the selected rows, in the least bucket, and their KeysValues."""
+    x_B1D, batch = rows[0], selected_B.shape[0]
+    indices_B = mask_to_indices(selected_B[None], batch)[0]
+    nothing_B1KH = jnp.zeros((batch, 1, *caches[0].k_BKHS.shape[1:3]), x_B1D.dtype)
+    nothing = [KeysValues(nothing_B1KH, nothing_B1KH)] * len(caches)
+
+    def run_at(size):
+        rows_C = indices_B[:size]
+
+        def bucket(x_B1D):
+            if not size:
+                return x_B1D, nothing
+            x_C1D, tokens_C1, documents_C, gates_C1 = jax.tree.map(
+                lambda side: side.at[rows_C].get(mode='clip'), rows
+            )
+            y_C1D, keys = blocks(x_C1D, tokens_C1, documents_C, rows_C)
+            change_C1D = loop.change(x_C1D, y_C1D, gates_C1)
+
+            def put(old_B, new_C):
+                return old_B.at[rows_C].set(new_C, mode='drop')
+
+            return x_B1D.at[rows_C].add(change_C1D, mode='drop'), jax.tree.map(put, nothing, keys)
+
+        return bucket
+
+    sizes = batch_buckets(batch)
+    which = jnp.sum(jnp.sum(selected_B) > jnp.array(sizes[:-1]))
+    return jax.lax.switch(which, [run_at(size) for size in sizes], x_B1D)

@@ -1,0 +1,265 @@
+"""Mixture-of-Recursions: what it equals, which tokens go on, what it stores, what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.model.decoding import decode_step, prefill, unroll
+from moddepth_jax.model.flops import dot_general_flops
+from moddepth_jax.model.kv_cache import cache_bytes
+from moddepth_jax.model.layer import LayerArgs
+from moddepth_jax.model.layers import embed, rms_norm
+from moddepth_jax.model.routing import batch_buckets
+from moddepth_jax.model.stack import Stack, unstack_layers
+from moddepth_jax.model.transformer import Transformer, token_info
+from tests.model.cases import (
+    GROWS,
+    LOOPED,
+    MODA,
+    RECURSIONS,
+    build,
+    equations,
+    experts,
+    random_variables,
+    small_hparams,
+)
+
+B, T = 2, 12
+TOKENS_BT = np.random.default_rng(1).integers(0, 32, (B, T))
+SEGMENTS_BT = np.array([[1] * 7 + [2] * 5, [1] * 10 + [0] * 2])
+AUX = {'model.routing.causal_rule': 'aux_loss'}
+ALL_TOKENS = {'model.routing.capacity': 1.0, 'model.routing.gate': 'none'}
+FLOAT64 = {'model.dtype': 'float64'}
+
+
+def test_all_tokens_through_all_loops_are_the_looped_model(tiny_config):
+    """With gates of 1 and what the blocks change, not their output: logits and gradients."""
+    change = ALL_TOKENS | {'model.routing.loop_update': 'change'}
+    with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
+        routed = small_hparams(tiny_config, RECURSIONS, AUX, change, FLOAT64)
+        looped = small_hparams(tiny_config, LOOPED, FLOAT64)
+        variables = random_variables(routed, TOKENS_BT)
+        weights_BTV = np.random.default_rng(7).normal(size=(B, T, 32))
+        weights_BTV *= (SEGMENTS_BT > 0)[..., None]  # padding goes through no loop
+
+        def loss(params, hparams):
+            logits_BTV, _ = Transformer(hparams).apply({'params': params}, TOKENS_BT, SEGMENTS_BT)
+            return jnp.sum(jnp.tanh(logits_BTV) * weights_BTV)
+
+        params = variables['params']
+        plain = restacked(routed, looped, params)
+        found, gradient = jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, routed)
+        wanted, expected = jax.jit(jax.value_and_grad(loss), static_argnums=1)(plain, looped)
+        gradient = restacked(routed, looped, gradient)
+    np.testing.assert_allclose(found, wanted, rtol=1e-10)
+    for one, other in zip(*map(jax.tree.leaves, (gradient, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-7, atol=1e-9)
+
+
+def restacked(source, target, params):
+    """The parameters of one model in the runs of another, of equal layers, without routers."""
+    shapes = jax.eval_shape(Transformer(target).init, jax.random.key(0), TOKENS_BT)['params']
+    sources, places = (Stack(hparams.model, 'top_c').places for hparams in (source, target))
+    stack = jax.tree.map(lambda leaf: np.zeros(leaf.shape), shapes['stack'])
+    for place, other in zip(places, sources, strict=True):
+        own, given = stack[place.run][place.layer], params['stack'][other.run][other.layer]
+        for side, leaf in zip(jax.tree.leaves(own), jax.tree.leaves(given), strict=True):
+            side[place.row] = leaf[other.row]
+    return {name: leaf for name, leaf in params.items() if name != 'loop_routers'} | {
+        'stack': stack
+    }
+
+
+def test_the_papers_update_adds_the_whole_output(tiny_config):
+    """x + f(x) for each of two loops of one block, with gates of 1 for all tokens."""
+    sizes = {'model.num_layers': 1, 'model.looped_layers': 'all', 'model.loops': 2}
+    hparams = small_hparams(tiny_config, RECURSIONS, AUX, ALL_TOKENS, sizes)
+    variables = random_variables(hparams, TOKENS_BT)
+    params = variables['params']
+    found_BTD, _ = Transformer(hparams).apply(
+        variables, TOKENS_BT, SEGMENTS_BT, method='hidden_states'
+    )
+    stack = Stack(hparams.model, 'top_c')
+    ((kind, of_layer), _) = unstack_layers(stack, params['stack'])
+    tokens = token_info(hparams, jnp.asarray(TOKENS_BT), jnp.asarray(SEGMENTS_BT))
+    x_BTD = embed(params['embedding'], TOKENS_BT, 'float32')
+    for _ in range(2):
+        x_BTD += stack.apply(kind, of_layer, x_BTD, None, tokens, LayerArgs()).x_BTD
+    expected_BTD = rms_norm(x_BTD, params['final_norm']['scale'], hparams.model.norm_eps)
+    real_BT = SEGMENTS_BT > 0  # padding stays as it is
+    np.testing.assert_allclose(found_BTD[real_BT], expected_BTD[real_BT], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('loops', [2, 3, 5])
+def test_loops_select_among_those_of_the_loop_before(loops, tiny_config):
+    """k_r = floor(c_r T) of T, not of the candidates, with c_r from 1 down to the capacity."""
+    knobs = {'model.loops': loops, 'model.routing.capacity': 1 / loops}
+    hparams = small_hparams(tiny_config, RECURSIONS, AUX, knobs)
+    variables = random_variables(hparams, TOKENS_BT)
+    _, records = Transformer(hparams).apply(variables, TOKENS_BT)
+    selected_RBT = np.asarray(records.routing.selected_BT)
+    shares = (np.arange(loops, 0, -1)) / loops  # (N - r + 1) / N, as in the paper
+    sizes_R1 = np.floor(shares * T + 1e-9).astype(int)[:, None]
+    np.testing.assert_array_equal(selected_RBT.sum(axis=2), np.broadcast_to(sizes_R1, (loops, B)))
+    assert (selected_RBT[1:] <= selected_RBT[:-1]).all()
+    scores_RBT = np.asarray(records.routing.scores_BT)
+    for loop in range(1, loops):
+        for b in range(B):
+            before, now = selected_RBT[loop - 1, b], selected_RBT[loop, b]
+            scores_T = scores_RBT[loop, b]
+            assert scores_T[now].min() > scores_T[before & ~now].max(initial=-np.inf)
+
+
+def test_top_c_sees_the_future_and_the_rule_does_not(tiny_config):
+    """A token's neighbour on its right decides whether it goes on, in training alone."""
+    changed = {}
+    for routing in ('top_c', 'aux_loss'):
+        model = build(tiny_config, 'recursions, aux_loss', routing)
+        tokens_BT = np.random.default_rng(3).integers(0, 96, (8, 16))
+        other_BT = tokens_BT.copy()
+        other_BT[:, 8:] = (tokens_BT[:, 8:] + 41) % 96
+        first, second = (
+            model(side, np.ones_like(side))[1].routing.selected_BT[:, :, :8]
+            for side in (tokens_BT, other_BT)
+        )
+        changed[routing] = np.any(first != second)
+    assert changed == {'top_c': True, 'aux_loss': False}
+
+
+def test_no_bias_of_the_loss_by_those_who_cannot_be_chosen(tiny_config):
+    """The rule's logits are certain where there is no choice, and have no gradient there."""
+    hparams = small_hparams(tiny_config, RECURSIONS, AUX)
+    variables = random_variables(hparams, TOKENS_BT)
+
+    def logits(params):
+        given = {'params': params}
+        return Transformer(hparams).apply(given, TOKENS_BT, SEGMENTS_BT)[1].routing.rule_logits_BT
+
+    logits_RBT = np.asarray(logits(variables['params']))
+    _, records = Transformer(hparams).apply(variables, TOKENS_BT, SEGMENTS_BT)
+    free_RBT = np.abs(logits_RBT) < 1e8
+    assert not free_RBT[0].any() and (logits_RBT[0] > 0).sum() == (SEGMENTS_BT > 0).sum()
+    selected_RBT = np.asarray(records.routing.selected_BT)
+    np.testing.assert_array_equal(free_RBT[1:], selected_RBT[:-1])
+
+
+@pytest.mark.parametrize(('capacity', 'share'), [(1 / 3, 2 / 3), (0.5, 0.75)])
+def test_the_cache_is_as_large_as_the_loops_are(capacity, share, tiny_config):
+    """(N + 1) / (2 N) of that of the looped model, if capacities fall evenly to 1 / N."""
+    size = 24
+    knobs = {'model.routing.capacity': capacity, 'model.routing.cache_capacity': 1.0}
+    knobs |= {'model.looped_layers': 'all', 'data.sequence_length': size}
+    sizes = []
+    for hparams in (
+        small_hparams(tiny_config, RECURSIONS, AUX, knobs),
+        small_hparams(tiny_config, LOOPED, knobs),
+    ):
+        routed = bool(hparams.model.routed_layers)
+        how = {'hparams': hparams, 'routing': 'aux_loss' if routed else 'dense'}
+        unrolled = unroll(random_variables(hparams, TOKENS_BT), hparams, how['routing'])
+        how |= {'capacity': size, 'routed_capacity': 1}
+        _, cache = jax.eval_shape(
+            lambda u, h=how: prefill(u, TOKENS_BT, SEGMENTS_BT, **h), unrolled
+        )
+        layers = [layer._replace(positions_BS=None, lengths_B=None) for layer in cache.layers]
+        sizes.append(sum(map(cache_bytes, layers)))
+    assert sizes[0] / sizes[1] == pytest.approx(share)
+
+
+def test_a_document_does_not_see_another(tiny_config):
+    """Under the causal rule: the first document does not change what the second computes."""
+    hparams = small_hparams(tiny_config, RECURSIONS, AUX, GROWS)
+    variables = random_variables(hparams, TOKENS_BT)
+    other_BT = np.where(np.arange(T)[None] < 7, (TOKENS_BT + 5) % 32, TOKENS_BT)
+    run = jax.jit(
+        lambda tokens: Transformer(hparams).apply(variables, tokens, SEGMENTS_BT, 'aux_loss')[0]
+    )
+    one_BTV, other_BTV = run(TOKENS_BT), run(other_BT)
+    # The first document decides where tokens of the second are gathered, and so their rounding.
+    np.testing.assert_allclose(one_BTV[0, 7:], other_BTV[0, 7:], rtol=0, atol=1e-5)
+    assert (one_BTV[1, 7:10] != other_BTV[1, 7:10]).any()
+
+
+def test_bfloat16(tiny_config):
+    """The stream has the dtype of the model, scores are float32; logits are near float32 ones."""
+    wide, narrow = (
+        small_hparams(tiny_config, RECURSIONS, AUX, ALL_TOKENS, {'model.dtype': dtype})
+        for dtype in ('float32', 'bfloat16')
+    )
+    variables = random_variables(wide, TOKENS_BT)
+    (expected_BTV, _), (found_BTV, records) = (
+        Transformer(hparams).apply(variables, TOKENS_BT) for hparams in (wide, narrow)
+    )
+    assert records.routing.scores_BT.dtype == jnp.float32
+    hidden_BTD, _ = Transformer(narrow).apply(variables, TOKENS_BT, method='hidden_states')
+    assert hidden_BTD.dtype == jnp.bfloat16
+    error = jnp.linalg.norm(found_BTV - expected_BTV) / jnp.linalg.norm(expected_BTV)
+    assert error < 0.05
+
+
+def test_rows_that_skip_a_loop_cost_nothing_in_decoding(tiny_config):
+    """A loop that chooses runs at the least bucket of rows: none, a part of the batch, or all."""
+    hparams = small_hparams(tiny_config, RECURSIONS, AUX, {'data.sequence_length': 16})
+    variables = random_variables(hparams, TOKENS_BT)
+    static = {'hparams': hparams, 'routing': 'aux_loss'}
+    unrolled = unroll(variables, hparams, 'aux_loss')
+    ones_BT, batch = np.ones((8, 4), np.int32), 8
+    _, cache = prefill(unrolled, ones_BT, ones_BT, capacity=16, routed_capacity=1, **static)
+    active_B = np.ones(batch, bool)
+    program = jax.make_jaxpr(lambda *inputs: decode_step(*inputs, **static))(
+        unrolled, cache, ones_BT[:, 0], ~active_B, active_B
+    )
+    branches = [
+        eqn.params['branches'] for eqn in equations(program.jaxpr) if eqn.primitive.name == 'cond'
+    ]
+    buckets = [each for each in branches if len(each) == len(batch_buckets(batch))]
+    assert len(buckets) == 2  # the first of three loops takes all tokens
+    for each in buckets:
+        costs = [dot_general_flops(branch) for branch in each]
+        assert costs[0] == 0 and costs[1] > 0 and costs == sorted(costs)
+        assert costs[-1] > 4 * costs[1]
+    sizes = {layer.capacity for layer in cache.layers if layer.lengths_B is not None}
+    assert sizes == {15, 6}  # 1.5 times 10 and 4 of 16 tokens
+
+
+def test_the_program_grows_by_one_scan_for_each_loop(tiny_config):
+    """And parameters not at all."""
+
+    def count(loops, layers):
+        knobs = {'model.loops': loops, 'model.num_layers': layers + 2}
+        hparams = small_hparams(tiny_config, RECURSIONS, AUX, knobs)
+        variables = random_variables(hparams, TOKENS_BT)
+
+        def loss(params):
+            return jnp.sum(Transformer(hparams).apply({'params': params}, TOKENS_BT)[0])
+
+        program = jax.make_jaxpr(jax.grad(loss))(variables['params']).jaxpr
+        stored = sum(leaf.size for leaf in jax.tree.leaves(variables['params']['stack']))
+        return len(list(equations(program))), stored
+
+    (two, stored), (four, same), (six, _) = (count(loops, 3) for loops in (2, 4, 6))
+    assert stored == same and six - four == four - two
+    assert count(4, 9)[0] == four
+
+
+REFUSED = {
+    'no loops': ({'model.looped_layers': 'none', 'model.loops': 1}, 'looped_layers=.none.: must'),
+    'one loop': ({'model.loops': 1}, 'loops=1: must be 2 or more where model.routing.layers=loops'),
+    'in sequence': ({'model.loop_order': 'sequence'}, 'loop_order=.sequence.: must be cycle'),
+    'slots': (MODA, 'depth.stream=.moda.: must be residual where model.routing.layers=loops'),
+    'experts': (experts(), 'experts.choice=.token.: must be none where model.routing.layers=loops'),
+    'embedding residual': ({'model.embedding_residual': 'learned'}, 'embedding_residual=.learned.'),
+    'by document': ({'model.routing.select_per': 'segment'}, 'select_per=.segment.: must be row'),
+    'a control': ({'model.routing.router': 'random', 'model.routing.gate': 'auto'}, 'router=.rand'),
+    'drawn loops': ({'training.loops': (2, 3)}, r'training.loops=\(2, 3\): must be \(\)'),
+}
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_what_does_not_fit_is_refused(name, tiny_config):
+    """By one line that names the knob, its value, and what would be right."""
+    knobs, line = REFUSED[name]
+    with pytest.raises(ValueError, match=line) as error:
+        small_hparams(tiny_config, RECURSIONS, GROWS, knobs)
+    assert '\n' not in str(error.value)
