@@ -48,6 +48,8 @@ OLDER_RUNS = {
     'model.loop_order': 'cycle',
     'training.loops': [],
     'model.embedding_residual': 'none',
+    'model.rope_scaling': 'none',
+    'model.attention_bias': 'none',
     'model.depth.value_mix': 'none',
     'model.depth.sparse_layers': 0,
     'model.depth.sublayers_per_source': 0,

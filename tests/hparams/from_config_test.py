@@ -38,6 +38,8 @@ BAD_VALUES = {
     **knobs('model', 'norm_eps init_std embedding_init_std', *NOT_ABOVE_ZERO),
     **knobs('model', 'rope_theta', 0.5, *NOT_ABOVE_ZERO),
     **knobs('model', 'windows', (), (-1,), (0, 8, -8)),
+    **knobs('model', 'rope_scaling', '', 'llama3', 'linear:8', 'llama3:8:1:4', 'llama3:8:4:1:64'),
+    **knobs('model', 'attention_bias', '', 'all', 'q', 'kv'),
     **knobs('model.depth', 'stream slots slot_keys skipped_slots', 'densenet'),
     **knobs('model.depth', 'gradient_dtype value_mix hyper_form', 'sharing'),
     **knobs('model.depth', 'mudd_ways mudd_weights', 'qkv'),

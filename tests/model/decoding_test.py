@@ -98,7 +98,14 @@ def decode(model):
 # Its queries and keys are not normed: float32 rounds each of the two by 1e-5 already.
 IN_FLOAT64 = ('attention stream',)
 FAST = ('value residual', 'shared values', 'attention residual', 'mudd', 'embedding residual')
-FAST += ('dense', 'predictor', 'norm threshold grows', 'mod and moda', 'row capacity')
+FAST += (
+    'dense',
+    'scaled rope',
+    'predictor',
+    'norm threshold grows',
+    'mod and moda',
+    'row capacity',
+)
 
 
 @pytest.mark.parametrize(

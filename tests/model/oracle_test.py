@@ -47,6 +47,8 @@ PRE, POST, REORDERED = ({'norm_placement': place} for place in ('pre', 'post', '
 HEAD, FULL = {'qk_norm': 'head'}, {'qk_norm': 'full'}
 BIAS, TIED = {'use_bias': True}, {'tie_embeddings': True}
 WIDE, ONE_EACH = {'head_dim': 6}, {'num_kv_heads': 6}
+QKV, QKVO = ({'attention_bias': of} for of in ('qkv', 'qkvo'))
+SCALED = {'rope_scaling': 'llama3:8:1:4:32'} | WIDE  # one kept, one in between, one divided
 WINDOWS = {'windows': (2, 0, 3)}
 TOKEN = {'experts.choice': 'token', 'experts.z_loss': 0.02, 'experts.balance_weight': 0.1}
 NOOP = TOKEN | {'experts.scores': 'sigmoid', 'experts.route_scale': 2.5, 'experts.num_noop': 3}
@@ -63,6 +65,8 @@ def routed(router='learned', gate='auto', rule='auto', capacity=0.5, **more):
 
 CASES = {
     'residual': PRE | WINDOWS | WIDE,
+    'scaled rope': SCALED | QKV | PRE | HEAD,
+    'scaled rope, both slots': SCALED | QKVO | BOTH | POST,
     'block slots': BLOCK | POST,
     'block slots, normed keys': BLOCK | POST | HEAD | BIAS | UNROLLED,
     'both slots': BOTH | REORDERED | FULL | BIAS,
@@ -120,6 +124,7 @@ ROUTED_CASES = {
     'sigmoid': (routed(gate='sigmoid', capacity=0.4) | POST | WINDOWS, 'top_c'),
     'one token': (routed(gate='none', capacity=0.125) | POST, 'top_c'),
     'windows': (routed(capacity=0.4) | REORDERED | FULL | WINDOWS, 'top_c'),
+    'scaled rope': (routed(capacity=0.4) | SCALED | QKV | PRE, 'top_c'),
     'segments': (routed(select_per='segment', capacity=0.4) | PRE, 'top_c'),
     'dense': (routed(gate='none', rule='dense') | PRE | WINDOWS, 'dense'),
     'threshold': (routed(rule='threshold', capacity=0.25) | PRE | HEAD | BIAS, 'threshold'),
@@ -245,7 +250,7 @@ def compare(config, routing, gradients):
 
 FAST = ('block slots', 'both slots', 'unrotated', 'attention slot projection', 'newest slots')
 FAST += ('attention stream', 'dense stream, bias', 'average stream, bias')
-FAST += ('value residual', 'value residual, sparse', 'shared values', 'mudd')
+FAST += ('value residual', 'value residual, sparse', 'shared values', 'mudd', 'scaled rope')
 FAST += ('value attention', 'value attention, recent', 'embedding residual, experts')
 
 
