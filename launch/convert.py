@@ -10,7 +10,8 @@ python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_mod \\
 
 --from_workdir also starts a run with other data or other knobs of training from the parameters of
 any run, at its newest checkpoint or at --step. The folder of --from_hf holds config.json and
-*.safetensors of a Llama or OLMo2 model; a dense run of the same kind can be exported as one.
+*.safetensors of a model of a family that docs/convert.md lists; a dense run of the same kind can be
+exported as one.
 --from_hf and --from_workdir make a run before its first step, for launch.generate, launch.evaluate,
 and launch.train --config=WORKDIR/config.json.
 """
