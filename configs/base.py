@@ -123,6 +123,7 @@ def get_config() -> ConfigDict:
     optimizer.eps = 1e-8  # added to the root
     optimizer.weight_decay = 0.1  # on matrices only
     optimizer.decay_embeddings = True  # so does the embedding, tied or not; never under muon
+    optimizer.trainable = ('*',)  # globs of names such as '*/router/*'; other parameters are frozen
     optimizer.clip_norm = 1.0  # of the gradient's norm, the predictor's apart; 0: no clipping
     optimizer.z_loss = 1e-4  # weight of the mean squared log-partition of the logits
 

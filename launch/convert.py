@@ -52,8 +52,10 @@ def _import():
     from moddepth_jax.conversion.hugging_face import import_params  # imports JAX: takes a while
     from moddepth_jax.data.pipeline import make_dataset
     from moddepth_jax.training.summary import num_parameters
+    from moddepth_jax.training.trainable import check_trainable
 
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
+    check_trainable(hparams)
     params, dtype = import_params(folder, hparams)
     files = _existing(folder, (CONFIG_FILE, *COPIED_FILES))
     name, kind = folder.resolve().name, given['model_type']
@@ -162,10 +164,12 @@ def _from_run():
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.hparams import from_config
     from moddepth_jax.training.saved_run import read_hparams
+    from moddepth_jax.training.trainable import check_trainable
 
     source, hparams = FROM_WORKDIR.value, from_config(CONFIG.value)
     before = read_hparams(source)[0]
     check_convertible(before, hparams)
+    check_trainable(hparams)
     tokenizer = tokenizer_of(before.data, source)
     if hparams.data.tokenizer not in ('prepared', before.data.tokenizer, tokenizer.name):
         right = f'the run that is converted has {before.data.tokenizer!r}'

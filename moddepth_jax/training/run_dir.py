@@ -77,6 +77,7 @@ OLDER_RUNS = {
     'optimizer.decay_embeddings': True,
     'optimizer.name': 'adamw',
     'optimizer.schedule': 'cosine',
+    'optimizer.trainable': ['*'],
     'optimizer.decay_fraction': 0.2,
     'training.loss_chunk': 0,
     'training.extended_from': 0,

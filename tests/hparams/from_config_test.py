@@ -77,6 +77,7 @@ BAD_VALUES = {
     **knobs('data', 'held_out_fraction', 0.0, 1.0, *NO_FRACTION),
     **knobs('optimizer', 'learning_rate eps', *NOT_ABOVE_ZERO),
     **knobs('optimizer', 'name schedule', 'adam', 'linear'),
+    **knobs('optimizer', 'trainable', ('',), ('*', ' ')),
     **knobs('optimizer', 'decay_fraction', 0.0, *NO_FRACTION),
     **knobs('optimizer', 'final_fraction warmup_fraction', *NO_FRACTION),
     **knobs('optimizer', 'b1 b2', *NO_DECAY),
