@@ -24,7 +24,9 @@ def get_config() -> ConfigDict:
     model.norm_eps = 1e-6  # epsilon of every RMSNorm
     model.qk_norm = 'none'  # none | head (over H) | full (over N H and K H)
     model.rope_theta = 10000.0  # base of the rotary frequencies
+    model.rope_scaling = 'none'  # none | llama3:FACTOR:LOW:HIGH:LENGTH (8:1:4:8192 in Llama 3.1)
     model.use_bias = False  # biases on every projection of the blocks
+    model.attention_bias = 'none'  # on those of attention alone: none | qkv (Qwen2) | qkvo
     model.tie_embeddings = False  # the head reads the embedding table
     # none | learned (two scalars a block start as in nanochat) | identity (they start at 1 and 0)
     model.embedding_residual = 'none'  # before each block x = r x + a x_0, x_0 the embedded tokens
@@ -127,6 +129,7 @@ def get_config() -> ConfigDict:
     optimizer.eps = 1e-8  # added to the root
     optimizer.weight_decay = 0.1  # on matrices only
     optimizer.decay_embeddings = True  # so does the embedding, tied or not; never under muon
+    optimizer.trainable = ('*',)  # globs of names such as '*/router/*'; other parameters are frozen
     optimizer.clip_norm = 1.0  # of the gradient's norm, the predictor's apart; 0: no clipping
     optimizer.z_loss = 1e-4  # weight of the mean squared log-partition of the logits
 

@@ -10,7 +10,8 @@ python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_mod \\
 
 --from_workdir also starts a run with other data or other knobs of training from the parameters of
 any run, at its newest checkpoint or at --step. The folder of --from_hf holds config.json and
-*.safetensors of a Llama or OLMo2 model; a dense run of the same kind can be exported as one.
+*.safetensors of a model of a family that docs/convert.md lists; a dense run of the same kind can be
+exported as one.
 --from_hf and --from_workdir make a run before its first step, for launch.generate, launch.evaluate,
 and launch.train --config=WORKDIR/config.json.
 """
@@ -51,8 +52,10 @@ def _import():
     from moddepth_jax.conversion.hugging_face import import_params  # imports JAX: takes a while
     from moddepth_jax.data.pipeline import make_dataset
     from moddepth_jax.training.summary import num_parameters
+    from moddepth_jax.training.trainable import check_trainable
 
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
+    check_trainable(hparams)
     params, dtype = import_params(folder, hparams)
     files = _existing(folder, (CONFIG_FILE, *COPIED_FILES))
     name, kind = folder.resolve().name, given['model_type']
@@ -161,10 +164,12 @@ def _from_run():
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.hparams import from_config
     from moddepth_jax.training.saved_run import read_hparams
+    from moddepth_jax.training.trainable import check_trainable
 
     source, hparams = FROM_WORKDIR.value, from_config(CONFIG.value)
     before = read_hparams(source)[0]
     check_convertible(before, hparams)
+    check_trainable(hparams)
     tokenizer = tokenizer_of(before.data, source)
     if hparams.data.tokenizer not in ('prepared', before.data.tokenizer, tokenizer.name):
         right = f'the run that is converted has {before.data.tokenizer!r}'

@@ -52,16 +52,15 @@ def write_new_run(workdir: str, hparams, params, averages, dataset, note: dict, 
     import jax
 
     from moddepth_jax.training.checkpoint import Checkpoints
-    from moddepth_jax.training.optimizer import make_optimizer
     from moddepth_jax.training.plan import resolve_steps
     from moddepth_jax.training.run_dir import open_workdir, save_tokenizer
     from moddepth_jax.training.summary import initial_metadata
-    from moddepth_jax.training.train_step import TrainState
+    from moddepth_jax.training.train_step import TrainState, init_optimizer
 
     training = dataclasses.replace(hparams.training, extended_from=0)
     hparams = dataclasses.replace(hparams, training=training)
     num_steps, zero = resolve_steps(hparams), jax.numpy.zeros((), 'int32')
-    optimizer_state = jax.jit(make_optimizer(hparams, num_steps).init)(params)
+    optimizer_state = jax.jit(lambda params: init_optimizer(hparams, num_steps, params))(params)
     state = TrainState(zero, params, averages, optimizer_state, zero, zero, hparams, num_steps)
     with atomic_folder('workdir', workdir) as folder:
         open_workdir(folder, dataclasses.asdict(hparams))

@@ -2,28 +2,73 @@
 
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 from moddepth_jax.data.directory import read_json, short_repr
-from moddepth_jax.hparams import ModelHparams
+from moddepth_jax.hparams import ModelHparams, RopeScaling
+from moddepth_jax.hparams.checks import MAX_INT
+from moddepth_jax.hparams.model import MAX_LAYERS
 
 CONFIG_FILE = 'config.json'
+FULL, SLIDING = 'full_attention', 'sliding_attention'
 
 
 class Family(NamedTuple):
     """What a model_type stands for: the class in transformers, and our knobs for the same model."""
 
     architecture: str
-    norm_placement: str
-    qk_norm: str
-    norm_eps: float  # of a config that does not say
-    mlp_bias: bool  # whether its mlp may have biases
+    norm_placement: str = 'pre'
+    qk_norm: str = 'none'
+    # model.attention_bias without and with the field attention_bias; one value: whatever it says.
+    attention_biases: tuple[str, ...] = ('none', 'qkvo')
+    mlp_bias: bool = False  # whether the field mlp_bias adds biases to the mlp
+    # Whether layer i has the window, from config.json and i; None: no layer has one.
+    slides: Callable[[dict, int], bool] | None = None
+    layer_types: bool = True  # whether the field layer_types may say otherwise
+    rope_by_layer_type: bool = False  # whether rope_parameters may be given for each
+    defaults: dict = {}  # of fields that a config.json leaves out, where they differ from DEFAULTS
 
 
+def _from_max_window_layers(config, layer):
+    return bool(config.get('use_sliding_window')) and layer >= config['max_window_layers']
+
+
+_QWEN = {'num_key_value_heads': 32, 'sliding_window': 4096, 'max_window_layers': 28}
+# A model is exported as the first one that can express it.
 FAMILIES = {
-    'llama': Family('LlamaForCausalLM', 'pre', 'none', 1e-6, True),
-    'olmo2': Family('Olmo2ForCausalLM', 'reordered', 'full', 1e-5, False),
+    'llama': Family('LlamaForCausalLM', mlp_bias=True),
+    'mistral': Family(
+        'MistralForCausalLM',
+        attention_biases=('none',),
+        slides=lambda config, layer: True,
+        layer_types=False,
+        defaults={'num_key_value_heads': 8, 'sliding_window': 4096},
+    ),
+    'qwen2': Family(
+        'Qwen2ForCausalLM',
+        attention_biases=('qkv',),
+        slides=_from_max_window_layers,
+        defaults=_QWEN,
+    ),
+    'qwen3': Family(
+        'Qwen3ForCausalLM',
+        qk_norm='head',
+        slides=_from_max_window_layers,
+        defaults=_QWEN | {'head_dim': 128},
+    ),
+    'olmo2': Family('Olmo2ForCausalLM', 'reordered', 'full', defaults={'rms_norm_eps': 1e-5}),
+    'olmo3': Family(
+        'Olmo3ForCausalLM',
+        'reordered',
+        'full',
+        slides=lambda config, layer: (layer + 1) % 4 != 0,
+        rope_by_layer_type=True,
+        defaults={'rms_norm_eps': 1e-5, 'rope_theta': 500000.0, 'sliding_window': 4096},
+    ),
 }
+DEFAULTS = {'rms_norm_eps': 1e-6, 'rope_theta': 10000.0}
+_REASONS = {'smollm3': 'layers without RoPE (no_rope_layers) are not supported'}
 _SIZES = {  # ours: theirs
     'vocab_size': 'vocab_size',
     'num_layers': 'num_hidden_layers',
@@ -35,11 +80,11 @@ _SIZES = {  # ours: theirs
 }
 _NEUTRAL = {  # fields without a knob here, and the values under which they have no effect
     'hidden_act': ('silu', 'swish'),
-    'sliding_window': (None,),
     'quantization_config': (None,),
     'partial_rotary_factor': (None, 1.0),
     'rope_interleaved': (None, False),
 }
+_SCALED = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
 
 
 def read_config(folder: pathlib.Path) -> dict:
@@ -51,93 +96,207 @@ def read_config(folder: pathlib.Path) -> dict:
     return config
 
 
+class _Fields:
+    """The fields of a config.json of a family; those that are left out have its defaults."""
+
+    def __init__(self, config: dict, family: Family, file: str):
+        self.config, self.family, self.file = config, family, file
+        self.values = DEFAULTS | family.defaults | config
+
+    def get(self, key):
+        return self.values.get(key)
+
+    def refuse(self, key, right):
+        raise ValueError(f'{self.file}: {key}={short_repr(self.get(key))}: {right}')
+
+    def switch(self, key) -> bool:
+        """A field that may be left out, null, false or true."""
+        if self.get(key) not in (None, False, True):
+            self.refuse(key, 'must be true or false')
+        return bool(self.get(key))
+
+    def integer(self, key, maximum=MAX_INT) -> int:
+        """A field that is a number from 1 on."""
+        size = self.get(key)
+        if type(size) is not int or not 0 < size <= maximum:
+            right = f'must be an integer from 1 on{f" to {maximum}" * (maximum < MAX_INT)}'
+            self.refuse(key, right if key in self.values else f'missing; it {right}')
+        return size
+
+
 def knobs_of(config: dict, file: str) -> dict:
     """The knobs that a config.json of transformers 4 or 5 decides, by their names in ModelHparams.
 
     Raises ValueError, beginning with `file`, for another architecture or a field without a knob.
     """
-
-    def refuse(key, right):
-        raise ValueError(f'{file}: {key}={short_repr(config.get(key))}: {right}')
-
     kind = config.get('model_type')
     if kind not in tuple(FAMILIES):
-        refuse('model_type', f'must be {" or ".join(FAMILIES)}; no other model is converted')
+        reason = _REASONS.get(str(kind), 'no other model is converted')
+        right = f'must be one of {", ".join(FAMILIES)}; {reason}'
+        raise ValueError(f'{file}: model_type={short_repr(kind)}: {right}')
     family = FAMILIES[kind]
+    fields = _Fields(config, family, file)
     if config.get('architectures') not in (None, [family.architecture]):
-        refuse('architectures', f'must be [{family.architecture!r}], a language model')
+        fields.refuse('architectures', f'must be [{family.architecture!r}], a language model')
     for key, neutral in _NEUTRAL.items():
         if key in config and config[key] not in neutral:
-            refuse(key, f'must be {neutral[0]!r}, the only one supported')
-    layers = config.get('layer_types') or []
-    if not isinstance(layers, list) or layers != ['full_attention'] * len(layers):
-        refuse('layer_types', 'must be full_attention everywhere, the only one supported')
-    switches = ('attention_bias', 'mlp_bias', 'tie_word_embeddings')
-    for key in switches:
-        if config.get(key) not in (None, False, True):
-            refuse(key, 'must be true or false')
-    *biases, tied = (bool(config.get(key)) for key in switches)
-    if biases[0] != (biases[1] and family.mlp_bias):
-        other = f'mlp_bias={biases[1]}' if family.mlp_bias else f'an mlp of {kind}, without biases'
-        right = f'differs from {other}; all projections have biases here, or none'
-        raise ValueError(f'{file}: attention_bias={biases[0]}: {right}')
-    given = dict(config)
-    heads, width = given.get('num_attention_heads'), given.get('hidden_size')
-    if given.get('num_key_value_heads') is None:
-        given['num_key_value_heads'] = heads
-    if given.get('head_dim') is None and type(width) is type(heads) is int:
-        if heads < 1 or width % heads:
-            refuse('num_attention_heads', f'must divide hidden_size={width}; or give head_dim')
-        given['head_dim'] = width // heads
-    for key in _SIZES.values():
-        if type(size := given.get(key)) is not int or not 0 < size < 1 << 31:
-            right = 'must be an integer from 1 on'
-            refuse(key, right if key in config else f'missing; it {right}')
-    norm_eps = config.get('rms_norm_eps', family.norm_eps)
-    if not _is_positive(norm_eps):
-        refuse('rms_norm_eps', 'must be a number above 0')
+            fields.refuse(key, f'must be {neutral[0]!r}, the only one supported')
+    use_bias, attention_bias = _biases(fields)
+    tied, sizes = fields.switch('tie_word_embeddings'), _sizes(fields)
+    if not _is_positive(norm_eps := fields.get('rms_norm_eps')):
+        fields.refuse('rms_norm_eps', 'must be a number above 0')
+    rope_theta, rope_scaling = _rope(fields)
     return {
-        **{ours: given[theirs] for ours, theirs in _SIZES.items()},
+        **sizes,
         'norm_placement': family.norm_placement,
         'qk_norm': family.qk_norm,
         'norm_eps': float(norm_eps),
-        'rope_theta': _theta(config, refuse),
-        'use_bias': biases[0],
+        'rope_theta': rope_theta,
+        'rope_scaling': rope_scaling,
+        'use_bias': use_bias,
+        'attention_bias': attention_bias,
         'tie_embeddings': tied,
-        'windows': (0,),
+        'windows': _windows(fields, sizes['num_layers']),
     }
 
 
-def _theta(config, refuse):
-    """rope_theta, of its own field (transformers 4) or of rope_parameters (5)."""
-    plain = {'type': 'default', 'rope_type': 'default', 'partial_rotary_factor': 1.0}
-    theta = config.get('rope_theta', 10000.0)
-    for key in ('rope_theta', 'rope_scaling', 'rope_parameters'):
-        if key != 'rope_theta' and config.get(key) is not None:
-            given = dict(config[key]) if isinstance(config[key], dict) else {'not': 'an object'}
-            theta = given.pop('rope_theta', theta)
-            if any(item not in plain.items() for item in given.items()):
-                refuse(key, "must have rope_type 'default'; scaled frequencies are not converted")
-        if not _is_positive(theta):
-            refuse(key, 'rope_theta must be a number above 0')
-    return float(theta)
+def _biases(fields):
+    """(model.use_bias, model.attention_bias)."""
+    family = fields.family
+    if len(family.attention_biases) == 1:
+        return False, family.attention_biases[0]
+    in_attention, in_mlp = fields.switch('attention_bias'), fields.switch('mlp_bias')
+    if family.mlp_bias and in_mlp:
+        if not in_attention:
+            right = 'must be false where attention_bias is; only an mlp would have biases'
+            fields.refuse('mlp_bias', right)
+        return True, 'none'
+    return False, family.attention_biases[in_attention]
+
+
+def _sizes(fields):
+    """Our sizes by name; those that depend on others are derived as transformers does."""
+    values = fields.values
+    heads, width = fields.get('num_attention_heads'), fields.get('hidden_size')
+    if fields.get('num_key_value_heads') is None:
+        values['num_key_value_heads'] = heads
+    if fields.get('head_dim') is None and type(width) is type(heads) is int:
+        if heads < 1 or width % heads:
+            right = f'must divide hidden_size={width}; or give head_dim'
+            fields.refuse('num_attention_heads', right)
+        values['head_dim'] = width // heads
+    limits = {'num_hidden_layers': MAX_LAYERS}  # each is visited below
+    return {ours: fields.integer(key, limits.get(key, MAX_INT)) for ours, key in _SIZES.items()}
+
+
+def _windows(fields, num_layers):
+    """model.windows: one for each layer, or fewer if they repeat."""
+    slides, types = fields.family.slides, fields.get('layer_types')
+    if slides is None:
+        if types and (not isinstance(types, list) or types != [FULL] * len(types)):
+            fields.refuse('layer_types', f'must be {FULL} everywhere, the only one supported')
+        if fields.get('sliding_window') is not None:
+            fields.refuse('sliding_window', 'must be None, the only one supported')
+        return (0,)
+    if 'max_window_layers' in fields.values and type(fields.get('max_window_layers')) is not int:
+        fields.refuse('max_window_layers', 'must be an integer')
+    if not fields.family.layer_types and fields.get('sliding_window') is None:
+        return (0,)
+    expected = [SLIDING if slides(fields.values, layer) else FULL for layer in range(num_layers)]
+    types = expected if types is None else types
+    known = isinstance(types, list) and all(kind in (FULL, SLIDING) for kind in types)
+    if not known or len(types) != num_layers:
+        right = f'must be {FULL} or {SLIDING} for each of num_hidden_layers={num_layers}'
+        fields.refuse('layer_types', right)
+    if not fields.family.layer_types and types != expected:
+        fields.refuse('layer_types', f'must be {SLIDING} everywhere: sliding_window is not null')
+    if SLIDING not in types:
+        return (0,)
+    if 'max_window_layers' in fields.values and not fields.switch('use_sliding_window'):
+        fields.refuse('use_sliding_window', f'must be true: layer_types has {SLIDING}')
+    window = fields.integer('sliding_window')
+    return _shortest([window if kind == SLIDING else 0 for kind in types])
+
+
+def _shortest(windows):
+    """The fewest windows that repeat to these."""
+    for size in range(1, len(windows)):
+        if all(window == windows[i % size] for i, window in enumerate(windows)):
+            return tuple(windows[:size])
+    return tuple(windows)
+
+
+def _rope(fields):
+    """(model.rope_theta, model.rope_scaling), of the forms of transformers 4 and 5."""
+    if not _is_positive(fields.get('rope_theta')):
+        fields.refuse('rope_theta', 'must be a number above 0')
+    found = set()
+    for key in ('rope_scaling', 'rope_parameters'):
+        given = fields.get(key)
+        if given is None:
+            continue
+        each = [given]
+        if isinstance(given, dict) and fields.family.rope_by_layer_type:
+            each = [given[kind] for kind in (FULL, SLIDING) if given.get(kind) is not None] or each
+        found |= {_rope_of(fields, key, one) for one in each}
+        if len(found) > 1:
+            fields.refuse(key, 'must be the same for all layers, the only one supported')
+    theta, scaling = found.pop() if found else (float(fields.get('rope_theta')), 'none')
+    if scaling != 'none' and fields.family.rope_by_layer_type:
+        right = "must have rope_type 'default': scaling is of some layers there"
+        fields.refuse('rope_scaling' if fields.get('rope_scaling') else 'rope_parameters', right)
+    return theta, scaling
+
+
+def _rope_of(fields, key, given):
+    """The theta and the scaling of one object of `key`."""
+    if not isinstance(given, dict):
+        fields.refuse(key, "must be an object with rope_type 'default' or 'llama3'")
+    given = dict(given)
+    theta = given.pop('rope_theta', fields.get('rope_theta'))
+    if not _is_positive(theta):
+        fields.refuse(key, 'rope_theta must be a number above 0')
+    kinds = {'type': given.pop('type', None), 'rope_type': given.pop('rope_type', None)}
+    kind = kinds['rope_type'] or kinds['type'] or 'default'
+    if given.pop('partial_rotary_factor', 1.0) != 1.0:
+        fields.refuse(key, 'partial_rotary_factor must be 1.0, the only one supported')
+    if kind == 'default' and not given:
+        return float(theta), 'none'
+    if kind != 'llama3':
+        fields.refuse(key, "must have rope_type 'default' or 'llama3'; no other is converted")
+    given.setdefault(_SCALED[-1], fields.get('max_position_embeddings'))
+    if given.keys() != set(_SCALED) or not all(map(_is_positive, given.values())):
+        fields.refuse(key, f'llama3 must have the numbers {", ".join(_SCALED)}, and no others')
+    factor, low, high, length = (given[name] for name in _SCALED)
+    if factor < 1 or low >= high or length != int(length) or length > MAX_INT:
+        right = 'factor must be 1 or more, low_freq_factor below high_freq_factor, and '
+        fields.refuse(key, f'{right}{_SCALED[-1]} an integer')
+    return float(theta), _scaling_text(RopeScaling(factor, low, high, int(length)))
+
+
+def _scaling_text(scaling):
+    """model.rope_scaling for a RopeScaling."""
+    return ':'.join(['llama3', *(f'{float(n)!r}'.removesuffix('.0') for n in scaling)])
 
 
 def _is_positive(value):
     return type(value) in (int, float) and 0 < value <= sys.float_info.max
 
 
-def family_of(model: ModelHparams) -> str:
-    """The model_type that a model is exported as. Raises ValueError for a model of no family."""
+def family_of(model: ModelHparams, first: str | None = None) -> str:
+    """The model_type that a model is exported as: `first` if possible, else the first that is.
+
+    Raises ValueError for a model of no family.
+    """
     for wrong, what, name in (
         (model.routed_layers, f'routing.router={model.routing.router!r}', 'routed blocks'),
         (model.depth.stream != 'residual', f'depth.stream={model.depth.stream!r}', 'depth stream'),
         (model.expert_layers, f'experts.choice={model.experts.choice!r}', 'such experts'),
-        (any(model.windows), f'windows={model.windows}', 'windows'),
+        (model.looped, f'looped_layers={model.looped_layers!r}', 'looped blocks'),
         (
             model.embedding_residual != 'none',
             f'embedding_residual={model.embedding_residual!r}',
-            'blend of the embedded tokens',
+            'embedding residual',
         ),
         (
             model.value_embeddings != 'none',
@@ -148,16 +307,30 @@ def family_of(model: ModelHparams) -> str:
         if wrong:
             right = 'only dense models can be exported'
             raise ValueError(f'model.{what}: the format has no {name}; {right}')
-    for kind, family in FAMILIES.items():
-        if (model.norm_placement, model.qk_norm) == (family.norm_placement, family.qk_norm):
-            if model.use_bias and not family.mlp_bias:
-                raise ValueError(f'model.use_bias=True: an mlp of {kind} has no biases')
+    differences = {}
+    for kind in sorted(FAMILIES, key=lambda kind: kind != first):
+        differences[kind] = _differences(model, kind)
+        if not differences[kind]:
             return kind
-    pairs = (f'{f.norm_placement} and {f.qk_norm} ({kind})' for kind, f in FAMILIES.items())
-    raise ValueError(
-        f'model.norm_placement={model.norm_placement!r}, model.qk_norm={model.qk_norm!r}: must be '
-        f'{", or ".join(pairs)}; the format has no other dense model of ours'
-    )
+
+    def distance(kind):  # norms are what a family is known by
+        found = differences[kind]
+        return 'norm_placement' in found, 'qk_norm' in found, len(found)
+
+    nearest = min(differences, key=distance)
+    found = ', '.join(f'model.{name}={getattr(model, name)!r}' for name in differences[nearest])
+    knobs = ' and '.join(f'{name}={value!r}' for name, value in differences[nearest].items())
+    raise ValueError(f'{found}: no family has it; the nearest, {nearest}, has {knobs}')
+
+
+def _differences(model, kind):
+    """The knobs that a model gets if it is exported as `kind` and imported, where they differ."""
+    knobs = knobs_of(_config(kind, model), CONFIG_FILE)
+    windows = _shortest([model.window(layer) for layer in range(model.num_layers)])
+    ours = {name: getattr(model, name) for name in knobs} | {'windows': windows}
+    if model.scaled_rope:
+        ours['rope_scaling'] = _scaling_text(model.scaled_rope)
+    return {name: value for name, value in knobs.items() if value != ours[name]}
 
 
 def config_of(
@@ -168,25 +341,45 @@ def config_of(
     `positions` are tokens a row, `ids` bos_token_id and eos_token_id. `original` is that of the
     imported model, which is kept if it describes the same model.
     """
-    kind = family_of(model)
+    kind = family_of(model, (original or {}).get('model_type'))
     if original is not None:
         knobs = knobs_of(original, CONFIG_FILE)
         if knobs == {name: getattr(model, name) for name in knobs}:
             named = [key for key in ('dtype', 'torch_dtype') if key in original] or ['torch_dtype']
             return original | dict.fromkeys(named, dtype)
-    return {
-        'architectures': [FAMILIES[kind].architecture],
+    positions = {'max_position_embeddings': positions, 'torch_dtype': dtype}
+    return _config(kind, model) | ids | positions
+
+
+def _config(kind, model):
+    """The fields of a config.json of this model_type that are nearest to the model."""
+    family, windows = FAMILIES[kind], [model.window(layer) for layer in range(model.num_layers)]
+    config = {
+        'architectures': [family.architecture],
         'model_type': kind,
         **{theirs: getattr(model, ours) for ours, theirs in _SIZES.items()},
-        'attention_bias': model.use_bias,
-        **({'mlp_bias': model.use_bias} if FAMILIES[kind].mlp_bias else {}),
-        **ids,
         'hidden_act': 'silu',
         'initializer_range': model.init_std,
-        'max_position_embeddings': positions,
         'rms_norm_eps': model.norm_eps,
-        'rope_theta': model.rope_theta,
-        'rope_parameters': {'rope_type': 'default', 'rope_theta': model.rope_theta},
         'tie_word_embeddings': model.tie_embeddings,
-        'torch_dtype': dtype,
+        'rope_theta': model.rope_theta,
     }
+    rope = {'rope_type': 'default', 'rope_theta': model.rope_theta}
+    if model.scaled_rope and not family.rope_by_layer_type:
+        rope |= {'rope_type': 'llama3', **dict(zip(_SCALED, model.scaled_rope, strict=True))}
+        config['rope_scaling'] = rope
+    by_type = family.rope_by_layer_type
+    config['rope_parameters'] = dict.fromkeys((FULL, SLIDING), rope) if by_type else rope
+    if len(family.attention_biases) > 1:
+        config['attention_bias'] = model.attention_out_bias
+    if family.mlp_bias:
+        config['mlp_bias'] = model.use_bias
+    if family.slides is None:
+        return config
+    config['sliding_window'] = max(windows) or None
+    if family.layer_types:
+        config['layer_types'] = [SLIDING if window else FULL for window in windows]
+    if 'max_window_layers' in family.defaults:
+        full = next((i for i, window in enumerate(windows) if window), len(windows))
+        config |= {'use_sliding_window': any(windows), 'max_window_layers': full}
+    return config

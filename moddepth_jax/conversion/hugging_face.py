@@ -51,25 +51,27 @@ def _layer_tensors(model):
     width, queries = model.d_model, model.num_heads * model.head_dim
     keys = model.num_kv_heads * model.head_dim
     found = []
-    for name, path, shape in (
-        ('self_attn.q_proj', ('attention', 'query'), (queries, width)),
-        ('self_attn.k_proj', ('attention', 'key'), (keys, width)),
-        ('self_attn.v_proj', ('attention', 'value'), (keys, width)),
-        ('self_attn.o_proj', ('attention', 'out'), (width, queries)),
-        ('mlp.gate_proj', ('mlp', 'w1'), (model.d_ff, width)),
-        ('mlp.up_proj', ('mlp', 'w3'), (model.d_ff, width)),
-        ('mlp.down_proj', ('mlp', 'w2'), (width, model.d_ff)),
+    qkv, out, mlp = model.qkv_bias, model.attention_out_bias, model.use_bias
+    for name, path, shape, has_bias in (
+        ('self_attn.q_proj', ('attention', 'query'), (queries, width), qkv),
+        ('self_attn.k_proj', ('attention', 'key'), (keys, width), qkv),
+        ('self_attn.v_proj', ('attention', 'value'), (keys, width), qkv),
+        ('self_attn.o_proj', ('attention', 'out'), (width, queries), out),
+        ('mlp.gate_proj', ('mlp', 'w1'), (model.d_ff, width), mlp),
+        ('mlp.up_proj', ('mlp', 'w3'), (model.d_ff, width), mlp),
+        ('mlp.down_proj', ('mlp', 'w2'), (width, model.d_ff), mlp),
     ):
         found.append((f'{name}.weight', shape, (*path, 'kernel')))
-        if model.use_bias:
+        if has_bias:
             found.append((f'{name}.bias', shape[:1], (*path, 'bias')))
     norms = ('input_layernorm', 'post_attention_layernorm')
     if model.norm_placement == 'reordered':
         norms = ('post_attention_layernorm', 'post_feedforward_layernorm')
     scales = [(norms[0], ('attention_norm',), width), (norms[1], ('mlp_norm',), width)]
-    if model.qk_norm == 'full':
-        scales.append(('self_attn.q_norm', ('attention', 'query_norm'), queries))
-        scales.append(('self_attn.k_norm', ('attention', 'key_norm'), keys))
+    if model.qk_norm != 'none':
+        sizes = (queries, keys) if model.qk_norm == 'full' else (model.head_dim, model.head_dim)
+        scales.append(('self_attn.q_norm', ('attention', 'query_norm'), sizes[0]))
+        scales.append(('self_attn.k_norm', ('attention', 'key_norm'), sizes[1]))
     return found + [(f'{name}.weight', (size,), (*path, 'scale')) for name, path, size in scales]
 
 

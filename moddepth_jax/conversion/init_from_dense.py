@@ -90,7 +90,7 @@ def _layer(params, x_BTD, tokens, *, model, kind):
     )
     q_BTNH = recorded['intermediates']['attention']['sequence'][0][0]
     if model.depth.slot_keys != 'unrotated':  # as they meet a key of their own position
-        q_BTNH = apply_rope(q_BTNH, -tokens.positions_BT, model.rope_theta)
+        q_BTNH = apply_rope(q_BTNH, -tokens.positions_BT, model.rope_theta, model.scaled_rope)
     real_BT = (tokens.segment_ids_BT > 0).astype(jnp.float32)
     inputs, slot_BTD = aux.slot_inputs, y_BTD if model.depth.slots == 'block' else None
     read = (x_BTD, inputs.attention_input_BTD, inputs.mlp_input_BTD, slot_BTD)

@@ -14,6 +14,7 @@ from moddepth_jax.data.directory import read_json, short_repr
 ONE_FILE = 'model.safetensors'
 INDEX_FILE = 'model.safetensors.index.json'
 DTYPES = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16'}
+PICKLES = ('.bin', '.pt', '.pth', '.ckpt', '.pkl', '.bin.index.json')
 _AGAIN = 'download it again'
 
 
@@ -57,10 +58,13 @@ def _files(folder):
     if (folder / ONE_FILE).exists():
         return {ONE_FILE: None}
     content = read_json(folder / INDEX_FILE, _AGAIN, {'weight_map': dict})
+    there = {path.name for path in folder.iterdir() if path.is_file()} if folder.is_dir() else set()
     if content is None:
+        found = f'holds neither {ONE_FILE} nor {INDEX_FILE}'
+        if pickles := sorted(name for name in there if name.endswith(PICKLES)):
+            found += f', and {pickles[0]} is a pickle, which could run code when read'
         right = 'other formats are not read; save_pretrained of transformers writes this one'
-        raise ValueError(f'{folder}: holds neither {ONE_FILE} nor {INDEX_FILE}; {right}')
-    there = {path.name for path in folder.iterdir() if path.is_file()}
+        raise ValueError(f'{folder}: {found}; {right}')
     files = {}
     for name, file in content['weight_map'].items():
         if not isinstance(file, str) or file not in there:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from moddepth_jax.hparams import checks
 from moddepth_jax.hparams.checks import refuse
@@ -13,6 +13,40 @@ from moddepth_jax.hparams.routing import RoutingHparams
 # Backends of kernels_pallas.depth_attention; `auto`: the first that supports platform and shapes.
 ATTENTION = ('auto', 'reference', 'xla', 'pallas', 'mosaic_gpu', 'mosaic_gpu_fused')
 MAX_LAYERS = 10_000  # each is visited by Python before anything is compiled
+
+
+class RopeScaling(NamedTuple):
+    """How Llama 3.1 lowers rotary frequencies, for contexts beyond that of its pretraining.
+
+    Frequencies that turn less than `low_freq_factor` times in the original context are divided by
+    `factor`, those that turn more than `high_freq_factor` times are kept.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_length: int  # tokens of the original context
+
+
+def parse_rope_scaling(field: str, value: str) -> RopeScaling | None:
+    """The RopeScaling of model.rope_scaling; None for none. Raises ValueError, one line."""
+    kind, *numbers = value.split(':')
+    if value == 'none':
+        return None
+    try:
+        *factors, length = numbers
+        scaling = RopeScaling(*map(float, factors), int(length))
+    except (TypeError, ValueError):
+        scaling = None
+    if kind == 'llama3' and scaling is not None:
+        factor, low, high, length = scaling
+        in_order = 1 <= factor <= checks.MAX_FLOAT and 0 < low < high <= checks.MAX_FLOAT
+        if in_order and 1 <= length <= checks.MAX_INT:
+            return scaling
+    right = 'must be none or llama3:FACTOR:LOW:HIGH:LENGTH, such as llama3:8:1:4:8192: '
+    return refuse(
+        field, value, right + 'FACTOR from 1 on, LOW above 0 and below HIGH, whole LENGTH'
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +67,9 @@ class ModelHparams:
     norm_eps: checks.AboveZero
     qk_norm: checks.choice('none', 'head', 'full')
     rope_theta: Annotated[float, checks.positive]  # below 1, its frequencies would rise
+    rope_scaling: Annotated[str, parse_rope_scaling]
     use_bias: bool
+    attention_bias: checks.choice('none', 'qkv', 'qkvo')
     tie_embeddings: bool
     embedding_residual: checks.choice('none', 'learned', 'identity')
     value_embeddings: checks.choice('none', 'alternate', 'all')
@@ -60,6 +96,9 @@ class ModelHparams:
             refuse('model.head_dim', self.head_dim, 'must be even: RoPE rotates halves')
         if not self.windows or not all(0 <= window <= checks.MAX_INT for window in self.windows):
             refuse('model.windows', self.windows, 'must hold sizes from 0 (no window) to 2**31 - 1')
+        if self.use_bias and self.attention_bias != 'none':
+            right = 'must be none: model.use_bias already adds biases to every projection'
+            refuse('model.attention_bias', self.attention_bias, right)
         self.routing.routed_layers(self.num_layers)
         self._check_loops()
         if self.experts.choice != 'none':
@@ -157,6 +196,21 @@ class ModelHparams:
         if self.experts.choice == 'expert' and self.routing.train_rule == 'threshold':
             right = 'must be top_c where experts choose: they look at whole rows in training'
             refuse('model.routing.train_rule', self.routing.train_rule, right)
+
+    @functools.cached_property
+    def scaled_rope(self) -> RopeScaling | None:
+        """The scaling of the rotary frequencies; None if they are not scaled."""
+        return parse_rope_scaling('model.rope_scaling', self.rope_scaling)
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the projections to queries, keys and values have biases."""
+        return self.use_bias or self.attention_bias != 'none'
+
+    @property
+    def attention_out_bias(self) -> bool:
+        """Whether the output projection of attention has a bias."""
+        return self.use_bias or self.attention_bias == 'qkvo'
 
     @property
     def looped(self) -> bool:

@@ -96,11 +96,15 @@ class OptimizerHparams:
     eps: checks.AboveZero  # if all gradients are 0, it alone divides
     weight_decay: checks.Weight
     decay_embeddings: bool
+    trainable: tuple[str, ...]
     clip_norm: checks.Weight
     z_loss: checks.Weight
 
     def __post_init__(self):
         checks.check_fields(self, 'optimizer.')
+        if not all(pattern.strip() for pattern in self.trainable):
+            right = "must hold globs of names of parameters, such as '*/router/*'; () or * is all"
+            refuse('optimizer.trainable', self.trainable, right)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -179,17 +179,23 @@ class SelfAttention(nn.Module):
     def setup(self):
         hparams = self.hparams
         heads, kv_heads, width = hparams.num_heads, hparams.num_kv_heads, hparams.head_dim
-        self.query = projection(hparams, heads, width)
-        self.key = projection(hparams, kv_heads, width)
+        self.query = projection(hparams, heads, width, use_bias=hparams.qkv_bias)
+        self.key = projection(hparams, kv_heads, width, use_bias=hparams.qkv_bias)
         stream = hparams.depth.stream_class
         self.projects_values = not self.mixes or stream.projects_values(hparams.depth)
         if self.projects_values:
-            self.value = projection(hparams, kv_heads, width)
+            self.value = projection(hparams, kv_heads, width, use_bias=hparams.qkv_bias)
         if self.embeds:
             self.value_embedding = ValueEmbedding(hparams)
         if self.mixes:
             self.values = stream.value_mixer(hparams)
-        self.out = projection(hparams, hparams.d_model, contracted=2, writes_residual=True)
+        self.out = projection(
+            hparams,
+            hparams.d_model,
+            contracted=2,
+            writes_residual=True,
+            use_bias=hparams.attention_out_bias,
+        )
         if hparams.qk_norm != 'none':
             self.query_norm = RMSNorm(hparams.norm_eps)
             self.key_norm = RMSNorm(hparams.norm_eps)
@@ -210,7 +216,7 @@ class SelfAttention(nn.Module):
         v_BTKH = self._values(inputs.value_BTD, tokens) if self.projects_values else None
         if self.hparams.qk_norm != 'none':
             q_BTNH = self._normalize(q_BTNH, self.query_norm)
-        q_BTNH = apply_rope(q_BTNH, tokens.positions_BT, self.hparams.rope_theta)
+        q_BTNH = self._rotate(q_BTNH, tokens.positions_BT)
         rotated_BTKH = self._norm_and_rotate(k_BTKH, tokens.positions_BT)
         if self.mixes:
             v_BTKH = self.values(inputs.value_BTD, q_BTNH, rotated_BTKH, v_BTKH, tokens, depth)
@@ -250,7 +256,11 @@ class SelfAttention(nn.Module):
     def _norm_and_rotate(self, k_BTKH, positions_BT):
         if self.hparams.qk_norm != 'none':
             k_BTKH = self._normalize(k_BTKH, self.key_norm)
-        return apply_rope(k_BTKH, positions_BT, self.hparams.rope_theta)
+        return self._rotate(k_BTKH, positions_BT)
+
+    def _rotate(self, x_BTNH, positions_BT):
+        hparams = self.hparams
+        return apply_rope(x_BTNH, positions_BT, hparams.rope_theta, hparams.scaled_rope)
 
     def _normalize(self, x_BTNH, norm):
         if self.hparams.qk_norm == 'head':

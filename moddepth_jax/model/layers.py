@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.xla.sequence import dot
-from moddepth_jax.hparams import ModelHparams
+from moddepth_jax.hparams import ModelHparams, RopeScaling
 from moddepth_jax.model.sharding import constrain, unshard_embedding, unshard_params
 
 
@@ -18,11 +18,26 @@ def rms_norm(x, scale, epsilon):
     return (x32 * inverse * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
 
 
-def apply_rope(x_BTNH, positions_BT, theta):
+def rope_frequencies(count, theta, scaling: RopeScaling | None, dtype):
+    """Radians per position of each pair of channels, [count]: theta^(-i / count), then scaled.
+
+    Between the two bounds of `scaling`, the weight of the kept frequency is linear in the turns in
+    the original context (Llama 3.1, arXiv 2407.21783, and its reference code).
+    """
+    frequency_F = theta ** (-jnp.arange(count, dtype=dtype) / count)
+    if scaling is None:
+        return frequency_F
+    factor, low, high, length = scaling
+    turns_F = length * frequency_F / (2 * math.pi)
+    kept_F = jnp.clip((turns_F - low) / (high - low), 0, 1)
+    return frequency_F * (kept_F + (1 - kept_F) / factor)
+
+
+def apply_rope(x_BTNH, positions_BT, theta, scaling: RopeScaling | None = None):
     """Rotary position embedding, half-split form: x cos + concat(-x2, x1) sin (Su et al. 2021)."""
     half = x_BTNH.shape[-1] // 2
     dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
-    frequency_F = theta ** (-jnp.arange(half, dtype=dtype) / half)
+    frequency_F = rope_frequencies(half, theta, scaling, dtype)
     angle_BT1F = positions_BT[:, :, None, None] * frequency_F[None, None, None, :]
     sin, cos = jnp.sin(angle_BT1F), jnp.cos(angle_BT1F)
     x1, x2 = jnp.split(x_BTNH.astype(dtype), 2, axis=-1)
@@ -98,12 +113,22 @@ def _flat_dot_general(x, kernel, dimensions, **options):
     return product.reshape(*kept, *features)
 
 
-def projection(hparams: ModelHparams, *features, contracted=1, writes_residual=False, name=None):
-    """A Linen matrix from the last `contracted` axes of its input to `features`."""
+def projection(
+    hparams: ModelHparams,
+    *features,
+    contracted=1,
+    writes_residual=False,
+    use_bias: bool | None = None,
+    name=None,
+):
+    """A Linen matrix from the last `contracted` axes of its input to `features`.
+
+    `use_bias` is that of the model by default.
+    """
     return nn.DenseGeneral(
         features,
         axis=tuple(range(-contracted, 0)),
-        use_bias=hparams.use_bias,
+        use_bias=hparams.use_bias if use_bias is None else use_bias,
         dtype=hparams.dtype,
         dot_general=_flat_dot_general,
         kernel_init=residual_init(hparams) if writes_residual else initializer(hparams.init_std),

@@ -18,6 +18,7 @@ from moddepth_jax.training.manifest import MANIFEST_FILE
 from moddepth_jax.training.mesh import check_mesh, make_mesh
 from moddepth_jax.training.optimizer import learning_rate_schedule
 from moddepth_jax.training.run_dir import build_stored, read_config
+from moddepth_jax.training.trainable import check_trainable
 
 
 def prepare_run(
@@ -34,6 +35,7 @@ def prepare_run(
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     check_dtype(hparams.model)
     check_attention(hparams)
+    check_trainable(hparams)
     mesh = make_mesh(mesh_spec)
     check_mesh(hparams, mesh)
     return num_steps, dataset, mesh

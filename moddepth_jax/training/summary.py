@@ -25,6 +25,7 @@ from moddepth_jax.training.metrics import replace_nonfinite
 from moddepth_jax.training.plan import run_flops, stage_starts
 from moddepth_jax.training.progress import format_count
 from moddepth_jax.training.train_step import TrainState, init_state, train_step
+from moddepth_jax.training.trainable import split_params
 
 SUMMARY_FILE = 'summary.json'
 _LOSSES = ('loss', 'loss_top_c', 'routing_gap', 'bits_per_byte')  # null if not finite
@@ -106,7 +107,11 @@ def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
     if model.expert_layers:
         active = format_count(active_parameters(hparams, params))
         parameters = f'{parameters}, {active} of them for one token'
+    trainable, frozen = split_params(params, hparams.optimizer.trainable)
     lines = [f'model     {", ".join(_describe_model(hparams))}; {parameters}']
+    if frozen:
+        patterns = ' '.join(hparams.optimizer.trainable)
+        lines.append(f'trainable {num_parameters(trainable):,} parameters: {patterns}')
     lines.append(f'corpus    {dataset.corpus.description}')
     for name, epochs in dataset.domain_epochs(num_steps).items():
         share = f'{dataset.domains[name]:.1%} of the rows'

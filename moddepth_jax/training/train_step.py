@@ -22,6 +22,7 @@ from moddepth_jax.training.losses import (
     routing_ratios,
 )
 from moddepth_jax.training.optimizer import learning_rate_schedule, make_optimizer, trunk_norm
+from moddepth_jax.training.trainable import merge_params, split_params
 
 
 @flax.struct.dataclass
@@ -30,7 +31,8 @@ class TrainState:
 
     `step` (int32) is the batches seen, hence the position in the data; `params` are float32.
     `averages`, maybe empty, is the Transformer's collection of that name: moving averages of the
-    C-th largest score of each routed layer, and of each expert that chooses. `skipped` (int32)
+    C-th largest score of each routed layer, and of each expert that chooses. `optimizer_state` is
+    of the parameters that train. `skipped` (int32)
     counts steps whose loss or gradient was not finite, `skipped_in_a_row` those since a good one.
     """
 
@@ -54,6 +56,12 @@ def model_variables(params, averages) -> dict:
     return {'params': params} | ({'averages': averages} if averages else {})
 
 
+def init_optimizer(hparams: Hparams, num_steps: int, params) -> optax.OptState:
+    """The optimizer's state before step 0, of the parameters that train."""
+    trainable, _ = split_params(params, hparams.optimizer.trainable)
+    return make_optimizer(hparams, num_steps).init(trainable)
+
+
 def init_state(hparams: Hparams, num_steps: int) -> TrainState:
     """The state before step 0; a pure function of the hyper-parameters (`hparams.seed`)."""
     tokens_BT = jnp.zeros((1, hparams.data.sequence_length), jnp.int32)
@@ -63,7 +71,7 @@ def init_state(hparams: Hparams, num_steps: int) -> TrainState:
         step=jnp.zeros((), jnp.int32),
         params=params,
         averages=variables.get('averages', {}),
-        optimizer_state=make_optimizer(hparams, num_steps).init(params),
+        optimizer_state=init_optimizer(hparams, num_steps, params),
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
         hparams=hparams,
@@ -124,14 +132,21 @@ def _forward(params, state, hparams, routing, batch):
 
 
 def _gradients(state, hparams, routing, batch):
+    """Gradients of the parameters that train, and the metrics of the batch."""
+    trainable, frozen = split_params(state.params, hparams.optimizer.trainable)
     counts = StepCounts(
         jnp.maximum(jnp.sum(masked_labels(batch) != IGNORED, dtype=jnp.float32), 1),
         jnp.maximum(jnp.sum(batch['segment_ids_BT'] > 0, dtype=jnp.float32), 1),
     )
-    differentiate = jax.grad(loss_and_metrics, has_aux=True)
+
+    def loss(trainable, batch, counts):
+        params = merge_params(trainable, frozen)
+        return loss_and_metrics(params, state, hparams, routing, batch, counts)
+
+    differentiate = jax.grad(loss, has_aux=True)
     parts = hparams.training.accumulate_steps
     if parts == 1:
-        return differentiate(state.params, state, hparams, routing, batch, counts)
+        return differentiate(trainable, batch, counts)
     # Row i goes to micro-batch i % parts: a batch sharded by rows stays sharded in every one.
     micro_batches = jax.tree.map(
         lambda rows: jnp.moveaxis(rows.reshape(-1, parts, *rows.shape[1:]), 1, 0), batch
@@ -145,10 +160,7 @@ def _gradients(state, hparams, routing, batch):
         # The balance loss multiplies loads and scores of the whole step, and both losses are means
         # over the tokens of the experts: these must be known before the first gradient.
         counts = counts._replace(experts=_sum_over(micro_batches, count_experts))
-    return _sum_over(
-        micro_batches,
-        lambda batch: differentiate(state.params, state, hparams, routing, batch, counts),
-    )
+    return _sum_over(micro_batches, lambda batch: differentiate(trainable, batch, counts))
 
 
 def _sum_over(micro_batches, function):
@@ -178,19 +190,19 @@ def train_step(
     The batch is `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32 [B, T]; `stage`, static, one of
     `hparams.stages`, by default the last; `loops`, static, by default those of the model. Returns
     the state after the step, and metrics: `loss` (nats a target), `z_loss`, `rule_loss`,
-    `grad_norm` (of all but the predictor), `learning_rate`,
-    `skipped`, `skipped_in_a_row`, and `routing`, of `routing_ratios`; with experts `balance_loss`,
-    `expert_z_loss`, and `experts`, of `expert_ratios`. A step whose loss or gradient is not finite
-    changes only the counters.
+    `grad_norm` (of what trains but the predictor), `learning_rate`, `skipped`, `skipped_in_a_row`,
+    and `routing`, of `routing_ratios`; with experts `balance_loss`, `expert_z_loss`, and `experts`,
+    of `expert_ratios`. A step whose loss or gradient is not finite changes only the counters.
     """
     hparams, num_steps = state.hparams, state.num_steps
     stage = hparams.stages[-1] if stage is None else stage
     of_step = hparams.at(stage).with_loops(loops)
     gradients, metrics = _gradients(state, of_step, stage.routing, batch)
+    trainable, frozen = split_params(state.params, hparams.optimizer.trainable)
     updates, optimizer_state = make_optimizer(hparams, num_steps).update(
-        gradients, state.optimizer_state, state.params
+        gradients, state.optimizer_state, trainable
     )
-    params = optax.apply_updates(state.params, updates)
+    params = merge_params(optax.apply_updates(trainable, updates), frozen)
     good = jnp.isfinite(optax.tree.norm(gradients)) & jnp.isfinite(metrics['loss'])
     taken = {}  # by the name of an average: what it averages, and its decay
     if 'routing' in metrics:

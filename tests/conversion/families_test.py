@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from moddepth_jax.conversion.families import config_of, family_of, knobs_of, read_config
+from moddepth_jax.conversion.families import FAMILIES, config_of, family_of, knobs_of, read_config
 from moddepth_jax.hparams import from_config
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
@@ -19,6 +19,18 @@ LLAMA = {  # as transformers 4 wrote it, with nothing that may be left out
 }
 OLMO2 = LLAMA | {'model_type': 'olmo2'}
 OLMO2_KNOBS = {'model.norm_placement': 'reordered', 'model.qk_norm': 'full'}
+LLAMA3 = {
+    'rope_type': 'llama3',
+    'factor': 32.0,
+    'low_freq_factor': 1.0,
+    'high_freq_factor': 4.0,
+    'original_max_position_embeddings': 8192,
+}
+YARN = {'rope_type': 'yarn', 'factor': 8.0, 'original_max_position_embeddings': 8192}
+SLIDING = ['sliding_attention'] * 3
+QWEN2, QWEN3 = LLAMA | {'model_type': 'qwen2'}, LLAMA | {'model_type': 'qwen3'}
+MISTRAL, OLMO3 = LLAMA | {'model_type': 'mistral'}, LLAMA | {'model_type': 'olmo3'}
+WINDOWED = {'use_sliding_window': True, 'sliding_window': 7, 'max_window_layers': 2}
 
 
 def model_of(tiny_config, knobs, **changes):
@@ -37,8 +49,58 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(config, eps, placeme
         **dict(vocab_size=300, num_layers=3, d_model=32, d_ff=64),
         **dict(num_heads=4, num_kv_heads=4, head_dim=8, windows=(0,)),
         **dict(norm_placement=placement, qk_norm=qk_norm, norm_eps=eps, rope_theta=10000.0),
-        **dict(use_bias=False, tie_embeddings=False),
+        **dict(use_bias=False, tie_embeddings=False, attention_bias='none', rope_scaling='none'),
     }
+
+
+@pytest.mark.parametrize(
+    ('config', 'knobs'),
+    [
+        (MISTRAL, {'windows': (4096,), 'num_kv_heads': 8, 'norm_eps': 1e-6}),
+        (MISTRAL | {'sliding_window': None, 'num_key_value_heads': 2}, {'windows': (0,)}),
+        (MISTRAL | {'layer_types': SLIDING}, {'windows': (4096,)}),
+        (QWEN2, {'attention_bias': 'qkv', 'windows': (0,), 'num_kv_heads': 32, 'qk_norm': 'none'}),
+        (QWEN2 | {'sliding_window': 7, 'max_window_layers': 1}, {'windows': (0,)}),
+        (QWEN2 | WINDOWED, {'windows': (0, 0, 7)}),
+        (QWEN2 | WINDOWED | {'layer_types': SLIDING}, {'windows': (7,)}),
+        (QWEN3, {'attention_bias': 'none', 'qk_norm': 'head', 'head_dim': 128}),
+        (QWEN3 | {'attention_bias': True, 'head_dim': None}, {'attention_bias': 'qkvo'}),
+        (OLMO3, {'windows': (4096,), 'rope_theta': 5e5, 'qk_norm': 'full'}),
+        (OLMO3 | {'num_hidden_layers': 8, 'sliding_window': 5}, {'windows': (5, 5, 5, 0)}),
+        (OLMO3 | {'rope_theta': 1e4, 'layer_types': None}, {'rope_theta': 1e4}),
+        (LLAMA | {'attention_bias': True}, {'use_bias': False, 'attention_bias': 'qkvo'}),
+        (LLAMA | dict.fromkeys(('attention_bias', 'mlp_bias'), True), {'use_bias': True}),
+        (OLMO2 | {'attention_bias': True}, {'use_bias': False, 'attention_bias': 'qkvo'}),
+    ],
+    ids=lambda value: str(value)[-60:],
+)
+def test_families_differ_where_transformers_does(config, knobs):
+    """In biases, windows, and the fields that a config.json of theirs may leave out."""
+    found = knobs_of(config, 'config.json')
+    assert {name: found[name] for name in knobs} == knobs
+
+
+@pytest.mark.parametrize('key', ['rope_scaling', 'rope_parameters'])
+def test_scaled_frequencies_are_read(key):
+    """Of Llama 3.2; the original context is that of the model if it is left out."""
+    config = LLAMA | {'rope_theta': 5e5, 'max_position_embeddings': 64}
+    knobs = knobs_of(config | {key: LLAMA3}, 'config.json')
+    assert (knobs['rope_scaling'], knobs['rope_theta']) == ('llama3:32:1:4:8192', 5e5)
+    short = {name: value for name, value in LLAMA3.items() if name[:4] != 'orig'}
+    short |= {'factor': 1.5, 'rope_theta': 100}
+    knobs = knobs_of(config | {key: short}, 'config.json')
+    assert (knobs['rope_scaling'], knobs['rope_theta']) == ('llama3:1.5:1:4:64', 100.0)
+
+
+def test_smollm_is_a_llama():
+    """As the config.json of SmolLM2-135M has it, and SmolLM3 is refused by its reason."""
+    smollm = {'is_llama_config': True, 'rope_interleaved': False, 'rope_scaling': None}
+    smollm |= {'tie_word_embeddings': True, 'pretraining_tp': 1, 'rope_theta': 100000}
+    knobs = knobs_of(LLAMA | smollm, 'config.json')
+    assert knobs['tie_embeddings'] and knobs['rope_theta'] == 1e5
+    smollm3 = LLAMA | {'model_type': 'smollm3', 'no_rope_layers': [1, 1, 1, 0]}
+    with pytest.raises(ValueError, match="model_type='smollm3': must be one of .* without RoPE"):
+        knobs_of(smollm3, 'config.json')
 
 
 def test_both_forms_of_the_rotary_base_are_read():
@@ -51,22 +113,48 @@ def test_both_forms_of_the_rotary_base_are_read():
 @pytest.mark.parametrize(
     ('changes', 'words'),
     [
-        ({'model_type': 'mistral'}, ["model_type='mistral'", 'llama or olmo2']),
+        ({'model_type': 'gemma2'}, ["model_type='gemma2'", 'one of llama, mistral, qwen2, q']),
         ({'architectures': ['LlamaForSequenceClassification']}, ['architectures=', 'LlamaForC']),
-        ({'rope_scaling': {'rope_type': 'llama3', 'factor': 8.0}}, ['rope_scaling=', 'llama3']),
+        ({'rope_scaling': {'rope_type': 'llama3', 'factor': 8.0}}, ['rope_scaling=', 'low_freq']),
+        (
+            {'rope_scaling': YARN},
+            ["'rope_type': 'yarn'", "must have rope_type 'default' or 'llama"],
+        ),
+        (
+            {'rope_scaling': {'type': 'linear', 'factor': 2.0}},
+            ["'linear'", "must have rope_type 'd"],
+        ),
+        ({'rope_parameters': {'type': 'dynamic', 'factor': 2.0}}, ["'dynamic'", "'default' or"]),
+        ({'rope_scaling': LLAMA3 | {'factor': 0.5}}, ['rope_scaling=', 'factor must be 1 or more']),
+        ({'rope_scaling': LLAMA3 | {'low_freq_factor': 4}}, ['below high_freq_factor']),
+        ({'rope_scaling': LLAMA3 | {'attention_factor': 2}}, ['llama3 must have', 'no others']),
+        ({'rope_scaling': LLAMA3, 'rope_parameters': {'rope_type': 'default'}}, ['the same for']),
+        (OLMO3 | {'rope_scaling': YARN}, ["'yarn'", "must have rope_type 'default'"]),
+        (OLMO3 | {'rope_scaling': LLAMA3}, ['rope_scaling=', 'some layers']),
+        (
+            OLMO3 | {'rope_parameters': {'full_attention': {}, 'sliding_attention': LLAMA3}},
+            ['rope_parameters=', 'the same for all layers'],
+        ),
+        (MISTRAL | {'sliding_window': 0}, ['sliding_window=0', 'integer from 1 on']),
+        (MISTRAL | {'layer_types': ['full_attention'] * 3}, ['layer_types=', 'everywhere']),
+        (QWEN2 | WINDOWED | {'sliding_window': None}, ['sliding_window=None', 'integer']),
+        (QWEN2 | WINDOWED | {'max_window_layers': 'x'}, ["max_window_layers='x'", 'integer']),
+        (QWEN2 | {'layer_types': SLIDING}, ['use_sliding_window=None', 'must be true']),
+        (QWEN3 | WINDOWED | {'layer_types': SLIDING[:2]}, ['each of num_hidden_layers=3']),
+        (OLMO3 | {'layer_types': ['chunked_attention'] * 3}, ["layer_types=['chunked", 'for each']),
+        ({'num_hidden_layers': 10**6}, ['num_hidden_layers=1000000', 'from 1 on to 10000']),
         ({'rope_parameters': {'rope_theta': 'x'}}, ['rope_parameters=', 'rope_theta', 'number']),
         ({'sliding_window': 4096}, ['sliding_window=4096', 'None']),
         ({'layer_types': ['full_attention', 'sliding_attention']}, ['layer_types=']),
         ({'layer_types': [['full_attention']]}, ["layer_types=[['full", 'must be full_attention']),
         ({'layer_types': 7}, ['layer_types=7', 'must be full_attention']),
-        ({'model_type': ['llama']}, ["model_type=['llama']", 'llama or olmo2']),
+        ({'model_type': ['llama']}, ["model_type=['llama']", 'must be one of llama, ']),
         ({'rope_scaling': {'rope_type': ['default']}}, ['rope_scaling=', "rope_type 'default'"]),
         ({'rope_parameters': 3}, ['rope_parameters=3', "rope_type 'default'"]),
         ({'rope_theta': 10**400}, ['rope_theta=1000', 'number above 0']),
         ({'hidden_act': [['silu']]}, ['hidden_act=', "'silu'"]),
         ({'tie_word_embeddings': 'no'}, ["tie_word_embeddings='no'", 'true or false']),
-        ({'attention_bias': True}, ['attention_bias=True', 'mlp_bias=False']),
-        ({'model_type': 'olmo2', 'attention_bias': True}, ['attention_bias=True', 'olmo2']),
+        ({'mlp_bias': True}, ['mlp_bias=True', 'must be false', 'attention_bias']),
         ({'hidden_act': 'gelu'}, ["hidden_act='gelu'", "'silu'"]),
         ({'partial_rotary_factor': 0.5}, ['partial_rotary_factor=0.5']),
         ({'quantization_config': {'bits': 4}}, ['quantization_config=']),
@@ -91,7 +179,7 @@ def test_a_missing_size_is_named():
             knobs_of({name: LLAMA[name] for name in LLAMA if name != key}, 'config.json')
 
 
-@pytest.mark.parametrize('name', ['llama', 'llama_tied', 'olmo2'])
+@pytest.mark.parametrize('name', [path.name for path in sorted(GOLDEN.iterdir())])
 def test_a_config_comes_back(name, tiny_config):
     """The knobs survive a round trip; an original that still applies is kept except the dtype."""
     original = read_config(GOLDEN / name)
@@ -99,10 +187,13 @@ def test_a_config_comes_back(name, tiny_config):
     model = model_of(tiny_config, knobs)
     ids = {'bos_token_id': 256, 'eos_token_id': [256]}
     assert knobs_of(config_of(model, 'float32', 64, ids), name) == knobs
+    assert family_of(model, original['model_type']) == original['model_type']
     kept = config_of(model, 'bfloat16', 64, ids, original)
     assert kept == original | {'dtype': 'bfloat16'}
-    longer = model_of(tiny_config, knobs, num_layers=3)
-    assert config_of(longer, 'float32', 64, ids, original)['num_hidden_layers'] == 3
+    longer = model_of(tiny_config, knobs, num_layers=7)
+    config = config_of(longer, 'float32', 64, ids, original)
+    assert (config['num_hidden_layers'], config['model_type']) == (7, original['model_type'])
+    assert model_of(tiny_config, knobs_of(config, name)) == longer
     assert json.loads(json.dumps(kept)) == kept
 
 
@@ -112,15 +203,23 @@ def test_a_config_comes_back(name, tiny_config):
         ({'model.routing.router': 'learned'}, "router='learned': the format has no routed"),
         ({'model.depth.stream': 'moda'}, "stream='moda': the format has no depth stream"),
         ({'model.experts.choice': 'token'}, "choice='token': the format has no such experts"),
-        ({'model.windows': (0, 8)}, 'windows=(0, 8): the format has no windows'),
-        (
-            {'model.embedding_residual': 'learned'},
-            "embedding_residual='learned': the format has no blend of the embedded tokens",
-        ),
         ({'model.value_embeddings': 'all'}, "value_embeddings='all': the format has no tables of"),
-        ({'model.norm_placement': 'post'}, "norm_placement='post', model.qk_norm='none': must be"),
-        ({'model.qk_norm': 'head'}, "qk_norm='head': must be pre and none (llama), or reordered"),
-        (OLMO2_KNOBS | {'model.use_bias': True}, 'use_bias=True: an mlp of olmo2'),
+        ({'model.looped_layers': 'all'}, "looped_layers='all': the format has no looped blocks"),
+        ({'model.embedding_residual': 'learned'}, "'learned': the format has no embedding resid"),
+        (
+            {'model.windows': (4, 8)},
+            'model.windows=(4, 8): no family has it; the nearest, llama, has windows=(0,)',
+        ),
+        (
+            {'model.norm_placement': 'post'},
+            "norm_placement='post': no family has it; the nearest, llama, has norm_placement='pre'",
+        ),
+        ({'model.qk_norm': 'full'}, "qk_norm='full': no family has it; the nearest, llama, has qk"),
+        (OLMO2_KNOBS | {'model.use_bias': True}, 'model.use_bias=True, model.attention_bias='),
+        (
+            OLMO2_KNOBS | {'model.rope_scaling': 'llama3:8:1:4:64', 'model.windows': (5,)},
+            '(5,): no',
+        ),
     ],
     ids=str,
 )
@@ -128,6 +227,29 @@ def test_a_model_without_a_place_in_the_format_is_refused(changes, words, tiny_c
     with pytest.raises(ValueError) as caught:
         family_of(from_config(tiny_config(**changes)).model)
     assert words in str(caught.value) and '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'kind'),
+    [
+        ({}, 'llama'),
+        ({'model.rope_scaling': 'llama3:8.0:1.0:4:64', 'model.use_bias': True}, 'llama'),
+        ({'model.windows': (8, 8)}, 'mistral'),
+        ({'model.windows': (8, 0)}, 'qwen2 has biases'),
+        ({'model.windows': (0, 8), 'model.attention_bias': 'qkv'}, 'qwen2'),
+        ({'model.windows': (8, 0), 'model.qk_norm': 'head'}, 'qwen3'),
+        (OLMO2_KNOBS, 'olmo2'),
+        (OLMO2_KNOBS | {'model.windows': (0, 8), 'model.attention_bias': 'qkvo'}, 'olmo3'),
+    ],
+    ids=str,
+)
+def test_a_model_is_exported_as_the_first_family_that_has_it(changes, kind, tiny_config):
+    model = from_config(tiny_config(**changes)).model
+    if kind not in FAMILIES:
+        with pytest.raises(ValueError, match='windows=.8, 0.: no family has it'):
+            family_of(model)
+    else:
+        assert family_of(model) == kind
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):

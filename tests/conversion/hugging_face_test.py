@@ -1,4 +1,4 @@
-"""Checkpoints of Llama and OLMo2 come in with the logits of transformers, and out as they came."""
+"""Checkpoints of each family come in with the logits of transformers, and out as they came."""
 
 import pathlib
 import shutil
@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from moddepth_jax.conversion.families import knobs_of, read_config
+from moddepth_jax.conversion.families import FAMILIES, knobs_of, read_config
 from moddepth_jax.conversion.hugging_face import export_params, import_params
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.checkpoint import state_sha256
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
-NAMES = {'llama': 'float32', 'llama_tied': 'bfloat16', 'olmo2': 'float32'}
+NAMES = {path.name: 'float32' for path in sorted(GOLDEN.iterdir())}
+NAMES |= {'llama_tied': 'bfloat16', 'qwen2': 'bfloat16'}  # both in several files
 FILE = 'model.safetensors'
 
 
@@ -42,6 +43,10 @@ def test_logits_are_those_of_transformers(name, imported):
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype('float32')}
 
 
+def test_each_family_has_golden_logits():
+    assert {read_config(GOLDEN / name)['model_type'] for name in NAMES} == FAMILIES.keys()
+
+
 @pytest.mark.parametrize('name', NAMES)
 @pytest.mark.parametrize('max_bytes', [10**9, 15_000])
 def test_in_out_in_again_is_bit_equal(name, max_bytes, imported, tmp_path):
@@ -49,10 +54,23 @@ def test_in_out_in_again_is_bit_equal(name, max_bytes, imported, tmp_path):
     hparams, params, dtype = imported[name]
     export_params(tmp_path, hparams, params, dtype, max_bytes=max_bytes)
     assert (tmp_path / FILE).exists() == (max_bytes == 10**9)
-    if max_bytes == 10**9 and name != 'llama_tied':  # which is in several
+    if max_bytes == 10**9 and (GOLDEN / name / FILE).exists():
         assert (tmp_path / FILE).read_bytes() == (GOLDEN / name / FILE).read_bytes()
     again, dtype_again = import_params(tmp_path, hparams)
     assert (state_sha256(again), dtype_again) == (state_sha256(params), dtype)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_exported_tensors_are_those_imported(name, imported, tmp_path):
+    """Names, dtypes and bits, from one file or several."""
+    export_params(tmp_path, *imported[name])
+    theirs, ours = {}, load_file(tmp_path / FILE)
+    for file in (GOLDEN / name).glob('*.safetensors'):
+        theirs |= load_file(file)
+    assert ours.keys() == theirs.keys()
+    for tensor, array in theirs.items():
+        assert (ours[tensor].dtype, ours[tensor].shape) == (array.dtype, array.shape)
+        assert ours[tensor].tobytes() == array.tobytes(), tensor
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ python -m venv /tmp/hugging_face && /tmp/hugging_face/bin/pip install torch==2.1
 
 Written with torch 2.13.0 and transformers 5.23.0 on a CPU, in float32. Every parameter is random,
 norms and biases too, so that none of them can be left out or mistaken for another unseen. Each
-folder holds a model as `save_pretrained` writes it and golden.npz: `tokens`, int32 [2, 7], and
-`logits`, float32 [2, 7, V], of the model with its parameters taken to float32.
+folder holds a model as `save_pretrained` writes it and golden.npz: `tokens`, int32 [2, T], and
+`logits`, float32 [2, T, V], of the model with its parameters taken to float32. T is 7, or 24 where
+that is beyond a window or the context before scaling.
 """
 
 import pathlib
@@ -28,8 +29,11 @@ SIZES = {
     'eos_token_id': 257,
     'pad_token_id': None,
 }
+# Grouped heads that do not fill the width, and more tokens than a window of 5 sees.
+LONGER = SIZES | {'vocab_size': 64, 'num_hidden_layers': 3, 'hidden_size': 24}
+LONGER |= {'bos_token_id': 0, 'eos_token_id': 1, 'rms_norm_eps': 1e-3}
 Llama, Olmo2 = transformers.LlamaConfig, transformers.Olmo2Config
-CONFIGS = {
+CONFIGS = {  # a new one comes last: its place is its seed
     # Heads wider than hidden_size / heads, biases everywhere, a base and an epsilon of its own.
     'llama': Llama(
         **SIZES,
@@ -41,18 +45,54 @@ CONFIGS = {
     ),
     'llama_tied': Llama(**SIZES, tie_word_embeddings=True),
     'olmo2': Olmo2(**SIZES, rope_parameters={'rope_type': 'default', 'rope_theta': 500000.0}),
+    # Of 6 frequencies one is kept, three are divided by 8, and two are in between.
+    'llama3': Llama(
+        **LONGER,
+        head_dim=12,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters={
+            'rope_type': 'llama3',
+            'rope_theta': 100.0,
+            'factor': 8.0,
+            'low_freq_factor': 0.5,
+            'high_freq_factor': 2.0,
+            'original_max_position_embeddings': 16,
+        },
+    ),
+    'mistral': transformers.MistralConfig(
+        **LONGER,
+        head_dim=8,
+        sliding_window=5,
+        rope_parameters={'rope_type': 'default', 'rope_theta': 100.0},
+    ),
+    'qwen2': transformers.Qwen2Config(
+        **LONGER,
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=1,
+        rope_parameters={'rope_type': 'default', 'rope_theta': 100.0},
+    ),
+    'qwen3': transformers.Qwen3Config(
+        **LONGER,
+        head_dim=8,
+        attention_bias=True,
+        rope_parameters={'rope_type': 'default', 'rope_theta': 100.0},
+    ),
+    'olmo3': transformers.Olmo3Config(**LONGER | {'num_hidden_layers': 5}, sliding_window=5),
 }
-DTYPES = {'llama_tied': torch.bfloat16}
-SHARDS = {'llama_tied': '12KB'}
+DTYPES = {'llama_tied': torch.bfloat16, 'qwen2': torch.bfloat16}
+SHARDS = {'llama_tied': '12KB', 'qwen2': '12KB'}
 
 
 def _model(name):
-    torch.manual_seed(sorted(CONFIGS).index(name))
+    torch.manual_seed(list(CONFIGS).index(name))
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             middle = 1.0 if parameter.ndim == 1 else 0.0
-            parameter.normal_(middle, 0.3)
+            parameter.normal_(middle, 0.3 if CONFIGS[name].num_hidden_layers == 2 else 0.2)
     return model.to(DTYPES.get(name, torch.float32))
 
 
@@ -67,8 +107,9 @@ def _logits(model, tokens):
 
 
 def make():
-    tokens = np.random.default_rng(0).integers(0, SIZES['vocab_size'], (2, 7)).astype(np.int32)
-    for name in CONFIGS:
+    for name, config in CONFIGS.items():
+        shape = (2, 7) if config.vocab_size == SIZES['vocab_size'] else (2, 24)
+        tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape).astype(np.int32)
         folder = GOLDEN / name
         _model(name).save_pretrained(folder, max_shard_size=SHARDS.get(name, '1GB'))
         np.savez(folder / 'golden.npz', tokens=tokens, logits=_logits(_load(folder), tokens))

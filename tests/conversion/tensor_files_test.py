@@ -2,6 +2,8 @@
 
 import json
 import os
+import pickle
+import struct
 
 import jax.numpy as jnp
 import numpy as np
@@ -99,3 +101,81 @@ def test_values_that_cannot_be_parameters_are_refused(tmp_path):
     save_file({'a': np.array([1, np.nan], np.float32)}, tmp_path / ONE_FILE)
     with TensorFiles(tmp_path) as files, pytest.raises(ValueError, match='a holds infinities or N'):
         files.read('a')
+
+
+def write_header(file, header, size=None, data=b''):
+    """A file with this header, which claims to be `size` bytes long."""
+    header = header if isinstance(header, bytes) else json.dumps(header).encode()
+    size = len(header) if size is None else size
+    file.write_bytes(struct.pack('<Q', size) + header + data)
+
+
+def part(shape, start, end, dtype='F32'):
+    return {'dtype': dtype, 'shape': shape, 'data_offsets': [start, end]}
+
+
+@pytest.mark.parametrize(
+    ('header', 'size'),
+    [
+        ({'a': part([4], 0, 16), 'b': part([4], 8, 24)}, None),
+        ({'a': part([4], 0, 16), 'b': part([4], 0, 16)}, None),
+        ({'a': part([4], 0, 16), 'b': part([2], 20, 28)}, None),
+        ({'a': part([4], -8, 8)}, None),
+        ({'a': part([4], 16, 0)}, None),
+        ({'a': part([2**40, 2**40], 0, 16)}, None),
+        ({'a': part([4], 0, 2**62)}, None),
+        ({'a': part([4], 0, 16)}, 2**32),
+        ({'a': part([4], 0, 16)}, 2**63),
+        (b'{"a":' * 10**5, None),
+        (b'{"a": NaN}', None),
+        (b'\xff' * 20, None),
+    ],
+    ids=[
+        *(
+            'overlapping',
+            'the same bytes',
+            'a gap',
+            'negative',
+            'backwards',
+            'a product above 2^64',
+        ),
+        *('beyond the end', 'a header of gigabytes', 'of more', 'nested', 'no JSON', 'no text'),
+    ],
+)
+def test_a_hostile_header_is_refused(header, size, tmp_path):
+    """In one line, before anything is read by it; a sparse file may be as long as it claims."""
+    file = tmp_path / ONE_FILE
+    write_header(file, header, size, bytes(32))
+    message = refusal(tmp_path)
+    assert message.startswith(f'{file}: cut short at ') and len(message) < 1000
+    assert message.endswith('; download it again')
+
+
+def test_a_header_as_long_as_its_file_is_refused(tmp_path):
+    """Four gigabytes of it, which are not read."""
+    file = tmp_path / ONE_FILE
+    write_header(file, b'', 2**32)
+    os.truncate(file, 2**32 + 8)
+    assert f'{file}: cut short at {2**32 + 8} bytes or damaged' in refusal(tmp_path)
+
+
+class Trap:
+    def __reduce__(self):
+        return os.mkdir, ('trapped',)
+
+
+def test_a_pickle_is_named_and_never_loaded(tmp_path, monkeypatch):
+    """Also where it has the name of a safetensors file, or the index names it."""
+    monkeypatch.chdir(tmp_path)
+    trap = pickle.dumps(Trap())
+    (tmp_path / 'pytorch_model.bin').write_bytes(trap)
+    message = refusal(tmp_path)
+    assert f'{tmp_path}: holds neither {ONE_FILE} nor' in message
+    assert 'pytorch_model.bin is a pickle, which could run code' in message
+    (tmp_path / INDEX_FILE).write_text(json.dumps({'weight_map': {'a': 'pytorch_model.bin'}}))
+    assert 'pytorch_model.bin: cut short at' in refusal(tmp_path)
+    (tmp_path / ONE_FILE).write_bytes(trap)
+    assert f'{ONE_FILE}: cut short at' in refusal(tmp_path)
+    assert not (tmp_path / 'trapped').exists()
+    pickle.loads(trap)
+    assert (tmp_path / 'trapped').exists()

@@ -44,6 +44,8 @@ NEWEST = {'model.depth.slot_window': 2}
 POST, REORDERED = ({'model.norm_placement': place} for place in ('post', 'reordered'))
 HEAD_NORM, FULL_NORM = ({'model.qk_norm': norm} for norm in ('head', 'full'))
 WINDOWS = {'model.windows': (3, 0)}
+SCALED = {'model.rope_scaling': 'llama3:8:0.5:4:16'}
+QKV_BIAS, QKVO_BIAS = ({'model.attention_bias': of} for of in ('qkv', 'qkvo'))
 TIED = {'model.tie_embeddings': True}
 ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
 HALF_ROUTED = ROUTED | {'model.routing.capacity': 0.5, 'model.routing.causal_rule': 'aux_loss'}
@@ -94,6 +96,8 @@ CASES = {
     'dense': (WINDOWS, 'dense'),
     'predictor': (routed_by('learned', 'predictor') | TWO | HEAD_NORM, 'predictor'),
     'aux_loss': (routed_by('learned', 'aux_loss') | WINDOWS | TIED, 'aux_loss'),
+    'scaled rope': (routed_by('learned', 'predictor') | SCALED | QKV_BIAS, 'predictor'),
+    'scaled rope, moda': (MODA | SCALED | QKVO_BIAS | HEAD_NORM, 'dense'),
     'aux_loss grows': (routed_by('learned', 'aux_loss') | GROWS, 'aux_loss'),
     'threshold': (routed_by('learned', 'threshold') | TWO | HEAD_NORM, 'threshold'),
     'dense rule': (routed_by('learned', 'dense'), 'dense'),

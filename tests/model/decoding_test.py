@@ -99,8 +99,15 @@ def decode(model):
 # two by 1e-5 already.
 IN_FLOAT64 = ('attention stream', 'value embeddings, hyper-connections')
 FAST = ('value residual', 'shared values', 'attention residual', 'mudd', 'embedding residual')
-FAST += ('value embeddings, moda',)
-FAST += ('dense', 'predictor', 'norm threshold grows', 'mod and moda', 'row capacity')
+FAST += ('value embeddings, moda', 'recursions')
+FAST += (
+    'dense',
+    'scaled rope',
+    'predictor',
+    'norm threshold grows',
+    'mod and moda',
+    'row capacity',
+)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from moddepth_jax.model.stack import Stack
 from moddepth_jax.model.streams import layer_kinds
 from moddepth_jax.model.transformer import Transformer
-from tests.model.cases import small_hparams
+from tests.model.cases import parameters, small_hparams
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
 LAYERS = 3
@@ -136,7 +136,7 @@ def parameters_of(hparams, name, connection, leaves):
     return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('name', parameters(('mudd', 'hyper_connections'), MODELS))
 def test_logits_and_gradients_are_those_of_public_code(name, tiny_config):
     """To 3e-5, and each gradient by a public parameter to 1e-3 of its largest value.
 

@@ -450,7 +450,7 @@ def written_slots(layer, attended_TD, read_TD, y_TD, row, model):
             key_TKH, value_TKH = linear(x_TD, weights['key']), own_values(weights, x_TD, row)
             if depth.slot_keys == 'rotated':
                 key_TKH = qk_norm(key_TKH, layer['attention'], 'key_norm', model)
-                key_TKH = rope(key_TKH, row.positions_T, model.rope_theta)
+                key_TKH = rope(key_TKH, row.positions_T, model)
             slots.append((key_TKH, value_TKH, np.ones(len(x_TD), bool)))
     return slots
 
@@ -622,7 +622,7 @@ def attention(weights, inputs, visible, row, window, number, model):
     )
 
     def turned(x_TNH, norm):
-        return rope(qk_norm(x_TNH, weights, norm, model), row.positions_T, model.rope_theta)
+        return rope(qk_norm(x_TNH, weights, norm, model), row.positions_T, model)
 
     q_TNH, k_TKH = turned(query_TNH, 'query_norm'), turned(key_TKH, 'key_norm')
     value_TKH = mixed_values(weights, inputs[2], q_TNH, k_TKH, visible, row, number, model)
@@ -675,17 +675,32 @@ def qk_norm(x_TNH, weights, name, model):
     return rms_norm(x_TNH.reshape(len(x_TNH), -1), weights[name], model).reshape(x_TNH.shape)
 
 
-def rope(x_TNH, positions_T, theta):
-    """Returns x_TNH with each pair (i, i + H/2) turned by position theta^(-2i/H) radians."""
+def rope(x_TNH, positions_T, model):
+    """Returns x_TNH with each pair (i, i + H/2) turned by position times `frequency`."""
     half = x_TNH.shape[-1] // 2
+    frequencies = [frequency(model.rope_theta ** (-i / half), model) for i in range(half)]
     turned = np.array(x_TNH)
     for t, position in enumerate(positions_T):
         for i in range(half):
-            angle = position * theta ** (-i / half)
+            angle = position * frequencies[i]
             first_N, second_N = x_TNH[t, :, i], x_TNH[t, :, i + half]
             turned[t, :, i] = first_N * np.cos(angle) - second_N * np.sin(angle)
             turned[t, :, i + half] = second_N * np.cos(angle) + first_N * np.sin(angle)
     return turned
+
+
+def frequency(plain, model):
+    """Returns a rotary frequency as Llama 3.1 lowers it, by its wavelength in tokens."""
+    if model.rope_scaling == 'none':
+        return plain
+    factor, low, high, length = map(float, model.rope_scaling.removeprefix('llama3:').split(':'))
+    wavelength = 2 * np.pi / plain
+    if wavelength > length / low:  # too slow to turn `low` times
+        return plain / factor
+    if wavelength < length / high:
+        return plain
+    smooth = (length / wavelength - low) / (high - low)
+    return (1 - smooth) * plain / factor + smooth * plain
 
 
 def mlp(weights, x_TD):

@@ -48,6 +48,8 @@ PRE, POST, REORDERED = ({'norm_placement': place} for place in ('pre', 'post', '
 HEAD, FULL = {'qk_norm': 'head'}, {'qk_norm': 'full'}
 BIAS, TIED = {'use_bias': True}, {'tie_embeddings': True}
 WIDE, ONE_EACH = {'head_dim': 6}, {'num_kv_heads': 6}
+QKV, QKVO = ({'attention_bias': of} for of in ('qkv', 'qkvo'))
+SCALED = {'rope_scaling': 'llama3:8:1:4:32'} | WIDE  # one kept, one in between, one divided
 WINDOWS = {'windows': (2, 0, 3)}
 TOKEN = {'experts.choice': 'token', 'experts.z_loss': 0.02, 'experts.balance_weight': 0.1}
 NOOP = TOKEN | {'experts.scores': 'sigmoid', 'experts.route_scale': 2.5, 'experts.num_noop': 3}
@@ -70,6 +72,8 @@ def recursions(gate, **more):
 
 CASES = {
     'residual': PRE | WINDOWS | WIDE,
+    'scaled rope': SCALED | QKV | PRE | HEAD,
+    'scaled rope, both slots': SCALED | QKVO | BOTH | POST,
     'block slots': BLOCK | POST,
     'block slots, normed keys': BLOCK | POST | HEAD | BIAS | UNROLLED,
     'both slots': BOTH | REORDERED | FULL | BIAS,
@@ -135,6 +139,7 @@ ROUTED_CASES = {
     'sigmoid': (routed(gate='sigmoid', capacity=0.4) | POST | WINDOWS, 'top_c'),
     'one token': (routed(gate='none', capacity=0.125) | POST, 'top_c'),
     'windows': (routed(capacity=0.4) | REORDERED | FULL | WINDOWS, 'top_c'),
+    'scaled rope': (routed(capacity=0.4) | SCALED | QKV | PRE, 'top_c'),
     'segments': (routed(select_per='segment', capacity=0.4) | PRE, 'top_c'),
     'dense': (routed(gate='none', rule='dense') | PRE | WINDOWS, 'dense'),
     'threshold': (routed(rule='threshold', capacity=0.25) | PRE | HEAD | BIAS, 'threshold'),
@@ -273,7 +278,7 @@ def compare(config, routing, gradients):
 
 FAST = ('block slots', 'both slots', 'unrotated', 'attention slot projection', 'newest slots')
 FAST += ('attention stream', 'dense stream, bias', 'average stream, bias')
-FAST += ('value residual', 'value residual, sparse', 'shared values', 'mudd')
+FAST += ('value residual', 'value residual, sparse', 'shared values', 'mudd', 'scaled rope')
 FAST += ('value attention', 'value attention, recent', 'embedding residual, experts')
 FAST += ('value embeddings, value residual', 'value embeddings, experts')
 
@@ -298,7 +303,7 @@ def test_model_equals_the_oracle(tiny_config, case):
 
 
 FAST = ('sigmoid', 'windows', 'segments', 'threshold', 'predictor', 'straight through', 'moda')
-FAST += ('value residual', 'value attention', 'embedding residual', 'value embeddings, moda')
+FAST += ('value residual', 'value attention', 'embedding residual', 'recursions', 'value embeddings, moda')
 
 
 # JAX warns of int32 and int64 indices in float64, which no model is trained in.

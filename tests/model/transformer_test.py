@@ -89,7 +89,8 @@ def test_rms_norm_of_bfloat16_is_taken_in_float32():
     'knobs',
     [
         {'model.tie_embeddings': True, 'model.qk_norm': 'head', 'model.use_bias': True},
-        ROUTED | {'model.num_layers': 5, 'model.qk_norm': 'full'},
+        ROUTED | {'model.num_layers': 5, 'model.qk_norm': 'full', 'model.attention_bias': 'qkv'},
+        {'model.attention_bias': 'qkvo'},
         ROUTED | {'model.routing.predictor_width': 0, 'model.routing.layers': 'every:1'},
         {'model.routing.router': 'random', 'model.routing.layers': 'every:1'},
     ],
@@ -101,7 +102,9 @@ def test_parameter_count_is_the_formula(knobs, tiny_config):
     D, F, N, K, H, V = m.d_model, m.d_ff, m.num_heads, m.num_kv_heads, m.head_dim, m.vocab_size
     block = D * N * H + 2 * D * K * H + N * H * D + 3 * D * F + 2 * D
     block += {'none': 0, 'head': 2 * H, 'full': N * H + K * H}[m.qk_norm]
-    block += (N * H + 2 * K * H + D + 2 * F + D) if m.use_bias else 0
+    block += (2 * F + D) if m.use_bias else 0
+    biases = {'none': 0, 'qkv': N * H + 2 * K * H, 'qkvo': N * H + 2 * K * H + D}
+    block += biases['qkvo' if m.use_bias else m.attention_bias]
     learned, P = m.routing.router == 'learned', m.routing.predictor_width
     routed = D + (D * P + P + P + 1 if P else D + 1) if learned else 0
     expected = V * D * (1 if m.tie_embeddings else 2) + D

@@ -21,6 +21,7 @@ from moddepth_jax.training.plan import loops_at, run_flops
 from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.summary import describe
 from tests.data.prepared_text import prepare, write_texts
+from tests.model.cases import parameters
 from tests.training.conftest import NUM_STEPS
 
 TIMES = {'tokens_per_second', 'flops_per_second', 'data_wait_fraction', 'peak_memory_bytes'}
@@ -127,9 +128,16 @@ def test_a_run_stopped_by_signals_ends_as_if_it_had_not_been(
     assert rows_of(resumed.workdir) == rows_of(finished.workdir)
 
 
-@pytest.mark.parametrize('name', ['muon', pytest.param('lion', marks=pytest.mark.slow)])
+OPTIMIZERS = {
+    'muon': {'name': 'muon', 'schedule': 'wsd'},
+    'lion': {'name': 'lion', 'schedule': 'wsd'},
+    'a part trains': {'trainable': ('*/router/*', 'head/*')},
+}
+
+
+@pytest.mark.parametrize('name', parameters(('muon', 'a part trains'), OPTIMIZERS))
 def test_every_optimizer_resumes_to_the_bit(name, run_hparams, tmp_path, signals):
-    hparams = changed(run_hparams, 'optimizer', name=name, schedule='wsd')
+    hparams = changed(run_hparams, 'optimizer', **OPTIMIZERS[name])
     signals[4] = 'SIGTERM'
     assert loop.train(hparams, tmp_path / 'broken').state.step == 5
     resumed = loop.train(hparams, tmp_path / 'broken')

@@ -1,0 +1,70 @@
+"""The parameters that train: those that optimizer.trainable names. Others are frozen."""
+
+import difflib
+import fnmatch
+
+import jax
+from flax import traverse_util
+
+from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.transformer import Transformer
+
+ALL = ('*',)
+
+
+def split_params(params: dict, patterns: tuple[str, ...]) -> tuple[dict, dict]:
+    """The parameters that train and those that are frozen, each with the names of `params`.
+
+    Only the former are differentiated, clipped, decayed and given moments. Raises ValueError, one
+    line, for a pattern without a parameter.
+    """
+    if tuple(patterns) in ((), ALL):
+        return params, {}
+    leaves = traverse_util.flatten_dict(params, sep='/')
+    chosen = set()
+    for pattern in patterns:
+        found = fnmatch.filter(leaves, pattern)
+        if not found:
+            nearest = ', '.join(_nearest(pattern, leaves))
+            right = f'no parameter has such a name; the nearest are {nearest}'
+            raise ValueError(f'optimizer.trainable={pattern!r}: {right}')
+        chosen.update(found)
+    parts = ({}, {})
+    for name, leaf in leaves.items():
+        parts[name not in chosen][name] = leaf
+    trainable, frozen = (traverse_util.unflatten_dict(part, sep='/') for part in parts)
+    return trainable, frozen
+
+
+def merge_params(trainable: dict, frozen: dict) -> dict:
+    """The parameters that `split_params` split."""
+    if not frozen:
+        return trainable
+    leaves = (traverse_util.flatten_dict(part) for part in (frozen, trainable))
+    return traverse_util.unflatten_dict(
+        {name: leaf for part in leaves for name, leaf in part.items()}
+    )
+
+
+def check_trainable(hparams: Hparams):
+    """Raises ValueError, one line, for a pattern of optimizer.trainable without a parameter."""
+    if hparams.optimizer.trainable not in ((), ALL):
+        tokens_BT = jax.ShapeDtypeStruct((1, hparams.data.sequence_length), 'int32')
+        shapes = jax.eval_shape(Transformer(hparams).init, jax.random.key(0), tokens_BT)
+        split_params(shapes['params'], hparams.optimizer.trainable)
+
+
+def _nearest(pattern, names):
+    """The three names with the parts most similar to those of the pattern."""
+    words = [word.strip('*?') for word in pattern.split('/')]
+
+    def similarity(name):
+        parts = name.split('/')
+        ratios = [
+            max(difflib.SequenceMatcher(None, word, part).ratio() for part in parts)
+            for word in words
+            if word
+        ]
+        return sum(ratios)
+
+    return sorted(names, key=similarity, reverse=True)[:3]
