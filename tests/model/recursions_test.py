@@ -71,6 +71,16 @@ def restacked(source, target, params):
     }
 
 
+def test_it_starts_as_the_looped_model_of_its_seed(tiny_config):
+    """Bit for bit, but for the routers."""
+    routed, looped = (small_hparams(tiny_config, some) for some in (RECURSIONS, LOOPED))
+    found, expected = (
+        jax.device_get(Transformer(hparams).init(jax.random.key(0), TOKENS_BT)['params'])
+        for hparams in (routed, looped)
+    )
+    jax.tree.map(np.testing.assert_array_equal, restacked(routed, looped, found), expected)
+
+
 def test_the_papers_update_adds_the_whole_output(tiny_config):
     """x + f(x) for each of two loops of one block, with gates of 1 for all tokens."""
     sizes = {'model.num_layers': 1, 'model.looped_layers': 'all', 'model.loops': 2}
