@@ -25,15 +25,18 @@ NAMED_SIZES = {'124m': ((2048,), 32768), '700m': ((2048, 4096), 16384)}
 
 
 def check_variants(names: list[str]) -> list[str]:
-    """These names of TITLES. Raises ValueError for others, and if the first is not dense."""
+    """The names of TITLES that these names, or GROUPS, stand for; dense is the first.
+
+    Raises ValueError for others.
+    """
+    known = (*TITLES, *GROUPS)
     for name in names:
-        if name not in TITLES:
-            known = (*TITLES, *GROUPS)
+        if name not in known:
             right = f'must be one of {", ".join(known)}{did_you_mean(name, known)}'
             raise ValueError(f'--variants={name}: {right}')
     if names[0] != 'dense':
         raise ValueError(f'--variants={",".join(names)}: must begin with dense, as in dense,mod')
-    return names
+    return [name for one in names for name in GROUPS.get(one, [one])]
 
 
 def _dense_config(size: str):

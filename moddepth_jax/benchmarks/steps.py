@@ -9,7 +9,6 @@ import numpy as np
 
 from kernels_pallas.backends import log_lines
 from moddepth_jax.benchmarks.models import (
-    GROUPS,
     NAMED_SIZES,
     TITLES,
     Dtype,
@@ -166,7 +165,7 @@ def step(
     """
     fitting = NAMED_SIZES.get(size, ([512, 2048], 4096))
     lengths, tokens = lengths or fitting[0], tokens or fitting[1]
-    names = check_variants([name for one in variants for name in GROUPS.get(one, [one])])
+    names = check_variants(list(variants))
     for length in lengths:
         if tokens % length:
             raise ValueError(f'--tokens={tokens}: must be a multiple of the length {length}')

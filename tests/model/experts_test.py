@@ -249,9 +249,9 @@ def test_experts_that_do_nothing_run_nothing(filled, tiny_config):
 
 def routed_block(hparams, tokens, routing='top_c'):
     """A routed block with experts whose router reads component 0 alone, and its RoutingArgs."""
-    block = MixtureOfDepths(hparams, 0, routing, experts=True)
+    block = MixtureOfDepths(hparams, routing, experts=True)
     layer = RoutingArgs(np.int32(0), np.float32(0), np.bool_(True), ExpertState())
-    by_top_c = MixtureOfDepths(hparams, 0, 'top_c', experts=True)
+    by_top_c = MixtureOfDepths(hparams, 'top_c', experts=True)
     x_BTD = np.zeros((*tokens.positions_BT.shape, hparams.d_model), np.float32)
     init = functools.partial(by_top_c.init, jax.random.key(0), x_BTD, tokens, layer)
     params = random_like(jax.eval_shape(init)['params'])

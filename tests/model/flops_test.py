@@ -200,17 +200,21 @@ def _not_counted(hparams, rows, length):
 def _traced_reads_of_sources(hparams, rows, length):
     """Products of the reads of sources in the traced step, less what is counted.
 
-    A scan reads all slots. A read of `mudd` is one product, and all of it is counted. Reads of
-    `value_attention` are counted, and none is a product in the program. Of attention residuals, of
-    the 4 D of a source that are counted the product with the query is one; the weighted sum is
-    none. The backward pass has two, and where there are slots it computes it again.
+    A scan reads all slots. A read of `mudd` is one product, and all of it is counted; the backward
+    pass has two, and traces it again, of which XLA compiles nothing. Reads of `value_attention` are
+    counted, and none is a product in the program. Of attention residuals, of the 4 D of a source
+    that are counted the product with the query is one; the weighted sum is none. The backward pass
+    has two, and where there are slots it computes it again.
     """
     model, traced, counted, written = hparams.model, 0, 0, 0
     total = sum(kind.slots for kind in layer_kinds(model))
-    if model.depth.stream == 'mudd' and model.layer_loop == 'scan':
+    if model.depth.stream == 'mudd':
         ways = {'qkvr': 4, 'kv': 3, 'one': 1}[model.depth.mudd_ways]
-        unread = ways * sum(total - 1 - number for number in range(model.num_blocks))
-        return rows * 3 * 2 * length * model.d_model * unread
+        reads = [(ways, number + 1) for number in range(model.num_blocks)] + [(1, total)]
+        slots = [total if model.layer_loop == 'scan' else written for _, written in reads]
+        pairs = zip(reads, slots, strict=True)
+        products = sum(ways * (4 * read - 3 * written) for (ways, written), read in pairs)
+        return rows * 2 * length * model.d_model * products
     if model.depth.stream == 'value_attention':
         return -3 * flops.forward_breakdown(hparams, rows, length)['depth_attention']
     if model.depth.stream != 'attention_residual':

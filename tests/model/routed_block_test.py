@@ -37,10 +37,10 @@ def block(make_config, routing, sizes=()):
         return RoutingArgs(jnp.int32(0), jnp.float32(threshold), jnp.bool_(True))
 
     def apply(params, x_BTD, threshold=0.0):
-        module = MixtureOfDepths(hparams, 0, routing, sizes)
+        module = MixtureOfDepths(hparams, routing, sizes=sizes)
         return module.apply({'params': params}, x_BTD, tokens, args(threshold))[::3]
 
-    init = MixtureOfDepths(hparams, 0, 'top_c').init
+    init = MixtureOfDepths(hparams, 'top_c').init
     shapes = jax.eval_shape(lambda x: init(jax.random.key(0), x, tokens, args(0)), stream())
     return apply, random_like(shapes['params'])
 
