@@ -32,7 +32,7 @@ ISOFLOP = [name for name in EXPERIMENTS if name.endswith('_isoflop') or name in 
 # Each differs only in sizes from another experiment, or from two of them.
 SIMILAR = (
     *('dense_700m', 'depth_average', 'imported', 'mod_isoflop_gpu', 'mod_isoflop_paper'),
-    *('moda_24l', 'moda_48l', 'moda_700m', 'mode_staged', 'study'),
+    *('moda_24l', 'moda_48l', 'moda_700m', 'moda_1b5', 'mode_staged', 'openmythos_moda', 'study'),
 )
 ARGUMENTS = ['', 'size=8x192,budget=1e14', 'budget=5e11,size=2x128']
 

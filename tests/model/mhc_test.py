@@ -11,7 +11,6 @@ from tests.model.cases import (
     REORDERED,
     ROUTED,
     TOKENS_BT,
-    parameters,
     random_variables,
     small_hparams,
 )
@@ -48,7 +47,8 @@ def test_sinkhorn_has_finite_gradients_for_any_logits(size):
 FORMS = {'pre': {}, 'reordered': REORDERED, 'routed': ROUTED}
 
 
-@pytest.mark.parametrize('form', parameters(('pre',), FORMS))
+@pytest.mark.slow
+@pytest.mark.parametrize('form', FORMS)
 def test_the_model_starts_as_the_plain_one_whatever_reads_the_streams(form, tiny_config):
     """A pre-norm drops the sum of the weights that are read, a router and `reordered` do not."""
     plain = small_hparams(tiny_config, FORMS[form])

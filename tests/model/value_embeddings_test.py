@@ -64,7 +64,7 @@ def with_tables(params, change):
     return jax.tree_util.tree_map_with_path(replace, params)
 
 
-@pytest.mark.parametrize('form', parameters(('routed', 'slots of attention'), FORMS))
+@pytest.mark.parametrize('form', parameters(('routed',), FORMS))
 def test_tables_of_zeros_are_the_plain_model(form, tiny_config):
     """Logits and the gradients of all that both models have: float64. The tables have one."""
     with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
@@ -86,7 +86,7 @@ def test_tables_of_zeros_are_the_plain_model(form, tiny_config):
             assert np.any(leaf) == ("['embedding']" in key[1]), key
 
 
-@pytest.mark.parametrize('layers', [1, 4, 5])
+@pytest.mark.parametrize('layers', [1, 4])
 def test_every_second_layer_has_a_table_and_the_last(layers, tiny_config):
     """They are scanned as one run of groups of two; under `all` of one."""
     for knobs, expected in ((LOOKED_UP, {*range(layers - 1, -1, -2)}), (ALL_LOOKED_UP, None)):

@@ -44,8 +44,16 @@ def trained(hparams, num_steps=3):
     return before, state, rows
 
 
-@pytest.mark.parametrize('name', ['adamw', 'lion', 'muon'])
-@pytest.mark.parametrize('parts', [1, 2])
+SLOW = [('adamw', 1), ('lion', 1), ('lion', 2), ('muon', 1), ('muon', 2)]
+
+
+@pytest.mark.parametrize(
+    ('name', 'parts'),
+    [
+        ('adamw', 2),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in SLOW),
+    ],
+)
 def test_frozen_parameters_keep_their_bits(name, parts, tiny_config):
     """Also a negative zero, and under weight decay; those that are named all change."""
     changes = {'optimizer.name': name, 'training.accumulate_steps': parts}
@@ -72,6 +80,7 @@ def test_moments_are_of_what_trains(pattern, name, moments, tiny_config):
     assert num_parameters(trainable) + num_parameters(frozen) == num_parameters(state.params)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_training_all(tiny_config):
     """Of what is named; their norm alone is reported, and clips."""
     moments, norms = [], []
