@@ -130,7 +130,10 @@ GROWS |= {('mudd', 'block'): MUDD, ('mudd, static', 'none'): STATIC_WAYS}
 
 @pytest.mark.parametrize(('name', 'remat'), parameters((('moda', 'block'),), GROWS))
 def test_memory_is_linear_in_depth(name, remat, tiny_config):
-    """128 layers take at most 2.2 times what 64 take."""
+    """128 layers take at most 2.2 times what 64 take.
+
+    At least 1.4 times: what does not grow is least hidden where one slot is all there is.
+    """
     knobs = GROWS[name, remat] | {'model.remat': remat}
 
     def temporary_bytes(num_layers):
@@ -138,7 +141,7 @@ def test_memory_is_linear_in_depth(name, remat, tiny_config):
         compiled = jax.jit(jax.grad(loss)).lower(params).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    assert 1.5 * temporary_bytes(64) < temporary_bytes(128) < 2.2 * temporary_bytes(64)
+    assert 1.4 * temporary_bytes(64) < temporary_bytes(128) < 2.2 * temporary_bytes(64)
 
 
 KEPT = {
