@@ -28,7 +28,7 @@ ALL_SIZES = flags.DEFINE_boolean('all_sizes', True, 'All seeds at every size, or
 PROCESSES = flags.DEFINE_integer('processes', 1, 'Runs at a time on this machine.', lower_bound=1)
 SHARD = flags.DEFINE_string('shard', '0/1', 'I/N: which of N equal shares of the runs to train.')
 DRY_RUN = flags.DEFINE_boolean('dry_run', False, 'Print the plan and exit; nothing is written.')
-RESULTS = flags.DEFINE_string('results', None, 'Also writes the study without its runs there.')
+RESULTS = flags.DEFINE_string('results', None, 'Also keeps the study without its runs there.')
 DRAW_ONLY = flags.DEFINE_boolean('draw_only', False, 'Train nothing; draw what is finished.')
 
 

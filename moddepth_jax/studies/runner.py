@@ -30,7 +30,8 @@ class StudyRunner:
 
     `hparams_of(Planned)` are the Hparams of a run, with which `before_run` is called before it
     trains. `description` are the first fields of plan.json and study.json. A folder `results` gets
-    study.json, measures.json and the figures as well.
+    study.json, measures.json and the figures as well; the finished runs that it already has count
+    as finished here too. Raises ValueError, one line, if these are of another study.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class StudyRunner:
         self._workdir, self._plan = pathlib.Path(workdir), plan
         self._hparams_of, self._description = hparams_of, description
         self._before_run, self._results = before_run, results
+        self._earlier = store.read_earlier(results, description)
 
     def run(self, shard: tuple[int, int], processes: int, dry_run=False, draw_only=False) -> int:
         """Carries out the share `shard` = (index, count) of the study; returns an exit status."""
@@ -72,9 +74,10 @@ class StudyRunner:
         for run in self._plan.examples():
             hparams = self._hparams_of(run)
             try:
-                resolve_steps(hparams)
+                steps = resolve_steps(hparams)
             except ValueError as error:
                 raise ValueError(f'{run.variant} at size {run.trained}: {error}') from None
+            store.check_earlier(self._earlier, run, hparams, steps)
         for run in self._progress().runs:
             if store.final_loss(self._workdir, run.name) is not None:
                 store.check_run(self._workdir, run, self._hparams_of(run))
@@ -96,7 +99,7 @@ class StudyRunner:
         print(f'in all    {total}; {done} runs are finished', flush=True)
 
     def _progress(self):
-        return store.progress(self._workdir, self._plan)
+        return store.progress(self._workdir, self._plan, self._earlier)
 
     def train(self, shard: tuple[int, int]) -> int:
         """Trains its share of the missing runs and waits for the others; returns an exit status."""
@@ -142,10 +145,12 @@ class StudyRunner:
 
     def finish(self):
         """Writes study.json, measures.json, the figures and the page from the finished runs."""
-        study = store.collect(self._workdir, self._plan, self._description, self._hparams_of)
+        study = store.collect(
+            self._workdir, self._plan, self._description, self._hparams_of, self._earlier
+        )
         text = json.dumps(study, indent=1, allow_nan=False) + '\n'
         write_atomically(self._workdir / store.STUDY_FILE, text)
-        store.write_measures(self._workdir, study)
+        store.write_measures(self._workdir, study, self._earlier)
         plots.draw(study, self._workdir)
         page.write_page(study, self._workdir)
         if self._results:

@@ -13,6 +13,7 @@ from moddepth_jax.analysis.block_stats import block_stats
 from moddepth_jax.data import directory as directory_lib
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.studies import fit
 from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, Planned, width
 from moddepth_jax.training.metrics import read_metrics
@@ -110,6 +111,56 @@ def final_loss(directory, name: str) -> float | None:
     return DIVERGED if loss is None else loss
 
 
+class Earlier(NamedTuple):
+    """The finished runs in a folder of results, whose directories are no longer at hand."""
+
+    content: dict  # of study.json
+    losses: dict[str, float]  # nats a held-out token, DIVERGED if it diverged, by name
+    rows: dict[str, dict]  # of study.json, by name
+    measures: dict[str, dict]  # content of measures.json
+
+
+NOTHING = Earlier({}, {}, {}, {})
+
+
+def read_earlier(results, description: dict) -> Earlier:
+    """The finished runs of the study `description` in a folder that `copy_results` has filled.
+
+    They need not be trained again. NOTHING if `results` is None or holds no study. Raises
+    ValueError, one line, if that study is another one.
+    """
+    if results is None or not (file := pathlib.Path(results) / STUDY_FILE).exists():
+        return NOTHING
+    content = read_json(file, '')
+    for name, value in json.loads(json.dumps(description)).items():
+        if content.get(name) != value:
+            found = f'{name} is {content.get(name)!r} in its {STUDY_FILE}, {value!r} in this study'
+            raise ValueError(f'--results={results}: {found}; use another --results')
+    rows = {row['run']: row for row in content['runs']}
+    losses = {entry['run']: entry['loss'] for entry in content['tuning']}
+    losses |= {name: row['loss'] for name, row in rows.items()}
+    losses = {name: loss for name, loss in losses.items() if loss is not None}
+    losses |= dict.fromkeys(content['diverged'], DIVERGED)
+    measures = directory_lib.read_json(file.with_name(MEASURES_FILE), 'remove it') or {}
+    return Earlier(content, losses, rows, measures)
+
+
+def check_earlier(earlier: Earlier, run: Planned, hparams: Hparams, steps: int):
+    """Raises ValueError, one line, if an earlier run is not the one that is planned."""
+    row = earlier.rows.get(run.name)
+    if row is None:
+        return
+    flops = train_step_flops(hparams)
+    for name, old, new in (
+        ('steps', row['steps'], steps),
+        ('FLOPs of a step', row['flops_per_step'], flops),
+        ('source of the data', earlier.content['corpus'], hparams.data.source),
+    ):
+        if old != new:
+            found = f'{run.name} has {name} {old!r} there and {new!r} in this study'
+            raise ValueError(f'--results: {found}; use another folder')
+
+
 class Progress(NamedTuple):
     """How far a study is."""
 
@@ -119,11 +170,12 @@ class Progress(NamedTuple):
     complete: bool  # whether the losses decide all runs of the study
 
 
-def progress(directory, plan: Plan) -> Progress:
-    """How far a study is, read from its directory."""
+def progress(directory, plan: Plan, earlier: Earlier = NOTHING) -> Progress:
+    """How far a study is, read from its directory, with the `earlier` runs that it lacks."""
     losses, runs, complete = {}, [], False
     while True:
         known = {run.name: final_loss(directory, run.name) for run in runs}
+        known = {k: earlier.losses.get(k) if v is None else v for k, v in known.items()}
         known = {name: loss for name, loss in known.items() if loss is not None}
         if runs and len(known) == len(losses):
             missing = {run.name: run for run in runs if run.name not in losses}
@@ -137,24 +189,34 @@ def check_run(directory, run: Planned, hparams: Hparams):
     check_config(run_directory(directory, run.name), dataclasses.asdict(hparams), MAY_DIFFER)
 
 
-def collect(directory, plan: Plan, description: dict, hparams_of) -> dict:
+def collect(
+    directory, plan: Plan, description: dict, hparams_of, earlier: Earlier = NOTHING
+) -> dict:
     """The content of study.json (docs/isoflop.md): the description, then that of finished runs.
 
     Nothing in it depends on when, where or in how many starts the runs were trained. Raises
-    ValueError if a run is not the one that is planned.
+    ValueError, one line, if a run is not the one that is planned, or read another text.
     """
-    runs, losses, to_train, complete = progress(directory, plan)
+    runs, losses, to_train, complete = progress(directory, plan, earlier)
     missing = {run.name for run in to_train}
     diverged = {name for name, loss in losses.items() if loss == DIVERGED}
-    rows, summaries = [], []
+    rows, sources = [], []  # dicts with corpus_sha256 and versions
     for run in runs[len(plan.tuning()) :]:
-        if run.name not in missing | diverged:
-            hparams, place = hparams_of(run), run_directory(directory, run.name)
+        if run.name in missing | diverged:
+            continue
+        hparams, place = hparams_of(run), run_directory(directory, run.name)
+        if (summary := read_summary(place)) is None:
+            sources.append(earlier.content)
+            rows.append(_row(run, hparams.model) | _results(earlier.rows[run.name]))
+        else:
             check_run(directory, run, hparams)
-            summaries.append(read_summary(place))
+            sources.append(summary)
             curve = training_curve(read_metrics(place))
-            rows.append(_row(run, hparams.model, summaries[-1], curve))
+            rows.append(_row(run, hparams.model) | _of_summary(hparams.model, summary, curve))
     rows.sort(key=_order)
+    if len(texts := {source['corpus_sha256'] for source in sources}) > 1:
+        found = f'runs read different texts, with SHA-256 {" and ".join(sorted(texts))}'
+        raise ValueError(f'--results: {found}; use another folder')
     study, data = plan.study, hparams_of(runs[0]).data
     content = description | {
         'budgets': list(study.budgets),
@@ -173,10 +235,10 @@ def collect(directory, plan: Plan, description: dict, hparams_of) -> dict:
         'batch_tokens': data.batch_size * data.sequence_length,
         'sequence_length': data.sequence_length,
         'corpus': data.source,
-        'corpus_sha256': _joined(summary['corpus_sha256'] for summary in summaries),
+        'corpus_sha256': ''.join(texts),
         'versions': {
-            name: _joined(str(summary['versions'].get(name)) for summary in summaries)
-            for name in sorted({name for summary in summaries for name in summary['versions']})
+            name: _joined(str(source['versions'].get(name)) for source in sources)
+            for name in sorted({name for source in sources for name in source['versions']})
         },
         'complete': complete and not missing,
         'missing': sorted(missing),
@@ -188,7 +250,7 @@ def collect(directory, plan: Plan, description: dict, hparams_of) -> dict:
 
 
 def _joined(texts):
-    return ', '.join(sorted(set(texts)))
+    return ', '.join(sorted({text for joined in texts for text in joined.split(', ')}))
 
 
 def _order(row):
@@ -197,16 +259,21 @@ def _order(row):
     return row['budget'], variant, parameters, row['size'], row['seed']
 
 
-def _row(run, model, summary, curve):
-    """A row of `runs` in study.json, from the summary of a run and its curve."""
+def _row(run, model):
+    """What a row of `runs` in study.json says before the run."""
     row = {'run': run.name, 'variant': run.variant, 'size': run.trained}
     if run.trained != run.size:
         row['size_of_mod'] = run.size
     row |= {'layers': model.num_layers, 'width': model.d_model}
     for name in ('budget', 'seed', 'learning_rate', 'at_best_size'):
         row[name] = getattr(run, name)
-    for name in ('parameters', 'active_parameters', 'flops_per_step', 'total_flops', 'epochs'):
-        row[name] = summary.get(name)  # summaries of older runs lack the second
+    return row
+
+
+def _of_summary(model, summary, curve):
+    """What it says after it."""
+    names = ('parameters', 'active_parameters', 'flops_per_step', 'total_flops', 'epochs')
+    row = {name: summary.get(name) for name in names}  # summaries of older runs lack the second
     row['steps'], row['skipped_steps'] = summary['final_step'], summary['skipped_steps']
     row['flops_per_forward'] = summary['flops_per_step'] / 3
     for name in ('loss', 'loss_top_c', 'routing_gap', 'bits_per_byte'):
@@ -214,6 +281,12 @@ def _row(run, model, summary, curve):
     row['rule'] = model.routing.causal_rule if model.routed_layers else None
     row |= {'routing': summary['routing'], 'experts': summary['experts'], 'curve': curve}
     return row | {'state_sha256': summary['state_sha256']}
+
+
+def _results(row):
+    """The part of a row that `_of_summary` wrote."""
+    names = list(row)
+    return {name: row[name] for name in names[names.index('parameters') :]}
 
 
 def training_curve(rows: list[dict], points: int = CURVE_POINTS) -> list[list[float]]:
@@ -230,14 +303,20 @@ def measured_runs(study: dict) -> list[str]:
     return list(dict.fromkeys(row['run'] for row in rows if row['budget'] == largest))
 
 
-def write_measures(directory, study: dict):
-    """Writes measures.json, {name of a run: its measures}; what it already holds is kept."""
+def write_measures(directory, study: dict, earlier: Earlier = NOTHING):
+    """Writes measures.json, {name of a run: its measures}.
+
+    What it or `earlier` holds is kept; an earlier run that was not measured cannot be.
+    """
     file = pathlib.Path(directory) / MEASURES_FILE
     kept = directory_lib.read_json(file, 'remove it, and it is measured again') or {}
-    measures = {}
+    kept, measures = earlier.measures | kept, {}
     for name in measured_runs(study):
-        print(f'measuring {name}', flush=True)
-        measures[name] = kept.get(name) or _measure(run_directory(directory, name))
+        if name in kept:
+            measures[name] = kept[name]
+        elif name not in earlier.rows or run_directory(directory, name).exists():
+            print(f'measuring {name}', flush=True)
+            measures[name] = _measure(run_directory(directory, name))
     write_atomically(file, json.dumps(measures, indent=1, allow_nan=False) + '\n')
 
 

@@ -58,7 +58,7 @@ def trained(monkeypatch):
 
     monkeypatch.setattr(runner, 'train', train)
 
-    def measures(directory, _):
+    def measures(directory, *_):
         (directory / 'measures.json').write_text('{}')
 
     monkeypatch.setattr(store, 'write_measures', measures)  # there are no checkpoints
@@ -77,7 +77,12 @@ def test_every_run_is_trained_once_for_its_budget_and_drawn(study, trained, tmp_
         assert 0.99 < row['total_flops'] / row['budget'] <= 1, row['run']
     assert all((tmp_path / name).exists() for name in ('study.html', 'loss_by_parameters.png'))
     kept = {'study.json', 'measures.json', 'seeds.png', *(f'loss_by_{x}.png' for x in AXES)}
-    assert {path.name for path in (tmp_path / 'committed' / 'study').iterdir()} == kept
+    kept_at = tmp_path / 'committed' / 'study'
+    assert {path.name for path in kept_at.iterdir()} == kept
+    elsewhere = runner.StudyRunner(
+        tmp_path / 'elsewhere', study._plan, study._hparams_of, DESCRIPTION, results=kept_at
+    )
+    assert elsewhere.run((0, 1), 1) == 0 and trained == again  # all are known by their results
     shown = capsys.readouterr().out
     assert 'diverged' in shown and 'what a run prints' not in shown
     assert (tmp_path / 'logs' / f'{trained[0]}.txt').read_text() == 'what a run prints\n'

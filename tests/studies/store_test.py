@@ -80,6 +80,39 @@ def test_study_json_does_not_depend_on_the_order_of_the_runs(tmp_path, hparams_o
     assert rows[0]['curve'] == [[1, 4.0], [2, 3.0], [3, 2.0], [4, 1.0]]
 
 
+def test_a_study_goes_on_from_its_results_where_its_runs_are_gone(tmp_path, hparams_of):
+    """Half of the runs are known by the folder of results alone; study.json does not tell."""
+    finish_all(tmp_path / 'uninterrupted', hparams_of)
+    expected = store.collect(tmp_path / 'uninterrupted', PLAN, DESCRIPTION, hparams_of)
+    half = store.progress(tmp_path, PLAN).missing[::2]
+    for run in half:
+        finish(tmp_path / 'first', run, hparams_of(run), 1.0 + 0.1 * (run.size == '2x64'))
+    assert store.read_earlier(tmp_path / 'results', DESCRIPTION) == store.NOTHING
+    content = store.collect(tmp_path / 'first', PLAN, DESCRIPTION, hparams_of)
+    (tmp_path / 'first' / store.STUDY_FILE).write_text(json.dumps(content))
+    (tmp_path / 'first' / store.MEASURES_FILE).write_text('{"mod": {}}')
+    (tmp_path / 'first' / 'seeds.png').write_text('')
+    store.copy_results(tmp_path / 'first', tmp_path / 'results', content)
+
+    earlier = store.read_earlier(tmp_path / 'results', DESCRIPTION)
+    assert earlier.measures == {'mod': {}}
+    second = tmp_path / 'second'
+    while missing := store.progress(second, PLAN, earlier).missing:
+        assert not {run.name for run in missing} & {run.name for run in half}
+        for run in missing:
+            finish(second, run, hparams_of(run), 1.0 + 0.1 * (run.size == '2x64'))
+    found = store.collect(second, PLAN, DESCRIPTION, hparams_of, earlier)
+    assert json.dumps(found) == json.dumps(expected)
+
+    other = earlier._replace(content=content | {'corpus_sha256': 'other'})
+    with pytest.raises(ValueError, match='read different texts, with SHA-256 c and other'):
+        store.collect(second, PLAN, DESCRIPTION, hparams_of, other)
+    with pytest.raises(ValueError, match="config is 'configs/study.py' in its study.json"):
+        store.read_earlier(tmp_path / 'results', DESCRIPTION | {'config': 'configs/moda.py'})
+    with pytest.raises(ValueError, match='has steps 4 there and 5 in this study'):
+        store.check_earlier(earlier, half[0], hparams_of(half[0]), 5)
+
+
 def test_a_run_that_diverged_has_no_row_and_is_not_trained_again(tmp_path, hparams_of):
     left = store.progress(tmp_path, PLAN).missing
     place = store.run_directory(tmp_path, left[0].name)
