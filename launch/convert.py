@@ -8,6 +8,10 @@ python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_mod \\
     --config=runs/smol/config.json --config.model.routing.router=learned \\
     --config.model.routing.capacity_stages=1:0.2 --config.training.num_steps=2000
 
+python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_looped \\
+    --config=runs/smol/config.json --share_layers=average --config.model.num_layers=12 \\
+    --config.model.looped_layers=middle:3:3 --config.model.loops=4
+
 --from_workdir also starts a run with other data or other knobs of training from the parameters of
 any run, at its newest checkpoint or at --step. The folder of --from_hf holds config.json and
 *.safetensors of a model of a family that docs/convert.md lists; a dense run of the same kind can be
@@ -32,6 +36,12 @@ TO_HF = flags.DEFINE_string('to_hf', None, 'New folder for --workdir as a Huggin
 FROM_WORKDIR = flags.DEFINE_string('from_workdir', None, 'Run whose parameters --workdir gets.')
 cli.define_step()
 DTYPE = flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16', 'float16'], 'Of --to_hf.')
+SHARE = flags.DEFINE_string(
+    'share_layers',
+    None,
+    'How blocks of a looped model are made of layers of a dense --from_workdir: average, first, '
+    'last, or a layer for each block, as 0,2,3.',
+)
 SEPARATOR = flags.DEFINE_string('separator', None, 'Token that starts documents of --from_hf.')
 TOKENIZERS = ('tokenizer.json', 'tokenizer.model')
 TOKENIZER_FILES = (*TOKENIZERS, 'tokenizer_config.json', 'special_tokens_map.json')
@@ -158,6 +168,7 @@ def _name_separator(folder, tokenizer):
 
 
 def _from_run():
+    from moddepth_jax.conversion.share_layers import shared_layers
     from moddepth_jax.conversion.transfer_params import check_convertible
     from moddepth_jax.conversion.upcycle import upcycle
     from moddepth_jax.data.pipeline import make_dataset
@@ -168,7 +179,10 @@ def _from_run():
 
     source, hparams = FROM_WORKDIR.value, from_config(CONFIG.value)
     before = read_hparams(source)[0]
-    check_convertible(before, hparams)
+    if SHARE.value is None:
+        check_convertible(before, hparams)
+    else:
+        shared_layers(before.model, hparams.model, SHARE.value)
     check_trainable(hparams)
     tokenizer = tokenizer_of(before.data, source)
     if hparams.data.tokenizer not in ('prepared', before.data.tokenizer, tokenizer.name):
@@ -176,7 +190,7 @@ def _from_run():
         raise ValueError(f'data.tokenizer={hparams.data.tokenizer!r}: {right}')
     run = cli.load_saved_run(source)
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
-    params, averages, note = upcycle(run, hparams, dataset, measure_loss)
+    params, averages, note = upcycle(run, hparams, dataset, measure_loss, SHARE.value)
     if dtype := first_checkpoint.read_note(source).get('dtype'):
         note['dtype'] = dtype
     files = sorted((pathlib.Path(source) / first_checkpoint.SOURCE_FILES).glob('*'))
@@ -215,6 +229,8 @@ def main(_):
     if given == ['from_workdir'] and defaulted:
         wanted = f'--config={FROM_WORKDIR.value}/config.json and the knobs that change'
         raise ValueError(f'--from_workdir={FROM_WORKDIR.value}: needs {wanted}')
+    if given != ['from_workdir'] and SHARE.value is not None:
+        raise ValueError(f'--share_layers={SHARE.value}: belongs to --from_workdir')
     if given != ['to_hf']:
         first_checkpoint.check_new_folder('workdir', workdir)
         if DTYPE.value is not None:

@@ -61,7 +61,10 @@ class LayerMoments(NamedTuple):
 
 
 def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -> list:
-    """LayerMoments of each layer of the dense model `source` over batches of `make_dataset`."""
+    """LayerMoments of each block of the dense model `source` over batches of `make_dataset`.
+
+    Those of a looped block are sums over its loops.
+    """
     # On the host: no program per shape.
     stacked = jax.tree.map(np.asarray, params['stack'])
     layers, totals = list(unstack_layers(Stack(source, 'top_c'), stacked)), None
@@ -78,7 +81,10 @@ def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -
             x_BTD, sums = _layer(layer_params, x_BTD, tokens, model=target, kind=kind)
             found.append(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), sums))
         totals = found if totals is None else jax.tree.map(np.add, totals, found)
-    return totals
+    of_blocks = [[] for _ in range(source.num_layers)]
+    for block, sums in zip(source.block_order, totals, strict=True):
+        of_blocks[block].append(sums)
+    return [jax.tree.map(lambda *each: sum(each), *of_block) for of_block in of_blocks]
 
 
 @functools.partial(jax.jit, static_argnames=('model', 'kind'))

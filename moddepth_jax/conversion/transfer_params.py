@@ -60,6 +60,8 @@ def check_convertible(source: Hparams, target: Hparams):
             may_differ = False  # the new model would not have all of these parameters
         if after[name] != was and not may_differ:
             right = 'a conversion only adds routing and a depth stream'
+            if name in ('num_layers', 'looped_layers', 'loops') and not source.model.looped:
+                right += ', or makes a looped model of a dense one by --share_layers'
             found = f'model.{name}={after[name]!r}: is {was!r} in the run that is converted'
             raise ValueError(f'{found}; {right}')
 

@@ -160,6 +160,7 @@ COMMANDS = {
     ],
     'convert --from_hf=hf --workdir=new': [
         ('--dtype=float32', ['belongs to --to_hf']),
+        ('--share_layers=first', ['--share_layers=first: belongs to --from_workdir']),
         ('--config.model.d_model=32', ['d_model=32: is 16 in', 'leave it out']),
         ('--config.model.routing.router=learned', ['comes in dense; --from_workdir adds routing']),
     ],
