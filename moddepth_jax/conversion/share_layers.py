@@ -34,7 +34,7 @@ def shared_layers(source: ModelHparams, target: ModelHparams, how: str) -> list[
         known = all(layer.isdecimal() and int(layer) < source.num_layers for layer in layers)
         if not known or len(layers) != target.num_layers:
             right = f'must be {", ".join(HOW)}, or {target.num_layers} layers (model.num_layers) '
-            _refuse(how, right + f'from 0 to {source.num_layers - 1}, such as 0,2')
+            _refuse(how, right + f'from 0 to {source.num_layers - 1}')
         return [(int(layer),) for layer in layers]
     if source.num_layers != target.num_blocks:
         right = f'needs a run of {target.num_blocks} layers, as many as run in the new model, and '
