@@ -120,7 +120,7 @@ def common_dtype(files: TensorFiles) -> str:
 
 
 def check_tensors(folder, tensors: list[Tensor], files: TensorFiles, also: tuple[str, ...] = ()):
-    """Raises ValueError for a tensor that is missing, of another shape or none of these or `also`."""
+    """Raises ValueError for a tensor that is missing, of another shape, or not of the model."""
     wanted = {tensor.name: tensor.shape for tensor in tensors}
     extra = [name for name in files.shapes if name not in wanted and not name.endswith(_BUFFER)]
     missing = [name for name in wanted if name not in files.shapes]

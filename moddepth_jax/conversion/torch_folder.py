@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moddepth_jax.conversion.families import CONFIG_FILE
+from moddepth_jax.conversion.families import CONFIG_FILE, OWN_TYPE, family_of
 from moddepth_jax.conversion.hugging_face import (
     Tensor,
     check_tensors,
@@ -24,13 +24,13 @@ from moddepth_jax.conversion.hugging_face import (
 )
 from moddepth_jax.conversion.tensor_files import TensorFiles
 from moddepth_jax.conversion.transfer_params import abstract_params, in_layer, layer_numbers
-from moddepth_jax.data.directory import check_fields
+from moddepth_jax.data.directory import read_json
 from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.model.transformer import average_shapes, causal_routing, layer_args
 
-MODEL_TYPE = 'moddepth'
 SOURCE = pathlib.Path(__file__).parent / 'torch_model'
 MODULES = ('configuration_moddepth.py', 'layers_moddepth.py', 'modeling_moddepth.py')
+GENERATION_FILE = 'generation_config.json'
 # What the modelling file has of the choices of each knob.
 CHOICES = {
     'depth.stream': ('residual', 'moda', 'value_residual', 'value_attention'),
@@ -45,6 +45,18 @@ _TOP = {  # of leaves outside of the layers
     ('final_norm', 'scale'): 'norm.weight',
     ('head', 'kernel'): 'lm_head.weight',
 }
+
+
+def kind_of(model: ModelHparams) -> tuple[str, str]:
+    """The model_type that a model is exported as, and why no family has it; '' if one has.
+
+    Raises ValueError as `check_expressible`.
+    """
+    try:
+        return family_of(model), ''
+    except ValueError as error:
+        check_expressible(model)
+        return OWN_TYPE, str(error)
 
 
 def check_expressible(model: ModelHparams):
@@ -114,7 +126,7 @@ def config_of(hparams: Hparams, averages, dtype: str, ids: dict) -> dict:
             'AutoConfig': 'configuration_moddepth.ModDepthConfig',
             'AutoModelForCausalLM': 'modeling_moddepth.ModDepthForCausalLM',
         },
-        'model_type': MODEL_TYPE,
+        'model_type': OWN_TYPE,
         'vocab_size': model.vocab_size,
         'hidden_size': model.d_model,
         'num_hidden_layers': model.num_blocks,
@@ -152,13 +164,17 @@ def export_model(
         shutil.copyfile(SOURCE / name, folder / name)
 
 
-def knobs_of(config: dict, file: str) -> dict:
-    """The knobs of `model` in a config.json that `config_of` made, as nested dicts.
+def suppress_unknown_ids(folder: pathlib.Path, vocab_size: int, tokenizer, ids: dict):
+    """Writes generation_config.json: `generate` draws no id that stands for no text and no end.
 
-    Raises ValueError, beginning with `file`, for one that has none.
+    Fields of one that is there are kept; `ids` are those of `config_of`.
     """
-    check_fields(config, {'knobs': dict}, file, f'must be what {MODULES[-1]} came with')
-    return config['knobs']
+    known = {*np.flatnonzero(tokenizer.token_bytes_V).tolist(), *tokenizer.stops}
+    unknown = [token for token in range(vocab_size) if token not in known]
+    file = folder / GENERATION_FILE
+    config = {**ids, **({'suppress_tokens': unknown} if unknown else {})}
+    config |= read_json(file, 'remove it from the run') or {}
+    file.write_text(json.dumps(config) + '\n', encoding='utf-8')
 
 
 def import_model(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, dict, str]:
