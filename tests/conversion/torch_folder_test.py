@@ -35,7 +35,6 @@ STORED = (  # leaves of every kind, of scalars, looped and gathered layers, and 
     'staged, experts choose',
     'straight through, threshold',
     'embedding residual, values',
-    'value embeddings, moda',
     'looped threshold',
 )
 GENERATED = (
