@@ -61,7 +61,10 @@ def test_each_parameter_is_stored_once_and_comes_back(name, tiny_config, tmp_pat
     names = {path.name for path in tmp_path.iterdir()}
     files = {'config.json', 'generation_config.json', 'model.safetensors'}
     assert names == files | set(torch_folder.MODULES)
-    stored = np.concatenate([a.ravel() for a in load_file(tmp_path / 'model.safetensors').values()])
+    tensors, model = load_file(tmp_path / 'model.safetensors'), hparams.model
+    out = model.d_model, model.num_heads * model.head_dim
+    assert tensors['layers.0.attention.out.weight'].shape == out
+    stored = np.concatenate([array.ravel() for array in tensors.values()])
     ours = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(variables)])
     np.testing.assert_array_equal(np.sort(stored), np.sort(ours))
     config = tiny_config(**{'data.sequence_length': hparams.data.sequence_length})
