@@ -37,6 +37,7 @@ STORED = (  # leaves of every kind, of scalars, looped and gathered layers, and 
     'embedding residual, values',
     'looped threshold',
 )
+FAST = ('staged, experts choose', 'looped threshold')
 GENERATED = (
     *('predictor', 'scaled rope', 'threshold', 'aux_loss grows', 'position', 'masked'),
     *('straight through, predictor', 'mod and moda', 'mod and moda, block slots', 'moda unrotated'),
@@ -52,7 +53,7 @@ def export(folder, hparams, variables):
     return folder
 
 
-@pytest.mark.parametrize('name', STORED)
+@pytest.mark.parametrize('name', cases.parameters(FAST, STORED))
 def test_each_parameter_is_stored_once_and_comes_back(name, tiny_config, tmp_path):
     """As many numbers as the run has, all different; its knobs and bits come back from them."""
     hparams = cases.small_hparams(tiny_config, cases.SIZES, cases.CASES[name][0])
