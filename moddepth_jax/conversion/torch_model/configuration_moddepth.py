@@ -16,6 +16,7 @@ class ModDepthConfig(PretrainedConfig):
       averages: shapes by name of what the run keeps in addition to its parameters: thresholds.
       document_separator: id of the token that begins a document, whose tokens see no earlier ones;
         None: rows are one document.
+      others: fields that every configuration has.
     """
 
     model_type = 'moddepth'

@@ -69,6 +69,7 @@ class RMSNorm(nn.Module):
         self.weight, self.epsilon = nn.Parameter(torch.ones(width)), epsilon
 
     def forward(self, x):
+        """The normed x, of its shape and dtype."""
         wide = x.float()
         inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
         return (wide * inverse * self.weight).to(x.dtype)
@@ -84,6 +85,7 @@ class SwiGLU(nn.Module):
         self.w2 = nn.Linear(width, knobs.d_model, bias=knobs.use_bias)
 
     def forward(self, x_BTD):
+        """The output of the mlp, [B, T, D]."""
         return self.w2(functional.silu(self.w1(x_BTD)) * self.w3(x_BTD))
 
 
@@ -142,6 +144,7 @@ class ValueEmbedding(nn.Module):
         self.gate = nn.Parameter(torch.zeros(channels, heads))
 
     def forward(self, v_BTKH, x_BTD, ids_BT):
+        """Values of tokens, of the input that they are projected from, and of their ids."""
         gates_BTK = 3 * (x_BTD[..., : len(self.gate)].float() @ self.gate.float()).sigmoid()
         return (v_BTKH + gates_BTK[..., None] * self.embedding[ids_BT]).to(v_BTKH.dtype)
 
@@ -156,6 +159,7 @@ class FirstValues(nn.Module):
             self.weights = nn.Parameter(torch.full((2,), 0.5))
 
     def forward(self, v_BTKH, slots):
+        """Values [B, T, K, H] of tokens, of the first block's slot and their own."""
         first_BTKH = slots[0].v_BTKH
         if self.mix == 'shared':
             return first_BTKH
@@ -313,6 +317,7 @@ class Router(nn.Module):
             self.b = nn.Parameter(torch.zeros(()))
 
     def forward(self, x_BTD, tokens):
+        """Scores [B, T] of what the block reads."""
         if self.routing.router == 'norm':
             return x_BTD.float().square().sum(-1).sqrt()
         if self.routing.router == 'position':
@@ -335,6 +340,7 @@ class Predictor(nn.Module):
         self.out = nn.Linear(width or knobs.d_model, 1)
 
     def forward(self, x_BTD):
+        """Logits [B, T]; above 0 selects the token."""
         x_BTD = x_BTD.detach().float()
         if self.hidden is not None:
             x_BTD = functional.silu(_linear_float32(self.hidden, x_BTD))
