@@ -165,7 +165,8 @@ def knobs_of(config: dict, file: str) -> dict:
 
 
 def _own_knobs(config, file):
-    check_fields(config, {'knobs': dict}, file, 'it must be what launch.convert --to_hf wrote')
+    fields = {'knobs': dict, 'max_position_embeddings': int}
+    check_fields(config, fields, file, 'it must be what launch.convert --to_hf wrote')
     knobs = {}
     for name, value in config['knobs'].items():
         of_group = name in ('depth', 'experts', 'routing') and isinstance(value, dict)

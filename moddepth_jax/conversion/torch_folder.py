@@ -180,8 +180,8 @@ def suppress_unknown_ids(folder: pathlib.Path, vocab_size: int, tokenizer, ids: 
 def import_model(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, dict, str]:
     """Float32 parameters, averages, and the dtype that holds them exactly, of such a folder.
 
-    Averages that it lacks are 0, as those of a new run. Raises ValueError as `check_tensors` and
-    TensorFiles.
+    Averages that it lacks and does not select by are 0, as those of a new run. Raises ValueError
+    as `check_tensors`, TensorFiles and `layer_args`.
     """
     folder, model = pathlib.Path(folder), hparams.model
     check_expressible(model)
@@ -193,5 +193,6 @@ def import_model(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, dic
         abstract = {name: jax.ShapeDtypeStruct(shapes[name], 'float32') for name in there}
         wanted = {'params': abstract_params(hparams), 'averages': abstract}
         variables = read_leaves(files, tensors, wanted)
+        layer_args(model, variables['averages'], causal_routing(hparams))  # refuses what is missing
         new = {name: jnp.zeros(shape) for name, shape in shapes.items()}
         return variables['params'], new | variables['averages'], common_dtype(files)
