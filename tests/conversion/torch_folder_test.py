@@ -36,8 +36,9 @@ STORED = (  # leaves of every kind, of scalars, looped and gathered layers, and 
     'straight through, threshold',
     'embedding residual, values',
     'looped threshold',
+    'integrated',  # layers that share arrays
 )
-FAST = ('staged, experts choose', 'looped threshold')
+FAST = ('staged, experts choose', 'looped threshold', 'integrated')
 GENERATED = (
     *('predictor', 'scaled rope', 'threshold', 'aux_loss grows', 'position', 'masked'),
     *('straight through, predictor', 'mod and moda', 'mod and moda, block slots', 'moda unrotated'),
