@@ -14,12 +14,14 @@ python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_looped \\
 
 --from_workdir also starts a run with other data or other knobs of training from the parameters of
 any run, at its newest checkpoint or at --step. The folder of --from_hf holds config.json and
-*.safetensors of a model of a family that docs/convert.md lists; a dense run of the same kind can be
-exported as one.
+*.safetensors of a model of a family that docs/convert.md lists, or of an export from here. A dense
+run of the same kind is exported as one of that family, others with PyTorch code of their own, which
+transformers runs with trust_remote_code=True.
 --from_hf and --from_workdir make a run before its first step, for launch.generate, launch.evaluate,
 and launch.train --config=WORKDIR/config.json.
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -50,27 +52,33 @@ COPIED_FILES = (*TOKENIZER_FILES, 'generation_config.json')
 
 
 def _import():
-    from moddepth_jax.conversion.families import CONFIG_FILE, knobs_of, read_config
+    from moddepth_jax.conversion.families import CONFIG_FILE, OWN_TYPE, knobs_of, read_config
 
     folder = pathlib.Path(FROM_HF.value)
     if len(folder.parts) == 2 and not folder.exists():  # perhaps ORGANISATION/NAME
         right = f'download it first: hf download {folder} --local-dir {folder.name}'
         raise ValueError(f'--from_hf={folder}: no such folder; {right}')
     given = read_config(folder)
-    hparams, tokenizer = _hparams_and_tokenizer(folder, knobs_of(given, str(folder / CONFIG_FILE)))
+    knobs, own = knobs_of(given, str(folder / CONFIG_FILE)), given['model_type'] == OWN_TYPE
+    context = given.get('max_position_embeddings') if own else None
+    hparams, tokenizer = _hparams_and_tokenizer(folder, knobs, context)
 
-    from moddepth_jax.conversion.hugging_face import import_params  # imports JAX: takes a while
+    from moddepth_jax.conversion import torch_folder  # imports JAX: takes a while
+    from moddepth_jax.conversion.hugging_face import import_params
     from moddepth_jax.data.pipeline import make_dataset
     from moddepth_jax.training.summary import num_parameters
     from moddepth_jax.training.trainable import check_trainable
 
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     check_trainable(hparams)
-    params, dtype = import_params(folder, hparams)
+    if own:
+        params, averages, dtype = torch_folder.import_model(folder, hparams)
+    else:
+        (params, dtype), averages = import_params(folder, hparams), {}
     files = _existing(folder, (CONFIG_FILE, *COPIED_FILES))
     name, kind = folder.resolve().name, given['model_type']
     note = {'from': 'hugging face', 'name': name, 'model_type': kind, 'dtype': dtype}
-    first_checkpoint.write_new_run(WORKDIR.value, hparams, params, {}, dataset, note, files)
+    first_checkpoint.write_new_run(WORKDIR.value, hparams, params, averages, dataset, note, files)
     print(f'{name}: {kind}, {num_parameters(params):,} parameters, {dtype}, now float32')
     if tokenizer.name == 'bytes':
         print(f'{name} has no tokenizer: its ids are used as bytes')
@@ -86,19 +94,29 @@ def _existing(folder, names):
     return filter(os.path.lexists, (folder / name for name in names))
 
 
-def _hparams_and_tokenizer(folder, knobs):
-    """Hyper-parameters and tokenizer of a run of the model in `folder`."""
+def _hparams_and_tokenizer(folder, knobs, context):
+    """Hyper-parameters and tokenizer of a run of the model in `folder`.
+
+    `context`: of one that was exported from here, the length of its rows; or None.
+    """
     from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
     from moddepth_jax.hparams import from_config
+    from moddepth_jax.training.run_dir import OLDER_RUNS
 
+    if context is not None:
+        older = {name: OLDER_RUNS[name] for name in OLDER_RUNS if name.startswith('model.')}
+        knobs = {name.removeprefix('model.'): value for name, value in older.items()} | knobs
     overrides = dict(config_file.overrides())
     for knob, value in knobs.items():
         given = overrides.get(f'config.model.{knob}')
-        if given and CONFIG.value.model[knob] != value:
+        if given and functools.reduce(getattr, knob.split('.'), CONFIG.value.model) != value:
             raise ValueError(f'{given}: is {value!r} in {folder}/config.json; leave it out')
     config = CONFIG.value.copy_and_resolve_references()
     config.unlock()
-    config.model.update(knobs)
+    with config.ignore_type():  # `from_config` checks them
+        config.model.update_from_flattened_dict(knobs)
+        if context is not None and 'config.data.sequence_length' not in overrides:
+            config.data.sequence_length = context
     found, data = next(_existing(folder, TOKENIZERS), None), config.data
     if found and data.tokenizer not in ('bytes', 'prepared', found.name):
         right = f'the tokenizer is that of {folder}; leave it out, or use prepared'
@@ -111,7 +129,8 @@ def _hparams_and_tokenizer(folder, knobs):
         data.tokenizer = found.name
     hparams = from_config(config)
     model = hparams.model
-    if model.routed_layers or model.depth.stream != 'residual' or model.expert_layers:
+    dense = not model.routed_layers and model.depth.stream == 'residual' and not model.expert_layers
+    if context is None and not dense:
         right = 'comes in dense; --from_workdir adds routing or a depth stream afterwards'
         raise ValueError(f'--from_hf={folder}: {right}')
     if SEPARATOR.value is not None and not found:
@@ -125,13 +144,14 @@ def _hparams_and_tokenizer(folder, knobs):
 
 
 def _export():
-    from moddepth_jax.conversion.families import CONFIG_FILE, config_of, family_of, read_config
+    from moddepth_jax.conversion import torch_folder
+    from moddepth_jax.conversion.families import CONFIG_FILE, FAMILIES, config_of, read_config
     from moddepth_jax.conversion.hugging_face import export_params
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.training.saved_run import read_hparams
 
     workdir = pathlib.Path(WORKDIR.value)
-    kind = family_of(read_hparams(workdir)[0].model)
+    kind, no_family = torch_folder.kind_of(read_hparams(workdir)[0].model)
     first_checkpoint.check_new_folder('to_hf', TO_HF.value)
     run = cli.load_saved_run(WORKDIR.value, say_remaining=False)
     model, data = run.hparams.model, run.hparams.data
@@ -139,19 +159,27 @@ def _export():
     source_files, original = workdir / first_checkpoint.SOURCE_FILES, None
     if (source_files / CONFIG_FILE).exists():
         original = read_config(source_files)
+        original = original if original.get('model_type') in tuple(FAMILIES) else None
     else:
         source_files = workdir / 'tokenizer'
     tokenizer = tokenizer_of(data, workdir)
     ids = {'bos_token_id': tokenizer.separator, 'eos_token_id': list(tokenizer.stops)}
     with first_checkpoint.atomic_folder('to_hf', TO_HF.value) as folder:
-        config = config_of(model, dtype, data.sequence_length, ids, original)
-        export_params(folder, run.hparams, run.state.params, dtype)
         for file in _existing(source_files, COPIED_FILES):
             shutil.copy(file, folder)
         _name_separator(folder, tokenizer)
-        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
+        if no_family:
+            variables, hparams = run.state.variables, run.hparams_of_stage
+            torch_folder.export_model(folder, hparams, variables, dtype, ids)
+            torch_folder.suppress_unknown_ids(folder, model.vocab_size, tokenizer, ids)
+        else:
+            config = config_of(model, dtype, data.sequence_length, ids, original)
+            export_params(folder, run.hparams, run.state.params, dtype)
+            (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
         has_tokenizer = any(_existing(folder, TOKENIZER_FILES))
     print(f'{TO_HF.value}: {kind}, step {run.step} of {run.num_steps}, {dtype}')
+    if no_family:
+        print(f'with {torch_folder.MODULES[-1]}, for trust_remote_code=True: {no_family}')
     if not has_tokenizer:
         what = f'{tokenizer.name} tokenizer, which has no file'
         print(f'{what}: ids are bytes, and {tokenizer.separator} starts a document')

@@ -156,7 +156,7 @@ COMMANDS = {
             '--from_hf=meta/Llama --workdir=new',
             ['no such folder', 'hf download meta/Llama --local-'],
         ),
-        ('--workdir=run --to_hf=no', ['router=', 'has no routed blocks']),
+        ('--workdir=run --to_hf=run', ['--to_hf=run: holds', 'new or empty']),
     ],
     'convert --from_hf=hf --workdir=new': [
         ('--dtype=float32', ['belongs to --to_hf']),
