@@ -182,6 +182,7 @@ RULES = (
     ('launch.convert', '', 'small, since its checkpoint is'),
     ('launch.evaluate', '--num_batches=1', 'few batches'),
     ('launch.generate', '--max_tokens=4', 'few tokens'),
+    ('launch.inspect --importance', '--num_batches=1', 'one batch'),
     ('launch.inspect', '--max_tokens=64', 'few tokens'),
     ('launch.lm_eval', '', 'few questions'),
     ('launch.prepare', '', 'few texts'),

@@ -130,7 +130,9 @@ COMMANDS = {
         ("--workdir=run '--text=a b' --out=text/0.txt", ['0.txt: is a file']),
         ("--workdir=run '--text=a b' --out=taken", ['taken: is the directory of a run']),
         ("--workdir=. '--text=a b' --out=no", ['--workdir=', 'config.json']),
-        ('--workdir=run', ['--text: missing', 'A file']),
+        ('--workdir=run --out=no', ['--text: missing', 'A file']),
+        ("--workdir=run --out=no --importance '--text=a b'", ['--text=a b: not with --importance']),
+        ("--workdir=run --out=no '--text=a b' --num_batches=3", ['--num_batches=3: belongs to']),
     ],
     'prepare --input=other/windows.jsonl': [  # its directory keeps a lock, and finished parts
         (
