@@ -144,6 +144,9 @@ def get_config() -> ConfigDict:
     training.max_nan_steps = 5  # non-finite steps in a row that end the run; each is skipped
     training.max_unsharded = 0.1  # share of parameters that fsdp and tensor may leave unsharded
     training.loss_chunk = 0  # most tokens of a device with logits at once; 0: what fits 256 MiB
+    training.distill_from = ''  # work directory of a run whose next-token distributions to learn
+    training.distill_weight = 0.5  # w: the loss is (1 - w) nll + w T^2 KL(teacher || model)
+    training.distill_temperature = 1.0  # T, which divides the logits of both
     training.compilation_cache = True  # keep compiled programs under the user's cache directory
 
     evaluation = config.evaluation = ConfigDict()

@@ -164,6 +164,7 @@ def _from_run():
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.hparams import from_config
     from moddepth_jax.training.saved_run import read_hparams
+    from moddepth_jax.training.teacher import check_teacher
     from moddepth_jax.training.trainable import check_trainable
 
     source, hparams = FROM_WORKDIR.value, from_config(CONFIG.value)
@@ -171,6 +172,7 @@ def _from_run():
     check_convertible(before, hparams)
     check_trainable(hparams)
     tokenizer = tokenizer_of(before.data, source)
+    check_teacher(hparams, tokenizer)
     if hparams.data.tokenizer not in ('prepared', before.data.tokenizer, tokenizer.name):
         right = f'the run that is converted has {before.data.tokenizer!r}'
         raise ValueError(f'data.tokenizer={hparams.data.tokenizer!r}: {right}')

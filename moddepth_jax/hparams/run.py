@@ -121,6 +121,9 @@ class TrainingHparams:
     max_nan_steps: checks.Count
     max_unsharded: checks.Fraction
     loss_chunk: checks.CountOrZero
+    distill_from: str
+    distill_weight: checks.FractionAboveZero
+    distill_temperature: checks.AboveZero
     compilation_cache: bool
 
     def __post_init__(self):

@@ -83,6 +83,9 @@ OLDER_RUNS = {
     'optimizer.trainable': ['*'],
     'optimizer.decay_fraction': 0.2,
     'training.loss_chunk': 0,
+    'training.distill_from': '',
+    'training.distill_weight': 0.5,
+    'training.distill_temperature': 1.0,
     'training.extended_from': 0,
 }
 
