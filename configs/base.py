@@ -104,6 +104,11 @@ def get_config() -> ConfigDict:
     routing.cache_capacity = 1.5  # most tokens of a row that a causal rule selects, over C
     routing.overflow = 'skip'  # tokens beyond: skip (they are dropped) | grow (caches double)
 
+    adapters = model.adapters = ConfigDict()
+    adapters.rank = 0  # r, of the adapters W + (alpha / r) A B (LoRA) of some matrices W; 0: none
+    adapters.alpha = 16.0  # over r the factor on A B, which starts at 0
+    adapters.params = ('*/attention/*', '*/mlp/*')  # globs of names of matrices of the stack
+
     data = config.data = ConfigDict()
     # stdlib | python_environment | synthetic | recall | a glob of text files, as launch.prepare
     # reads them | the folder that launch.prepare wrote | mixture

@@ -123,7 +123,7 @@ def _export():
     workdir = pathlib.Path(WORKDIR.value)
     kind = family_of(read_hparams(workdir)[0].model)
     first_checkpoint.check_new_folder('to_hf', TO_HF.value)
-    run = cli.load_saved_run(WORKDIR.value, say_remaining=False)
+    run = cli.load_saved_run(WORKDIR.value, say_remaining=False).merged
     model, data = run.hparams.model, run.hparams.data
     dtype = DTYPE.value or first_checkpoint.read_note(workdir).get('dtype', 'float32')
     source_files, original = workdir / first_checkpoint.SOURCE_FILES, None
@@ -158,7 +158,7 @@ def _name_separator(folder, tokenizer):
 
 
 def _from_run():
-    from moddepth_jax.conversion.transfer_params import check_convertible
+    from moddepth_jax.conversion.transfer_params import check_convertible, keeps_adapters
     from moddepth_jax.conversion.upcycle import upcycle
     from moddepth_jax.data.pipeline import make_dataset
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
@@ -169,14 +169,16 @@ def _from_run():
 
     source, hparams = FROM_WORKDIR.value, from_config(CONFIG.value)
     before = read_hparams(source)[0]
-    check_convertible(before, hparams)
     check_trainable(hparams)
+    keeps = keeps_adapters(before, hparams)
+    check_convertible(before if keeps else before.without_adapters, hparams)
     tokenizer = tokenizer_of(before.data, source)
     check_teacher(hparams, tokenizer)
     if hparams.data.tokenizer not in ('prepared', before.data.tokenizer, tokenizer.name):
         right = f'the run that is converted has {before.data.tokenizer!r}'
         raise ValueError(f'data.tokenizer={hparams.data.tokenizer!r}: {right}')
     run = cli.load_saved_run(source)
+    run = run if keeps else run.merged
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     params, averages, note = upcycle(run, hparams, dataset, measure_loss)
     if dtype := first_checkpoint.read_note(source).get('dtype'):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.hparams import Hparams, ModelHparams
+from moddepth_jax.model.adapters import ADAPTER
 from moddepth_jax.model.stack import Stack
 from moddepth_jax.training.evaluate import evaluate
 
@@ -31,7 +32,7 @@ def skip_parts(params: dict, kept_L2, *, model: ModelHparams) -> dict:
     numbers = Stack(model, 'top_c').layer_numbers
 
     def skip(path, leaf):
-        run, layer, *names = (key.key for key in path)
+        run, layer, *names = (key.key for key in path if key.key != ADAPTER)
         parts = names[-3:-1] == ['attention', 'out'], 'mlp' in names and names[-2] == 'w2'
         if not any(parts):
             return leaf

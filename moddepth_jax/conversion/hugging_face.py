@@ -11,7 +11,11 @@ import numpy as np
 
 from moddepth_jax.conversion.families import family_of
 from moddepth_jax.conversion.tensor_files import TensorFiles, write_tensors
-from moddepth_jax.conversion.transfer_params import abstract_params, layer_numbers
+from moddepth_jax.conversion.transfer_params import (
+    abstract_params,
+    layer_numbers,
+    with_new_adapters,
+)
 from moddepth_jax.hparams import Hparams, ModelHparams
 
 HEAD, TABLE = 'lm_head.weight', 'model.embed_tokens.weight'
@@ -101,7 +105,8 @@ def import_params(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, st
                 ours[tensor.repeat] = theirs.reshape(ours[tensor.repeat].shape)
             return jnp.asarray(ours)
 
-        params = jax.tree_util.tree_map_with_path(leaf, abstract_params(hparams))
+        wanted = abstract_params(hparams.without_adapters)
+        params = with_new_adapters(jax.tree_util.tree_map_with_path(leaf, wanted), hparams)
         dtypes = set(files.dtypes.values())
     return params, dtypes.pop() if len(dtypes) == 1 else 'float32'
 

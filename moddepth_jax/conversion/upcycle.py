@@ -15,6 +15,7 @@ from moddepth_jax.conversion.init_from_dense import (
 )
 from moddepth_jax.conversion.transfer_params import check_convertible, transfer_params
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.adapters import ADAPTER
 from moddepth_jax.model.transformer import average_shapes
 
 _SAME = 1e-3  # nats: a first loss this close to the dense one counts as the same
@@ -33,8 +34,9 @@ def upcycle(run, hparams: Hparams, dataset, measure_loss: Callable) -> tuple[dic
     averages |= {name: leaf for name, leaf in run.state.averages.items() if name in averages}
     dense_loss = functools.partial(measure_loss, run.state.params, run.state.averages, run.hparams)
     first_hparams, errors, note = hparams.at(hparams.stages[0]), {}, {}
-    has_slots = any('_slot.' in name for name in new)
-    if has_slots or any(name.endswith('.router.w') for name in new):
+    changing = [name for name in new if f'.{ADAPTER}.' not in name]
+    has_slots = any('_slot.' in name for name in changing)
+    if has_slots or any(name.endswith('.router.w') for name in changing):
         tokens = hparams.data.batch_size * hparams.data.sequence_length
         num_batches = -(-TOKENS_PER_WIDTH * hparams.model.d_model // tokens)
         batches = map(dataset.train_batch, range(num_batches))
@@ -64,10 +66,10 @@ def upcycle(run, hparams: Hparams, dataset, measure_loss: Callable) -> tuple[dic
         'dense_loss': dense,
         'first_loss': first,
         'difference': first - dense,
-        'why': 'every parameter is that of the run',
+        'why': 'every parameter is that of the run' + ', and new adapters add 0' * bool(new),
         'new_parameters': new,
     }
-    if new or not run.hparams.model.routed_layers:
+    if changing or not (new or run.hparams.model.routed_layers):
         note['why'] = explain_difference(hparams, errors, abs(first - dense) <= _SAME)
     if len(hparams.stages) > 1:
         last = hparams.at(hparams.stages[-1])

@@ -228,6 +228,11 @@ class Hparams:
             return self
         return dataclasses.replace(self, model=dataclasses.replace(self.model, loops=loops))
 
+    @property
+    def without_adapters(self) -> 'Hparams':
+        """These hyper-parameters, of a model whose adapters are merged."""
+        return dataclasses.replace(self, model=self.model.without_adapters)
+
     def at(self, stage: Stage) -> 'Hparams':
         """These hyper-parameters, with the capacity of a stage of training."""
         if not self.model.routed_layers:

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.transformer import causal_routing
 from moddepth_jax.training import multihost
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
@@ -57,6 +58,16 @@ class SavedRun:
             raise ValueError(f'--loops={loops}: {right}')
         hparams, state = self.hparams.with_loops(loops), self.state.replace(averages={})
         return dataclasses.replace(self, hparams=hparams, state=state)
+
+    @property
+    def merged(self) -> 'SavedRun':
+        """The run with its adapters merged into the matrices that they belong to."""
+        if not self.hparams.model.adapters.rank:
+            return self
+        params = jax.device_get(self.state.params)
+        params |= {'stack': merge_adapters(params['stack'], self.hparams.model)}
+        state = self.state.replace(params=params)
+        return dataclasses.replace(self, hparams=self.hparams.without_adapters, state=state)
 
     @property
     def hparams_of_stage(self) -> Hparams:

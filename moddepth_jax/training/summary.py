@@ -18,6 +18,7 @@ from kernels_pallas.backends import log_lines
 from kernels_pallas.xla import sequence
 from moddepth_jax.data.directory import check_fields, read_json, write_atomically
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.adapters import ADAPTER
 from moddepth_jax.training import devices
 from moddepth_jax.training.checkpoint import state_sha256
 from moddepth_jax.training.metrics import replace_nonfinite
@@ -70,7 +71,7 @@ def active_parameters(hparams: Hparams, params) -> int:
     experts, active = hparams.model.experts, 0.0
     share = experts.top_k / experts.num_choices
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        names = [getattr(key, 'key', None) for key in path]
+        names = [name for key in path if (name := getattr(key, 'key', None)) != ADAPTER]
         of_experts = names[-3:-1] in [['mlp', name] for name in ('w1', 'w2', 'w3')]
         routed = experts.choice != 'none' and of_experts and leaf.ndim == 4
         active += leaf.size * (share if routed else 1)
