@@ -9,9 +9,9 @@ python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_mod \\
     --config.model.routing.capacity_stages=1:0.2 --config.training.num_steps=2000
 
 --from_workdir also starts a run with other data or other knobs of training from the parameters of
-any run, at its newest checkpoint or at --step. The folder of --from_hf holds config.json and
-*.safetensors of a model of a family that docs/convert.md lists; a dense run of the same kind can be
-exported as one.
+any run, at its newest checkpoint or at --step; --drop_blocks=2,5 leaves out blocks of a dense run.
+The folder of --from_hf holds config.json and *.safetensors of a model of a family that
+docs/convert.md lists; a dense run of the same kind can be exported as one.
 --from_hf and --from_workdir make a run before its first step, for launch.generate, launch.evaluate,
 and launch.train --config=WORKDIR/config.json.
 """
@@ -30,6 +30,7 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run, new but fo
 FROM_HF = flags.DEFINE_string('from_hf', None, 'Folder of a Hugging Face model to import.')
 TO_HF = flags.DEFINE_string('to_hf', None, 'New folder for --workdir as a Hugging Face model.')
 FROM_WORKDIR = flags.DEFINE_string('from_workdir', None, 'Run whose parameters --workdir gets.')
+DROP_BLOCKS = flags.DEFINE_list('drop_blocks', [], 'Blocks, such as 2,5, that --workdir lacks.')
 cli.define_step()
 DTYPE = flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16', 'float16'], 'Of --to_hf.')
 SEPARATOR = flags.DEFINE_string('separator', None, 'Token that starts documents of --from_hf.')
@@ -158,7 +159,11 @@ def _name_separator(folder, tokenizer):
 
 
 def _from_run():
-    from moddepth_jax.conversion.transfer_params import check_convertible, keeps_adapters
+    from moddepth_jax.conversion.transfer_params import (
+        check_convertible,
+        keeps_adapters,
+        without_blocks,
+    )
     from moddepth_jax.conversion.upcycle import upcycle
     from moddepth_jax.data.pipeline import make_dataset
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
@@ -168,10 +173,15 @@ def _from_run():
     from moddepth_jax.training.trainable import check_trainable
 
     source, hparams = FROM_WORKDIR.value, from_config(CONFIG.value)
-    before = read_hparams(source)[0]
+    before, dropped = read_hparams(source)[0], _dropped_blocks(hparams)
     check_trainable(hparams)
     keeps = keeps_adapters(before, hparams)
-    check_convertible(before if keeps else before.without_adapters, hparams)
+    smaller = without_blocks(before if keeps else before.without_adapters, dropped)
+    left = smaller.model.num_layers
+    if dropped and hparams.model.num_layers != left:
+        found = f'--drop_blocks={",".join(DROP_BLOCKS.value)}: leaves {left} blocks'
+        raise ValueError(f'{found}; set --config.model.num_layers={left}')
+    check_convertible(smaller, hparams)
     tokenizer = tokenizer_of(before.data, source)
     check_teacher(hparams, tokenizer)
     if hparams.data.tokenizer not in ('prepared', before.data.tokenizer, tokenizer.name):
@@ -180,7 +190,7 @@ def _from_run():
     run = cli.load_saved_run(source)
     run = run if keeps else run.merged
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
-    params, averages, note = upcycle(run, hparams, dataset, measure_loss)
+    params, averages, note = upcycle(run, hparams, dataset, measure_loss, dropped)
     if dtype := first_checkpoint.read_note(source).get('dtype'):
         note['dtype'] = dtype
     files = sorted((pathlib.Path(source) / first_checkpoint.SOURCE_FILES).glob('*'))
@@ -190,6 +200,17 @@ def _from_run():
     print(f'  first step  {note["first_loss"]:.4f}  {note["difference"]:+.4f}: {note["why"]}')
     if 'loss_at_last_capacity' in note:
         print(f'  untrained at the last capacity  {note["loss_at_last_capacity"]:.4f}')
+
+
+def _dropped_blocks(hparams):
+    """The numbers of --drop_blocks, of a run that adds nothing else."""
+    text = ','.join(DROP_BLOCKS.value)
+    if not all(number.strip().isdecimal() for number in DROP_BLOCKS.value):
+        raise ValueError(f'--drop_blocks={text}: must be numbers of blocks, such as 2,5')
+    if text and (hparams.model.routed_layers or hparams.model.depth.stream != 'residual'):
+        right = 'makes a dense run; convert that one to add routing or a depth stream'
+        raise ValueError(f'--drop_blocks={text}: {right}')
+    return tuple(map(int, DROP_BLOCKS.value))
 
 
 def measure_loss(params, averages, hparams, dataset):
@@ -223,6 +244,9 @@ def main(_):
         first_checkpoint.check_new_folder('workdir', workdir)
         if DTYPE.value is not None:
             raise ValueError(f'--dtype={DTYPE.value}: belongs to --to_hf; parameters are float32')
+        if given == ['from_hf'] and DROP_BLOCKS.value:
+            text = ','.join(DROP_BLOCKS.value)
+            raise ValueError(f'--drop_blocks={text}: belongs to --from_workdir')
         if given == ['from_hf'] and flags.FLAGS.step is not None:
             raise ValueError(f'--step={flags.FLAGS.step}: belongs to a run, and not to --from_hf')
     elif list(config_file.overrides()) or not defaulted:

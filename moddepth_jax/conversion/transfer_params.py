@@ -66,6 +66,26 @@ def check_convertible(source: Hparams, target: Hparams):
             raise ValueError(f'{found}; {right}')
 
 
+def without_blocks(source: Hparams, dropped: tuple[int, ...]) -> Hparams:
+    """A dense model with fewer blocks, which keep their order.
+
+    Raises ValueError, one line, for a number that is no block, and for a model whose blocks are not
+    all alike.
+    """
+    model, all_dropped = source.model, ','.join(map(str, dropped))
+    if not dropped:
+        return source
+    left = model.num_layers - len({*dropped})
+    if not {*dropped} <= {*range(model.num_layers)} or len({*dropped}) < len(dropped) or not left:
+        right = f'must be different numbers from 0 to {model.num_layers - 1}, and not all of them'
+        raise ValueError(f'dropped blocks {all_dropped}: {right}')
+    kinds = {*Stack(model, 'top_c').stored_kinds}
+    if len(kinds) > 1 or model.looped or model.looks_ahead or model.depth.stream != 'residual':
+        right = 'all blocks must be alike and dense, of the residual stream; drop them first'
+        raise ValueError(f'dropped blocks {all_dropped}: {right}')
+    return dataclasses.replace(source, model=dataclasses.replace(model, num_layers=left))
+
+
 def keeps_adapters(source: Hparams, target: Hparams) -> bool:
     """Whether a conversion keeps the adapters of the source: all parameters are the same.
 
@@ -101,13 +121,18 @@ def in_layer(keys: tuple) -> tuple[int, int, tuple]:
     return int(run.removeprefix('run_')), int(index.removeprefix('layer_')), tuple(name)
 
 
-def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tuple[dict, list[str]]:
+def transfer_params(
+    source: ModelHparams, params: dict, target: Hparams, dropped: tuple[int, ...] = ()
+) -> tuple[dict, list[str]]:
     """Parameters of the target: leaves of the source bit for bit, new ones initialized.
+
+    Without the blocks of the source that are `dropped`, of `without_blocks`.
 
     `check_convertible` accepts both; the source has no adapters, or the target the same. Also
     returns the names of the leaves that are new, such as stack.run_1.layer_0.router.w.
     """
     numbers, found = layer_numbers(source), {}
+    kept = [number for number in range(source.num_layers) if number not in dropped]
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         keys, leaf = _keys(path), np.asarray(leaf)  # on the host: no program per shape
         if keys[0] != 'stack':
@@ -115,7 +140,9 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
             continue
         i, j, name = in_layer(keys)
         for repeat in range(len(leaf)):
-            found[numbers[i, repeat, j], name] = leaf[repeat]
+            number = numbers[i, repeat, j]
+            if number not in dropped:  # those of an entry and an exit are negative
+                found[kept.index(number) if number >= 0 else number, name] = leaf[repeat]
     numbers, runs = layer_numbers(target.model), Stack(target.model, 'top_c').stored_runs
     new, fresh, routers = [], {}, {}
     if target.model.routing.routes_loops:

@@ -13,7 +13,11 @@ from moddepth_jax.conversion.init_from_dense import (
     fit_slots,
     layer_moments,
 )
-from moddepth_jax.conversion.transfer_params import check_convertible, transfer_params
+from moddepth_jax.conversion.transfer_params import (
+    check_convertible,
+    transfer_params,
+    without_blocks,
+)
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.adapters import ADAPTER
 from moddepth_jax.model.transformer import average_shapes
@@ -21,15 +25,17 @@ from moddepth_jax.model.transformer import average_shapes
 _SAME = 1e-3  # nats: a first loss this close to the dense one counts as the same
 
 
-def upcycle(run, hparams: Hparams, dataset, measure_loss: Callable) -> tuple[dict, dict, dict]:
+def upcycle(
+    run, hparams: Hparams, dataset, measure_loss: Callable, dropped: tuple[int, ...] = ()
+) -> tuple[dict, dict, dict]:
     """Parameters and averages of a new run before its first step, and what convert.json says.
 
     `run` is a SavedRun that `check_convertible` accepts, else a ValueError; `measure_loss` takes
     parameters, averages, hparams and dataset, and returns the held-out nats per target as training
-    counts them.
+    counts them. The new run has all blocks but those that are `dropped`, of `without_blocks`.
     """
-    check_convertible(run.hparams, hparams)
-    params, new = transfer_params(run.hparams.model, run.state.params, hparams)
+    check_convertible(without_blocks(run.hparams, dropped), hparams)
+    params, new = transfer_params(run.hparams.model, run.state.params, hparams, dropped)
     averages = {name: jnp.zeros(shape) for name, shape in average_shapes(hparams.model).items()}
     averages |= {name: leaf for name, leaf in run.state.averages.items() if name in averages}
     dense_loss = functools.partial(measure_loss, run.state.params, run.state.averages, run.hparams)
@@ -71,6 +77,8 @@ def upcycle(run, hparams: Hparams, dataset, measure_loss: Callable) -> tuple[dic
     }
     if changing or not (new or run.hparams.model.routed_layers):
         note['why'] = explain_difference(hparams, errors, abs(first - dense) <= _SAME)
+    if dropped:
+        note |= {'why': f'without blocks {", ".join(map(str, dropped))}', 'dropped': dropped}
     if len(hparams.stages) > 1:
         last = hparams.at(hparams.stages[-1])
         note['loss_at_last_capacity'] = measure_loss(params, averages, last, dataset)

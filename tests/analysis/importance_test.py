@@ -6,6 +6,7 @@ import pytest
 
 from moddepth_jax.analysis.importance import PARTS, block_importance, check_importance, skip_parts
 from moddepth_jax.analysis.layer_walk import layer_deltas
+from moddepth_jax.conversion.transfer_params import transfer_params, without_blocks
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.evaluate import eval_step, evaluate
@@ -33,14 +34,14 @@ def test_the_cost_of_a_block_is_the_loss_without_it(tiny_config):
         )
         assert (eval_step._cache_size(), skip_parts._cache_size()) == (traced[0] + 1, traced[1] + 1)
         assert len(passes) == 1 + 3 * len(PARTS)
-        base, stack = loss(variables, hparams), variables['params']['stack']
+        base = loss(variables, hparams)
         assert {name: found[name] for name in ('loss', 'bits_per_byte', 'targets')} == {
             name: base[name] for name in ('loss', 'bits_per_byte', 'targets')
         }
         for layer, row in enumerate(found['blocks']):
-            others = [other for other in range(3) if other != layer]
-            params = {'stack': jax.tree.map(lambda leaf, at=others: leaf[at], stack)}
-            wanted = loss({'params': variables['params'] | params}, smaller)
+            assert without_blocks(hparams, (layer,)) == smaller
+            params, _ = transfer_params(hparams.model, variables['params'], smaller, (layer,))
+            wanted = loss({'params': params}, smaller)
             assert row['layer'] == layer and not row['routed']
             for name, cost in (('loss', 'cost'), ('bits_per_byte', 'cost_bits')):
                 assert row['block'][name] == pytest.approx(wanted[name], abs=1e-5)
