@@ -91,6 +91,8 @@ def keeps_adapters(source: Hparams, target: Hparams) -> bool:
 
     If not, they are merged, and those of the target are new.
     """
+    if not source.model.adapters.rank:
+        return True  # there are none
     same = source.model.adapters == target.model.adapters
     return same and abstract_params(source) == abstract_params(target)
 
@@ -98,7 +100,8 @@ def keeps_adapters(source: Hparams, target: Hparams) -> bool:
 def abstract_params(hparams: Hparams):
     """Shapes and dtypes of the parameters of a model."""
     tokens_BT = jax.ShapeDtypeStruct((1, hparams.data.sequence_length), 'int32')
-    return jax.eval_shape(Transformer(hparams).init, jax.random.key(0), tokens_BT)['params']
+    key = jax.eval_shape(jax.random.key, 0)  # no program for a key
+    return jax.eval_shape(Transformer(hparams).init, key, tokens_BT)['params']
 
 
 def layer_numbers(model: ModelHparams) -> dict[tuple[int, int, int], int]:

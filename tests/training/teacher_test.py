@@ -1,6 +1,7 @@
 """A run with a teacher also learns its distributions, and the teacher never changes."""
 
 import dataclasses
+import json
 import shutil
 
 import jax
@@ -12,8 +13,10 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import dot_general_flops, forward_flops, train_step_flops
 from moddepth_jax.training import loop
 from moddepth_jax.training.checkpoint import state_sha256
+from moddepth_jax.training.mesh import make_mesh, state_shardings
+from moddepth_jax.training.metrics import read_metrics
 from moddepth_jax.training.plan import run_flops
-from moddepth_jax.training.saved_run import load_run
+from moddepth_jax.training.saved_run import load_run, load_teacher
 from moddepth_jax.training.summary import step_flops_report
 from moddepth_jax.training.teacher import (
     Teacher,
@@ -23,11 +26,14 @@ from moddepth_jax.training.teacher import (
     teacher_flops,
 )
 from moddepth_jax.training.train_step import init_state, train_step
+from tests import conftest
+from tests.devices import on_devices
 from tests.saved_run import save_run
 from tests.training.toy_steps import NUM_STEPS, ROUTED, forward, initial, make_batch
 
 pytestmark = pytest.mark.usefixtures('compiled_once')
 SMALL = {'model.d_model': 16, 'model.num_layers': 1, 'seed': 3}
+WIDE = {'model.routing.router': 'position', 'training.max_unsharded': 1.0}
 step = jax.jit(train_step)
 
 
@@ -161,3 +167,28 @@ def test_a_teacher_with_another_tokenizer_is_refused(tiny_config, dense):
 def test_a_step_without_its_teacher_is_refused(tiny_config, dense, teacher):
     with pytest.raises(ValueError, match='needs the Teacher of that run'):
         train_step(initial(taught(tiny_config, dense)), make_batch(0))
+
+
+def on_four_devices(folder, runs):
+    """Trains on one device and on four; prints the rows of metrics of both."""
+    hparams, found = taught(conftest._tiny_config, folder, **WIDE), []
+    for mesh_spec in ('data=1', 'fsdp=2,tensor=2'):
+        run = loop.train(hparams, f'{runs}/{mesh_spec}', mesh_spec)
+        rows = [row for row in read_metrics(run.workdir) if 'loss' in row]
+        found.append([(row['loss'], row['teacher_divergence']) for row in rows])
+    mesh = make_mesh(mesh_spec)
+    variables = load_teacher(hparams, mesh, {}).variables
+    shardings = jax.tree.leaves(state_shardings(mesh, variables))
+    leaves = jax.tree.leaves(variables)
+    placed = [leaf.sharding == to for leaf, to in zip(leaves, shardings, strict=True)]
+    print(json.dumps({'rows': found, 'placed': placed}))
+
+
+@pytest.mark.slow
+def test_a_teacher_is_split_as_the_model(dense, tmp_path):
+    """Over four devices the run has the losses of one, and the teacher lies as declared."""
+    code = 'import sys; from tests.training import teacher_test as test; '
+    code += 'test.on_four_devices(*sys.argv[1:])'
+    found = on_devices(4, code, str(dense), str(tmp_path))
+    np.testing.assert_allclose(*found['rows'], rtol=1e-5)
+    assert all(found['placed'])
