@@ -173,6 +173,7 @@ RULES = (
     # (what the command contains, appended, reason); the first that fits.
     ('launch.convert runs/dropped', '--config.training.num_steps=4', 'few steps'),
     ('launch.convert runs/routers_only', '--config.training.num_steps=4', 'few steps'),
+    ('launch.convert runs/routed_at_once', '--config.training.num_steps=4', 'few steps'),
     ('--config=runs/', '', 'its run was made by a command above, and is as small'),
     ('launch.train runs/pretrained', f'{SHORT} --config.model.num_layers=6', 'few steps'),
     ('launch.train --dry_run', '--config.model.num_layers=2 --mesh=fsdp=2', 'compiles'),

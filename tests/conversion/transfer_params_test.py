@@ -129,7 +129,9 @@ def test_a_model_with_the_same_parameters_gets_all_of_them(kind, tiny_config):
     assert not new
 
 
-@pytest.mark.parametrize('changes', [{}, MOD], ids=['dense', 'routed'])
+@pytest.mark.parametrize(
+    'changes', [{}, pytest.param(MOD, marks=pytest.mark.slow)], ids=['dense', 'routed']
+)
 def test_new_adapters_add_nothing(changes, tiny_config):
     """All other leaves are those of a conversion without adapters; each adapter is named as new."""
     source = from_config(tiny_config(**DENSE['olmo2']))

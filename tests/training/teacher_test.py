@@ -86,7 +86,7 @@ def trained(state, batch, teacher, num_steps=12):
     return found, metrics
 
 
-@pytest.mark.parametrize('parts', [1, 2])
+@pytest.mark.parametrize('parts', [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_model_that_is_its_teacher_learns_nothing(tiny_config, dense, parts):
     """No divergence and no gradient, but for rounding."""
     knobs = {'training.distill_weight': 1.0, 'optimizer.z_loss': 0.0, 'model.remat': 'block'}
@@ -123,6 +123,7 @@ def test_the_teacher_is_counted(tiny_config, dense):
     assert shapes == jax.tree.map(lambda leaf: leaf.shape, load_run(dense).state.variables)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_teacher_resumes_to_the_bit(tiny_config, dense, tmp_path, signals):
     """From the teacher that it began with, which must still be there; that one keeps its bits."""
     folder = shutil.copytree(dense, tmp_path / 'dense')
