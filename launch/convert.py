@@ -13,10 +13,11 @@ python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_looped \\
     --config.model.looped_layers=middle:3:3 --config.model.loops=4
 
 --from_workdir also starts a run with other data or other knobs of training from the parameters of
-any run, at its newest checkpoint or at --step. The folder of --from_hf holds config.json and
-*.safetensors of a model of a family that docs/convert.md lists, or of an export from here. A dense
-run of the same kind is exported as one of that family, others with PyTorch code of their own, which
-transformers runs with trust_remote_code=True.
+any run, at its newest checkpoint or at --step; --drop_blocks=2,5 leaves out blocks of a dense run.
+The folder of --from_hf holds config.json and *.safetensors of a model of a family that
+docs/convert.md lists, or of an export from here. A dense run of the same kind is exported as one of
+that family, others with PyTorch code of their own, which transformers runs with
+trust_remote_code=True.
 --from_hf and --from_workdir make a run before its first step, for launch.generate, launch.evaluate,
 and launch.train --config=WORKDIR/config.json.
 """
@@ -36,6 +37,7 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run, new but fo
 FROM_HF = flags.DEFINE_string('from_hf', None, 'Folder of a Hugging Face model to import.')
 TO_HF = flags.DEFINE_string('to_hf', None, 'New folder for --workdir as a Hugging Face model.')
 FROM_WORKDIR = flags.DEFINE_string('from_workdir', None, 'Run whose parameters --workdir gets.')
+DROP_BLOCKS = flags.DEFINE_list('drop_blocks', [], 'Blocks, such as 2,5, that --workdir lacks.')
 cli.define_step()
 DTYPE = flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16', 'float16'], 'Of --to_hf.')
 SHARE = flags.DEFINE_string(
@@ -153,7 +155,7 @@ def _export():
     workdir = pathlib.Path(WORKDIR.value)
     kind, no_family = torch_folder.kind_of(read_hparams(workdir)[0].model)
     first_checkpoint.check_new_folder('to_hf', TO_HF.value)
-    run = cli.load_saved_run(WORKDIR.value, say_remaining=False)
+    run = cli.load_saved_run(WORKDIR.value, say_remaining=False).merged
     model, data = run.hparams.model, run.hparams.data
     dtype = DTYPE.value or first_checkpoint.read_note(workdir).get('dtype', 'float32')
     source_files, original = workdir / first_checkpoint.SOURCE_FILES, None
@@ -197,28 +199,44 @@ def _name_separator(folder, tokenizer):
 
 def _from_run():
     from moddepth_jax.conversion.share_layers import shared_layers
-    from moddepth_jax.conversion.transfer_params import check_convertible
+    from moddepth_jax.conversion.transfer_params import (
+        check_convertible,
+        keeps_adapters,
+        without_blocks,
+    )
     from moddepth_jax.conversion.upcycle import upcycle
     from moddepth_jax.data.pipeline import make_dataset
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.hparams import from_config
     from moddepth_jax.training.saved_run import read_hparams
+    from moddepth_jax.training.teacher import check_teacher
     from moddepth_jax.training.trainable import check_trainable
 
     source, hparams = FROM_WORKDIR.value, from_config(CONFIG.value)
-    before = read_hparams(source)[0]
+    before, dropped = read_hparams(source)[0], _dropped_blocks(hparams)
+    if dropped and SHARE.value is not None:
+        right = 'cannot be given with --share_layers, which may list the layers that stay'
+        raise ValueError(f'--drop_blocks={",".join(DROP_BLOCKS.value)}: {right}')
+    check_trainable(hparams)
+    keeps = keeps_adapters(before, hparams)
+    smaller = without_blocks(before if keeps else before.without_adapters, dropped)
+    left = smaller.model.num_layers
+    if dropped and hparams.model.num_layers != left:
+        found = f'--drop_blocks={",".join(DROP_BLOCKS.value)}: leaves {left} blocks'
+        raise ValueError(f'{found}; set --config.model.num_layers={left}')
     if SHARE.value is None:
-        check_convertible(before, hparams)
+        check_convertible(smaller, hparams)
     else:
         shared_layers(before.model, hparams.model, SHARE.value)
-    check_trainable(hparams)
     tokenizer = tokenizer_of(before.data, source)
+    check_teacher(hparams, tokenizer)
     if hparams.data.tokenizer not in ('prepared', before.data.tokenizer, tokenizer.name):
         right = f'the run that is converted has {before.data.tokenizer!r}'
         raise ValueError(f'data.tokenizer={hparams.data.tokenizer!r}: {right}')
     run = cli.load_saved_run(source)
+    run = run if keeps else run.merged
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
-    params, averages, note = upcycle(run, hparams, dataset, measure_loss, SHARE.value)
+    params, averages, note = upcycle(run, hparams, dataset, measure_loss, SHARE.value, dropped)
     if dtype := first_checkpoint.read_note(source).get('dtype'):
         note['dtype'] = dtype
     files = sorted((pathlib.Path(source) / first_checkpoint.SOURCE_FILES).glob('*'))
@@ -228,6 +246,17 @@ def _from_run():
     print(f'  first step  {note["first_loss"]:.4f}  {note["difference"]:+.4f}: {note["why"]}')
     if 'loss_at_last_capacity' in note:
         print(f'  untrained at the last capacity  {note["loss_at_last_capacity"]:.4f}')
+
+
+def _dropped_blocks(hparams):
+    """The numbers of --drop_blocks, of a run that adds nothing else."""
+    text = ','.join(DROP_BLOCKS.value)
+    if not all(number.strip().isdecimal() for number in DROP_BLOCKS.value):
+        raise ValueError(f'--drop_blocks={text}: must be numbers of blocks, such as 2,5')
+    if text and (hparams.model.routed_layers or hparams.model.depth.stream != 'residual'):
+        right = 'makes a dense run; convert that one to add routing or a depth stream'
+        raise ValueError(f'--drop_blocks={text}: {right}')
+    return tuple(map(int, DROP_BLOCKS.value))
 
 
 def measure_loss(params, averages, hparams, dataset):
@@ -263,6 +292,9 @@ def main(_):
         first_checkpoint.check_new_folder('workdir', workdir)
         if DTYPE.value is not None:
             raise ValueError(f'--dtype={DTYPE.value}: belongs to --to_hf; parameters are float32')
+        if given == ['from_hf'] and DROP_BLOCKS.value:
+            text = ','.join(DROP_BLOCKS.value)
+            raise ValueError(f'--drop_blocks={text}: belongs to --from_workdir')
         if given == ['from_hf'] and flags.FLAGS.step is not None:
             raise ValueError(f'--step={flags.FLAGS.step}: belongs to a run, and not to --from_hf')
     elif list(config_file.overrides()) or not defaulted:

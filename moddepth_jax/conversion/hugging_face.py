@@ -11,7 +11,11 @@ import numpy as np
 
 from moddepth_jax.conversion.families import family_of
 from moddepth_jax.conversion.tensor_files import TensorFiles, write_tensors
-from moddepth_jax.conversion.transfer_params import abstract_params, layer_numbers
+from moddepth_jax.conversion.transfer_params import (
+    abstract_params,
+    layer_numbers,
+    with_new_adapters,
+)
 from moddepth_jax.hparams import Hparams, ModelHparams
 
 HEAD, TABLE = 'lm_head.weight', 'model.embed_tokens.weight'
@@ -89,8 +93,8 @@ def import_params(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, st
             if not np.array_equal(files.read(HEAD), files.read(TABLE)):
                 right = 'though tie_word_embeddings is true; set it to false in config.json'
                 raise ValueError(f'{folder}: {HEAD} is not {TABLE}, {right}')
-        params = read_leaves(files, tensors, abstract_params(hparams))
-        return params, common_dtype(files)
+        params = read_leaves(files, tensors, abstract_params(hparams.without_adapters))
+        return with_new_adapters(params, hparams), common_dtype(files)
 
 
 def read_leaves(files: TensorFiles, tensors: list[Tensor], wanted):

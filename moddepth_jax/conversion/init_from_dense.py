@@ -9,6 +9,7 @@ import numpy as np
 
 from moddepth_jax.conversion.transfer_params import in_layer, layer_numbers
 from moddepth_jax.hparams import ModelHparams
+from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.attention import TokenInfo, model_segment_ids
 from moddepth_jax.model.block import Block
 from moddepth_jax.model.layers import apply_rope, embed
@@ -66,7 +67,7 @@ def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -
     Those of a looped block are sums over its loops.
     """
     # On the host: no program per shape.
-    stacked = jax.tree.map(np.asarray, params['stack'])
+    stacked = merge_adapters(jax.tree.map(np.asarray, params['stack']), source)
     layers, totals = list(unstack_layers(Stack(source, 'top_c'), stacked)), None
     for batch in batches:
         tokens_BT = jnp.asarray(batch['tokens_BT'])

@@ -3,7 +3,9 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
+from flax import traverse_util
 
 from launch import first_checkpoint
 from moddepth_jax.conversion.hugging_face import import_params
@@ -11,6 +13,7 @@ from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
 from moddepth_jax.hparams import from_config
+from moddepth_jax.model.adapters import has_adapters
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
 from moddepth_jax.training.loop import restore_or_init
 from moddepth_jax.training.mesh import make_mesh
@@ -158,3 +161,34 @@ def test_a_folder_from_here_with_other_knobs_is_refused(tiny_config, tmp_path):
         assert done.status != 0 and words in done.stderr and 'Traceback' not in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert not (tmp_path / 'new').exists()
+
+
+@pytest.mark.slow
+def test_adapters_are_merged_on_the_way_out(folder):
+    """A run of the imported model with trained adapters is exported, and converted, as one model.
+
+    Both have its held-out loss.
+    """
+    adapters = ('--config.model.adapters.rank=2', '--config.optimizer.trainable=*/adapter/*')
+    made = ('--config=W/config.json', '--config.optimizer.learning_rate=0.03', *adapters)
+    for name, arguments in (
+        ('convert', ('--from_workdir=W', '--workdir=A', *made)),
+        ('train', ('--config=A/config.json', '--workdir=A')),
+        ('convert', ('--from_workdir=A', '--workdir=B', '--config=W/config.json')),
+        ('convert', ('--workdir=A', '--to_hf=merged')),
+    ):
+        done = call(name, *arguments, cwd=folder)
+        assert done.status == 0, done.stderr
+    before, after = (load_run(folder / name) for name in 'AB')
+    note = json.loads((folder / 'B' / 'convert.json').read_text())
+    assert note['dense_loss'] == pytest.approx(note['first_loss'], abs=1e-6)
+    assert note['new_parameters'] == []
+    exported, _ = import_params(folder / 'merged', after.hparams)
+    for path, leaf in traverse_util.flatten_dict(after.state.params).items():
+        other = exported
+        for key in path:
+            other = other[key]
+        np.testing.assert_allclose(leaf, other, atol=1e-7)
+    assert has_adapters(before.state.params) and not has_adapters(after.state.params)
+    note = json.loads((folder / 'A' / 'convert.json').read_text())
+    assert note['difference'] == 0 and 'new adapters add 0' in note['why']
