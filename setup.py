@@ -52,6 +52,7 @@ setuptools.setup(
     package_data={
         'launch': ['slurm.sh', 'jobset.yaml', 'lm_eval_tasks/*.yaml'],
         'moddepth_jax.analysis': ['routing_page.html', 'routing_page.js'],
+        'moddepth_jax.conversion': ['torch_model/*.py'],
         'moddepth_jax.studies': ['claims.toml', 'page.html'],
     },
     python_requires='>=3.11,<3.14',

@@ -104,6 +104,11 @@ def get_config() -> ConfigDict:
     routing.cache_capacity = 1.5  # most tokens of a row that a causal rule selects, over C
     routing.overflow = 'skip'  # tokens beyond: skip (they are dropped) | grow (caches double)
 
+    adapters = model.adapters = ConfigDict()
+    adapters.rank = 0  # r, of the adapters W + (alpha / r) A B (LoRA) of some matrices W; 0: none
+    adapters.alpha = 16.0  # over r the factor on A B, which starts at 0
+    adapters.params = ('*/attention/*', '*/mlp/*')  # globs of names of matrices of the stack
+
     data = config.data = ConfigDict()
     # stdlib | python_environment | synthetic | recall | a glob of text files, as launch.prepare
     # reads them | the folder that launch.prepare wrote | mixture
@@ -144,6 +149,9 @@ def get_config() -> ConfigDict:
     training.max_nan_steps = 5  # non-finite steps in a row that end the run; each is skipped
     training.max_unsharded = 0.1  # share of parameters that fsdp and tensor may leave unsharded
     training.loss_chunk = 0  # most tokens of a device with logits at once; 0: what fits 256 MiB
+    training.distill_from = ''  # work directory of a run whose next-token distributions to learn
+    training.distill_weight = 0.5  # w: the loss is (1 - w) nll + w T^2 KL(teacher || model)
+    training.distill_temperature = 1.0  # T, which divides the logits of both
     training.compilation_cache = True  # keep compiled programs under the user's cache directory
 
     evaluation = config.evaluation = ConfigDict()

@@ -322,6 +322,24 @@ def load_saved_run(workdir: str, mesh_of=None, say_remaining=True):
     return run
 
 
+def load_own_data(run, tokenizer, right: str):
+    """The dataset of a SavedRun, or what would be `right`; warns on stderr if it has changed."""
+    from moddepth_jax.data.pipeline import check_fingerprint, make_dataset
+    from moddepth_jax.training import multihost
+
+    try:
+        dataset = make_dataset(run.hparams.data, run.hparams.seed, tokenizer=tokenizer)
+    except ValueError as error:
+        raise ValueError(f'{error}; {right}') from None
+    try:
+        check_fingerprint(run.fingerprint, dataset.fingerprint)
+    except ValueError as error:
+        found = str(error).split(';')[0]
+        if multihost.is_leader():
+            print(f'{found}: what is held out now may have been trained on', file=sys.stderr)
+    return dataset
+
+
 def _print_notes():
     while _notes:
         from moddepth_jax.training.progress import printable

@@ -8,14 +8,21 @@ python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_mod \\
     --config=runs/smol/config.json --config.model.routing.router=learned \\
     --config.model.routing.capacity_stages=1:0.2 --config.training.num_steps=2000
 
+python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_looped \\
+    --config=runs/smol/config.json --share_layers=average --config.model.num_layers=12 \\
+    --config.model.looped_layers=middle:3:3 --config.model.loops=4
+
 --from_workdir also starts a run with other data or other knobs of training from the parameters of
-any run, at its newest checkpoint or at --step. The folder of --from_hf holds config.json and
-*.safetensors of a model of a family that docs/convert.md lists; a dense run of the same kind can be
-exported as one.
+any run, at its newest checkpoint or at --step; --drop_blocks=2,5 leaves out blocks of a dense run.
+The folder of --from_hf holds config.json and *.safetensors of a model of a family that
+docs/convert.md lists, or of an export from here. A dense run of the same kind is exported as one of
+that family, others with PyTorch code of their own, which transformers runs with
+trust_remote_code=True.
 --from_hf and --from_workdir make a run before its first step, for launch.generate, launch.evaluate,
 and launch.train --config=WORKDIR/config.json.
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -30,8 +37,15 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run, new but fo
 FROM_HF = flags.DEFINE_string('from_hf', None, 'Folder of a Hugging Face model to import.')
 TO_HF = flags.DEFINE_string('to_hf', None, 'New folder for --workdir as a Hugging Face model.')
 FROM_WORKDIR = flags.DEFINE_string('from_workdir', None, 'Run whose parameters --workdir gets.')
+DROP_BLOCKS = flags.DEFINE_list('drop_blocks', [], 'Blocks, such as 2,5, that --workdir lacks.')
 cli.define_step()
 DTYPE = flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16', 'float16'], 'Of --to_hf.')
+SHARE = flags.DEFINE_string(
+    'share_layers',
+    None,
+    'How blocks of a looped model are made of layers of a dense --from_workdir: average, first, '
+    'last, or a layer for each block, as 0,2,3.',
+)
 SEPARATOR = flags.DEFINE_string('separator', None, 'Token that starts documents of --from_hf.')
 TOKENIZERS = ('tokenizer.json', 'tokenizer.model')
 TOKENIZER_FILES = (*TOKENIZERS, 'tokenizer_config.json', 'special_tokens_map.json')
@@ -40,27 +54,33 @@ COPIED_FILES = (*TOKENIZER_FILES, 'generation_config.json')
 
 
 def _import():
-    from moddepth_jax.conversion.families import CONFIG_FILE, knobs_of, read_config
+    from moddepth_jax.conversion.families import CONFIG_FILE, OWN_TYPE, knobs_of, read_config
 
     folder = pathlib.Path(FROM_HF.value)
     if len(folder.parts) == 2 and not folder.exists():  # perhaps ORGANISATION/NAME
         right = f'download it first: hf download {folder} --local-dir {folder.name}'
         raise ValueError(f'--from_hf={folder}: no such folder; {right}')
     given = read_config(folder)
-    hparams, tokenizer = _hparams_and_tokenizer(folder, knobs_of(given, str(folder / CONFIG_FILE)))
+    knobs, own = knobs_of(given, str(folder / CONFIG_FILE)), given['model_type'] == OWN_TYPE
+    context = given.get('max_position_embeddings') if own else None
+    hparams, tokenizer = _hparams_and_tokenizer(folder, knobs, context)
 
-    from moddepth_jax.conversion.hugging_face import import_params  # imports JAX: takes a while
+    from moddepth_jax.conversion import torch_folder  # imports JAX: takes a while
+    from moddepth_jax.conversion.hugging_face import import_params
     from moddepth_jax.data.pipeline import make_dataset
     from moddepth_jax.training.summary import num_parameters
     from moddepth_jax.training.trainable import check_trainable
 
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     check_trainable(hparams)
-    params, dtype = import_params(folder, hparams)
+    if own:
+        params, averages, dtype = torch_folder.import_model(folder, hparams)
+    else:
+        (params, dtype), averages = import_params(folder, hparams), {}
     files = _existing(folder, (CONFIG_FILE, *COPIED_FILES))
     name, kind = folder.resolve().name, given['model_type']
     note = {'from': 'hugging face', 'name': name, 'model_type': kind, 'dtype': dtype}
-    first_checkpoint.write_new_run(WORKDIR.value, hparams, params, {}, dataset, note, files)
+    first_checkpoint.write_new_run(WORKDIR.value, hparams, params, averages, dataset, note, files)
     print(f'{name}: {kind}, {num_parameters(params):,} parameters, {dtype}, now float32')
     if tokenizer.name == 'bytes':
         print(f'{name} has no tokenizer: its ids are used as bytes')
@@ -76,19 +96,29 @@ def _existing(folder, names):
     return filter(os.path.lexists, (folder / name for name in names))
 
 
-def _hparams_and_tokenizer(folder, knobs):
-    """Hyper-parameters and tokenizer of a run of the model in `folder`."""
+def _hparams_and_tokenizer(folder, knobs, context):
+    """Hyper-parameters and tokenizer of a run of the model in `folder`.
+
+    `context`: of one that was exported from here, the length of its rows; or None.
+    """
     from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
     from moddepth_jax.hparams import from_config
+    from moddepth_jax.training.run_dir import OLDER_RUNS
 
+    if context is not None:
+        older = {name: OLDER_RUNS[name] for name in OLDER_RUNS if name.startswith('model.')}
+        knobs = {name.removeprefix('model.'): value for name, value in older.items()} | knobs
     overrides = dict(config_file.overrides())
     for knob, value in knobs.items():
         given = overrides.get(f'config.model.{knob}')
-        if given and CONFIG.value.model[knob] != value:
+        if given and functools.reduce(getattr, knob.split('.'), CONFIG.value.model) != value:
             raise ValueError(f'{given}: is {value!r} in {folder}/config.json; leave it out')
     config = CONFIG.value.copy_and_resolve_references()
     config.unlock()
-    config.model.update(knobs)
+    with config.ignore_type():  # `from_config` checks them
+        config.model.update_from_flattened_dict(knobs)
+        if context is not None and 'config.data.sequence_length' not in overrides:
+            config.data.sequence_length = context
     found, data = next(_existing(folder, TOKENIZERS), None), config.data
     if found and data.tokenizer not in ('bytes', 'prepared', found.name):
         right = f'the tokenizer is that of {folder}; leave it out, or use prepared'
@@ -101,7 +131,8 @@ def _hparams_and_tokenizer(folder, knobs):
         data.tokenizer = found.name
     hparams = from_config(config)
     model = hparams.model
-    if model.routed_layers or model.depth.stream != 'residual' or model.expert_layers:
+    dense = not model.routed_layers and model.depth.stream == 'residual' and not model.expert_layers
+    if context is None and not dense:
         right = 'comes in dense; --from_workdir adds routing or a depth stream afterwards'
         raise ValueError(f'--from_hf={folder}: {right}')
     if SEPARATOR.value is not None and not found:
@@ -115,33 +146,42 @@ def _hparams_and_tokenizer(folder, knobs):
 
 
 def _export():
-    from moddepth_jax.conversion.families import CONFIG_FILE, config_of, family_of, read_config
+    from moddepth_jax.conversion import torch_folder
+    from moddepth_jax.conversion.families import CONFIG_FILE, FAMILIES, config_of, read_config
     from moddepth_jax.conversion.hugging_face import export_params
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.training.saved_run import read_hparams
 
     workdir = pathlib.Path(WORKDIR.value)
-    kind = family_of(read_hparams(workdir)[0].model)
+    kind, no_family = torch_folder.kind_of(read_hparams(workdir)[0].model)
     first_checkpoint.check_new_folder('to_hf', TO_HF.value)
-    run = cli.load_saved_run(WORKDIR.value, say_remaining=False)
+    run = cli.load_saved_run(WORKDIR.value, say_remaining=False).merged
     model, data = run.hparams.model, run.hparams.data
     dtype = DTYPE.value or first_checkpoint.read_note(workdir).get('dtype', 'float32')
     source_files, original = workdir / first_checkpoint.SOURCE_FILES, None
     if (source_files / CONFIG_FILE).exists():
         original = read_config(source_files)
+        original = original if original.get('model_type') in tuple(FAMILIES) else None
     else:
         source_files = workdir / 'tokenizer'
     tokenizer = tokenizer_of(data, workdir)
     ids = {'bos_token_id': tokenizer.separator, 'eos_token_id': list(tokenizer.stops)}
     with first_checkpoint.atomic_folder('to_hf', TO_HF.value) as folder:
-        config = config_of(model, dtype, data.sequence_length, ids, original)
-        export_params(folder, run.hparams, run.state.params, dtype)
         for file in _existing(source_files, COPIED_FILES):
             shutil.copy(file, folder)
         _name_separator(folder, tokenizer)
-        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
+        if no_family:
+            variables, hparams = run.state.variables, run.hparams_of_stage
+            torch_folder.export_model(folder, hparams, variables, dtype, ids)
+            torch_folder.suppress_unknown_ids(folder, model.vocab_size, tokenizer, ids)
+        else:
+            config = config_of(model, dtype, data.sequence_length, ids, original)
+            export_params(folder, run.hparams, run.state.params, dtype)
+            (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
         has_tokenizer = any(_existing(folder, TOKENIZER_FILES))
     print(f'{TO_HF.value}: {kind}, step {run.step} of {run.num_steps}, {dtype}')
+    if no_family:
+        print(f'with {torch_folder.MODULES[-1]}, for trust_remote_code=True: {no_family}')
     if not has_tokenizer:
         what = f'{tokenizer.name} tokenizer, which has no file'
         print(f'{what}: ids are bytes, and {tokenizer.separator} starts a document')
@@ -158,25 +198,45 @@ def _name_separator(folder, tokenizer):
 
 
 def _from_run():
-    from moddepth_jax.conversion.transfer_params import check_convertible
+    from moddepth_jax.conversion.share_layers import shared_layers
+    from moddepth_jax.conversion.transfer_params import (
+        check_convertible,
+        keeps_adapters,
+        without_blocks,
+    )
     from moddepth_jax.conversion.upcycle import upcycle
     from moddepth_jax.data.pipeline import make_dataset
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.hparams import from_config
     from moddepth_jax.training.saved_run import read_hparams
+    from moddepth_jax.training.teacher import check_teacher
     from moddepth_jax.training.trainable import check_trainable
 
     source, hparams = FROM_WORKDIR.value, from_config(CONFIG.value)
-    before = read_hparams(source)[0]
-    check_convertible(before, hparams)
+    before, dropped = read_hparams(source)[0], _dropped_blocks(hparams)
+    if dropped and SHARE.value is not None:
+        right = 'cannot be given with --share_layers, which may list the layers that stay'
+        raise ValueError(f'--drop_blocks={",".join(DROP_BLOCKS.value)}: {right}')
     check_trainable(hparams)
+    keeps = keeps_adapters(before, hparams)
+    smaller = without_blocks(before if keeps else before.without_adapters, dropped)
+    left = smaller.model.num_layers
+    if dropped and hparams.model.num_layers != left:
+        found = f'--drop_blocks={",".join(DROP_BLOCKS.value)}: leaves {left} blocks'
+        raise ValueError(f'{found}; set --config.model.num_layers={left}')
+    if SHARE.value is None:
+        check_convertible(smaller, hparams)
+    else:
+        shared_layers(before.model, hparams.model, SHARE.value)
     tokenizer = tokenizer_of(before.data, source)
+    check_teacher(hparams, tokenizer)
     if hparams.data.tokenizer not in ('prepared', before.data.tokenizer, tokenizer.name):
         right = f'the run that is converted has {before.data.tokenizer!r}'
         raise ValueError(f'data.tokenizer={hparams.data.tokenizer!r}: {right}')
     run = cli.load_saved_run(source)
+    run = run if keeps else run.merged
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
-    params, averages, note = upcycle(run, hparams, dataset, measure_loss)
+    params, averages, note = upcycle(run, hparams, dataset, measure_loss, SHARE.value, dropped)
     if dtype := first_checkpoint.read_note(source).get('dtype'):
         note['dtype'] = dtype
     files = sorted((pathlib.Path(source) / first_checkpoint.SOURCE_FILES).glob('*'))
@@ -186,6 +246,17 @@ def _from_run():
     print(f'  first step  {note["first_loss"]:.4f}  {note["difference"]:+.4f}: {note["why"]}')
     if 'loss_at_last_capacity' in note:
         print(f'  untrained at the last capacity  {note["loss_at_last_capacity"]:.4f}')
+
+
+def _dropped_blocks(hparams):
+    """The numbers of --drop_blocks, of a run that adds nothing else."""
+    text = ','.join(DROP_BLOCKS.value)
+    if not all(number.strip().isdecimal() for number in DROP_BLOCKS.value):
+        raise ValueError(f'--drop_blocks={text}: must be numbers of blocks, such as 2,5')
+    if text and (hparams.model.routed_layers or hparams.model.depth.stream != 'residual'):
+        right = 'makes a dense run; convert that one to add routing or a depth stream'
+        raise ValueError(f'--drop_blocks={text}: {right}')
+    return tuple(map(int, DROP_BLOCKS.value))
 
 
 def measure_loss(params, averages, hparams, dataset):
@@ -215,10 +286,15 @@ def main(_):
     if given == ['from_workdir'] and defaulted:
         wanted = f'--config={FROM_WORKDIR.value}/config.json and the knobs that change'
         raise ValueError(f'--from_workdir={FROM_WORKDIR.value}: needs {wanted}')
+    if given != ['from_workdir'] and SHARE.value is not None:
+        raise ValueError(f'--share_layers={SHARE.value}: belongs to --from_workdir')
     if given != ['to_hf']:
         first_checkpoint.check_new_folder('workdir', workdir)
         if DTYPE.value is not None:
             raise ValueError(f'--dtype={DTYPE.value}: belongs to --to_hf; parameters are float32')
+        if given == ['from_hf'] and DROP_BLOCKS.value:
+            text = ','.join(DROP_BLOCKS.value)
+            raise ValueError(f'--drop_blocks={text}: belongs to --from_workdir')
         if given == ['from_hf'] and flags.FLAGS.step is not None:
             raise ValueError(f'--step={flags.FLAGS.step}: belongs to a run, and not to --from_hf')
     elif list(config_file.overrides()) or not defaulted:

@@ -64,7 +64,8 @@ def _load_data(run):
             raise ValueError(f'{found}: belongs to --data or --domains, which is missing')
     tokenizer = tokenizer_of(data, WORKDIR.value)
     if own:
-        return {None: _load_own_data(run, data, tokenizer)}, {}
+        right = 'if it was moved, or stayed on another machine, name a text: --data=TEXT'
+        return {None: cli.load_own_data(run, tokenizer, right)}, {}
     if TEXT_FIELD.value is not None:
         data = dataclasses.replace(data, text_field=TEXT_FIELD.value)
     checks.encoding('--encoding', ENCODING.value)
@@ -79,25 +80,6 @@ def _load_data(run):
         return {None: make_held_out(data, tokenizer, trained_on)}, {}
     except ValueError as error:  # it names knobs, which are flags here
         raise ValueError(name_flags(str(error))) from None
-
-
-def _load_own_data(run, data, tokenizer):
-    """The dataset of the run; warns on stderr if it has changed since."""
-    from moddepth_jax.data.pipeline import check_fingerprint, make_dataset
-    from moddepth_jax.training import multihost
-
-    try:
-        dataset = make_dataset(data, run.hparams.seed, tokenizer=tokenizer)
-    except ValueError as error:
-        right = 'if it was moved, or stayed on another machine, name a text: --data=TEXT'
-        raise ValueError(f'{error}; {right}') from None
-    try:
-        check_fingerprint(run.fingerprint, dataset.fingerprint)
-    except ValueError as error:
-        found = str(error).split(';')[0]
-        if multihost.is_leader():
-            print(f'{found}: what is held out now may have been trained on', file=sys.stderr)
-    return dataset
 
 
 def _mesh(hparams):

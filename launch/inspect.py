@@ -3,8 +3,10 @@
 python -m launch.inspect --workdir=runs/mod_isoflop --text=setup.py --out=inspection
 python -m launch.inspect --workdir=runs/mod_isoflop --text='def f(x): return x' --out=inspection
 git show | python -m launch.inspect --workdir=runs/mod_isoflop --text=- --out=inspection
+python -m launch.inspect --workdir=runs/mod_isoflop --importance --out=importance
 
-Open inspection/routing.html in a browser; it needs no network.
+Open inspection/routing.html in a browser; it needs no network. --importance ranks the blocks by
+what skipping each costs on the run's own held-out text.
 """
 
 import json
@@ -22,12 +24,17 @@ from moddepth_jax.training.progress import printable
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 cli.define_step()
 cli.define_loops()
-TEXT = flags.DEFINE_string('text', None, 'A file, - for stdin, or the text itself.', required=True)
+TEXT = flags.DEFINE_string('text', None, 'A file, - for stdin, or the text itself.')
 OUT = flags.DEFINE_string('out', None, 'Directory for page, numbers and pictures.', required=True)
 ROUTING = cli.define_routing('top_c (looks at the future), aux_loss, predictor, threshold or dense')
 ENCODING = flags.DEFINE_string('encoding', 'utf-8', 'Of the file, or of stdin.')
 LANGUAGE = flags.DEFINE_enum('language', 'auto', ['auto', 'python', 'prose'], 'Of the text.')
 MAX_TOKENS = flags.DEFINE_integer('max_tokens', 5000, 'Of the text, to show.', lower_bound=1)
+IMPORTANCE = flags.DEFINE_boolean('importance', False, 'Rank blocks by what skipping them costs.')
+NUM_BATCHES = flags.DEFINE_integer(
+    'num_batches', None, 'Of --importance. Default: evaluation.num_batches.', lower_bound=1
+)
+OF_TEXT = ('text', 'encoding', 'language', 'max_tokens')
 FILES = ('routing.html', 'routing.json', 'routing.png', 'depth_mass.png', 'depth_mass.json')
 STRIP = 128  # tokens across the picture
 MAX_DRAWN = 1024  # tokens in the picture
@@ -143,19 +150,84 @@ def _describe(out, data):
         print(f'  {_printable(file)}')
 
 
+def _rank_blocks(run, out):
+    """Prints the importance of the blocks; writes importance.json and importance.png."""
+    import jax
+
+    from moddepth_jax.analysis import importance
+    from moddepth_jax.analysis.heatmaps import plot_importance
+    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
+    from moddepth_jax.model.transformer import causal_routing, check_routing
+    from moddepth_jax.training.mesh import make_mesh
+    from moddepth_jax.training.run_dir import write_atomically
+
+    hparams, mesh = run.hparams_of_stage, make_mesh('data=1')
+    routing = ROUTING.value or causal_routing(hparams)
+    check_routing(hparams, routing)
+    importance.check_importance(hparams.model)
+    tokenizer = tokenizer_of(hparams.data, WORKDIR.value)
+    right = 'the text of the run must be where it was in training'
+    dataset = cli.load_own_data(run, tokenizer, right)
+    wanted = NUM_BATCHES.value or hparams.evaluation.num_batches
+    batches = min(wanted, dataset.num_held_out_batches)
+    passes = importance.num_passes(hparams.model)
+    with jax.set_mesh(mesh), cli.progress_bar('skipping blocks', passes) as advance:
+        found = importance.block_importance(
+            run.state.variables, hparams, dataset, mesh, wanted, routing, advance
+        )
+    name = _printable(pathlib.Path(WORKDIR.value).resolve().name)
+    about = {'run': name, 'step': run.step, 'routing': routing, 'batches': batches}
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(about | found, indent=2, allow_nan=False) + '\n'
+    write_atomically(out / 'importance.json', text)
+    title = f'{name}: loss {found["loss"]:.4f} nats a token, more without a block'
+    plot_importance(found, title, out / 'importance.png')
+    _describe_importance(out, about, found)
+
+
+def _describe_importance(out, about, found):
+    rows = {}
+    for layer in found['ranking']:
+        row = found['blocks'][layer]
+        costs = [f'{row[part]["cost"]:+.4f}' for part in ('block', 'attention', 'mlp')]
+        routed = 'routed' if row['routed'] else ''
+        rows[str(layer)] = [costs[0], f'{row["block"]["cost_bits"]:+.4f}', *costs[1:], routed]
+    columns = ('nats a token', 'bits/byte', 'attention alone', 'mlp alone', '')
+    cli.show(cli.table(rows, 'without layer', *columns))
+    targets = f'{found["targets"]:,} targets of held-out text in {about["batches"]} batches'
+    cli.show(f'loss {found["loss"]:.4f} nats a token by {about["routing"]}, {targets}')
+    cheapest = sorted(found['ranking'][: len(rows) // 2])
+    if cheapest:
+        layers = ','.join(map(str, cheapest))
+        cli.show(f'the cheaper half: --config.model.routing.layers={layers}')
+    for file in ('importance.json', 'importance.png'):
+        cli.show(f'  {_printable(out / file)}')
+
+
 def main(_):
     from moddepth_jax.training.run_dir import CONFIG_FILE
 
-    text, name = _read_text()
-    if not text:
-        raise ValueError(f'--text={TEXT.value}: is empty; must hold one character at least')
+    given = [name for name in OF_TEXT if flags.FLAGS[name].present]
+    if IMPORTANCE.value and given:
+        found = f'--{given[0]}={flags.FLAGS[given[0]].value}'
+        raise ValueError(f'{found}: not with --importance, which reads the held-out text')
+    if NUM_BATCHES.value and not IMPORTANCE.value:
+        raise ValueError(f'--num_batches={NUM_BATCHES.value}: belongs to --importance')
+    if TEXT.value is None and not IMPORTANCE.value:
+        raise ValueError(f'--text: missing; {flags.FLAGS["text"].help.split(". ")[0]}')
     out = pathlib.Path(OUT.value)
+    if not IMPORTANCE.value:
+        text, name = _read_text()
+        if not text:
+            raise ValueError(f'--text={TEXT.value}: is empty; must hold one character at least')
     if out.exists() and not out.is_dir():
         raise ValueError(f'--out={out}: is a file; must be a directory')
     if (out / CONFIG_FILE).exists():
         right = 'must be another, as a run has pictures of its own'
         raise ValueError(f'--out={out}: is the directory of a run; {right}')
     run = cli.load_saved_run(WORKDIR.value)
+    if IMPORTANCE.value:
+        return _rank_blocks(run, out)
     # Measured first: an error leaves the files of an earlier inspection as they are.
     data, inspection, mass = _measure(run, text, name, out)
     _write(out, inspection, run.hparams_of_stage, data, mass)

@@ -171,7 +171,11 @@ BENCHES = {
 }
 RULES = (
     # (what the command contains, appended, reason); the first that fits.
+    ('launch.convert runs/dropped', '--config.training.num_steps=4', 'few steps'),
+    ('launch.convert runs/routers_only', '--config.training.num_steps=4', 'few steps'),
+    ('launch.convert runs/routed_at_once', '--config.training.num_steps=4', 'few steps'),
     ('--config=runs/', '', 'its run was made by a command above, and is as small'),
+    ('launch.train runs/pretrained', f'{SHORT} --config.model.num_layers=6', 'few steps'),
     ('launch.train --dry_run', '--config.model.num_layers=2 --mesh=fsdp=2', 'compiles'),
     ('--profile=20:25', f'{TRAINED} --profile=2:3', 'few steps'),
     ('--config=configs/recall.py', '', 'its rows have a length of their own'),
@@ -182,6 +186,7 @@ RULES = (
     ('launch.convert', '', 'small, since its checkpoint is'),
     ('launch.evaluate', '--num_batches=1', 'few batches'),
     ('launch.generate', '--max_tokens=4', 'few tokens'),
+    ('launch.inspect --importance', '--num_batches=1', 'one batch'),
     ('launch.inspect', '--max_tokens=64', 'few tokens'),
     ('launch.lm_eval', '', 'few questions'),
     ('launch.prepare', '', 'few texts'),

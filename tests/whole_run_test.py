@@ -18,9 +18,9 @@ def test_each_step_function_is_traced_once_a_shape(stages, tiny_config, tmp_path
     """One train step a stage; evaluation with each routing; one prefill, step and write."""
     traces = collections.Counter()
 
-    def counted(state, batch, stage):
+    def counted(state, batch, stage, *rest):
         traces[stage.capacity] += 1
-        return step(state, batch, stage)
+        return step(state, batch, stage, *rest)
 
     step = trainer.train_step
     monkeypatch.setattr(trainer, 'train_step', counted)

@@ -1,4 +1,4 @@
-"""Pictures of a model: selected tokens, loads of experts, attention over depth."""
+"""Pictures of a model: selected tokens, loads of experts, attention over depth, importance."""
 
 import functools
 from typing import NamedTuple
@@ -237,3 +237,22 @@ def _draw_bars(axes, mass):
         axes.bar_label(bars, fmt='%.1f', padding=2, fontsize=7)
     axes.margins(x=0.12)
     axes.set_xlabel('% of the attention')
+
+
+def plot_importance(importance: dict, title: str, path):
+    """Writes bars of `block_importance`: nats a token that skipping each block and part costs."""
+    blocks = importance['blocks']
+    figure = Figure(figsize=(7, max(2.4, 1.4 + 0.5 * len(blocks))), dpi=150, layout='constrained')
+    axes = figure.subplots()
+    middle_L = _rows(axes, [row['layer'] for row in blocks])
+    colours = {'block': '#0c2b42', 'attention': _DEPTH, 'mlp': _FIRST}
+    for shift, (part, colour) in zip((0.28, 0, -0.28), colours.items(), strict=True):
+        costs = [row[part]['cost'] for row in blocks]
+        bars = axes.barh(middle_L + shift, costs, 0.26, color=colour, label=part)
+        axes.bar_label(bars, fmt='%+.3f', padding=2, fontsize=7)
+    axes.margins(x=0.12)
+    axes.set_ylabel('layer that is skipped')
+    axes.set_xlabel('nats a token more')
+    axes.set_title(title, loc='left', fontsize=10, parse_math=False)
+    figure.legend(loc='outside lower right', ncols=3, frameon=False, fontsize=8)
+    figure.savefig(path)

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moddepth_jax.benchmarks.models import make_model
+from moddepth_jax.benchmarks.models import LOOPED, LOOPS, TITLES, make_model
 from moddepth_jax.benchmarks.timing import time_interleaved
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams.checks import one_of
 from moddepth_jax.model.decoding import decode_step, prefill, unroll
 from moddepth_jax.model.kv_cache import Cache, cache_bytes, update_cache
 from moddepth_jax.model.transformer import Transformer, causal_routing
@@ -38,15 +39,16 @@ def filled_cache(hparams: Hparams, unrolled, batch: int, length: int) -> Cache:
     """
     tokens_BT = jax.ShapeDtypeStruct((batch, length), 'int32')
     _, shapes = jax.eval_shape(functools.partial(_prefill, hparams), unrolled, tokens_BT)
-    selected = hparams.model.routing.num_selected(length)
+    routers, places = hparams.model.router_of_block, hparams.model.routed_places
 
     def fill(shape):
         value = 0.1 if jnp.issubdtype(shape.dtype, jnp.floating) else 0
         return jnp.full(shape.shape, value, shape.dtype)
 
     layers = []
-    for layer in jax.tree.map(fill, shapes.layers):
+    for layer, router in zip(jax.tree.map(fill, shapes.layers), routers, strict=True):
         if layer.lengths_B is not None:
+            selected = hparams.model.routing.num_selected(length, places[router])
             positions_S = jnp.linspace(0, length - 1, layer.positions_BS.shape[1])
             layer = layer._replace(
                 positions_BS=jnp.tile(positions_S.astype(jnp.int32), (batch, 1)),
@@ -101,7 +103,7 @@ class _Decoder:
 def bench_decoding(dense: Hparams, other: Hparams, batches, prompt: int, repeats: int) -> dict:
     """Times a decoding step of two models at nearly full caches, and the first token of a prompt.
 
-    Both have one shape, and a context of `data.sequence_length`. `batches` are rows that decode
+    Both have one context, `data.sequence_length`. `batches` are rows that decode
     together; the prompt has a batch of its own. Of each batch `rows` has median seconds, `speedup`
     (the median over rounds of dense / other time), bytes of the caches, and the
     `selected_fraction` of the tokens in routed blocks.
@@ -166,6 +168,7 @@ def decoding_table(title: str, result: dict, other: str):
 
 def decode(
     *,
+    models: list[str] = ('mod',),
     size: str = '12x512',
     batches: list[int] = (1, 8, 16, 64),
     kv_heads: list[int] = (8, 2),
@@ -173,12 +176,15 @@ def decode(
     prompt: int = 1024,
     repeats: int = 31,
 ):
-    """One decoding step of the dense and the Mixture-of-Depths model, and the first token.
+    """One decoding step of the dense and another model, and the first token.
 
-    Caches are nearly full; an eighth of the tokens passes every other block, by random routing.
+    Caches are nearly full. In Mixture-of-Depths an eighth of the tokens passes every other block,
+    by random routing. A looped model and Mixture-of-Recursions (mor) run all blocks three times,
+    and are compared with dense models of as many parameters and of as many blocks that run.
 
     Args:
-      size: LAYERSxWIDTH.
+      models: mod, looped, mor.
+      size: LAYERSxWIDTH, of blocks that have parameters.
       batches: rows that decode together.
       kv_heads: key/value heads, each in a table.
       context: capacity of the caches, in tokens.
@@ -190,14 +196,27 @@ def decode(
     if repeats + WARMUP > context // 2:
         right = f'must be at most {context // 2 - WARMUP} at --context={context}'
         raise ValueError(f'--repeats={repeats}: {right}, or caches would be far from full')
-    pairs = [
-        [
-            make_model(name, size, context, 1, 'random', num_kv_heads=heads)
-            for name in ('dense', 'mod')
-        ]
+    for model in models:
+        one_of('--models', model, ('mod', *LOOPED))
+    compared = [
+        (heads, model, against, _pair(model, against, size, context, heads))
         for heads in kv_heads
+        for model in models
+        for against in (('parameters', 'depth') if model in LOOPED else ('shape',))
     ]
-    for heads, (dense, mod) in zip(kv_heads, pairs, strict=True):
-        result = bench_decoding(dense, mod, batches, prompt, repeats)
-        title = f'decoding, {size}, {heads} key/value heads'
-        yield {'kv_heads': heads} | result, [decoding_table(title, result, 'MoD')]
+    for heads, model, against, (dense, other) in compared:
+        result = bench_decoding(dense, other, batches, prompt, repeats)
+        title = f'decoding, {size}, {heads} key/value heads, of equal {against}'
+        row = {'kv_heads': heads, 'model': model, 'equal': against} | result
+        yield row, [decoding_table(title, result, TITLES[model])]
+
+
+def _pair(model, against, size, context, heads):
+    """The dense model, of the size or as deep as the looped ones, and the other."""
+    layers, _, width = size.partition('x')
+    dense_size = f'{int(layers) * LOOPS}x{width}' if against == 'depth' else size
+    router = 'random' if model == 'mod' else None
+    return [
+        make_model(name, of_size, context, 1, router, num_kv_heads=heads)
+        for name, of_size in (('dense', dense_size), (model, size))
+    ]

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from configs import dense_isoflop, mod_isoflop, moda_700m, mode_integrated, moe
+from configs import dense_isoflop, mod_isoflop, moda_700m, mode_integrated, moe, mor
 from moddepth_jax.hparams import Hparams, from_config
 from moddepth_jax.hparams.checks import did_you_mean
 from moddepth_jax.studies.plan import STREAM_VARIANTS
@@ -15,11 +15,14 @@ TITLES = {
     'mod': 'MoD',
     'moda': 'MoDA',
     'both': 'MoD and MoDA',
+    'looped': 'looped',
+    'mor': 'MoR',
     'moe': 'experts',
     'staged': 'MoDE staged',
     'integrated': 'MoDE integrated',
 }
 GROUPS = {'mode': ('staged', 'integrated')}  # names that stand for several variants
+LOOPED, LOOPS = ('looped', 'mor'), 3
 # Sizes with a name: the lengths and the tokens of a batch that fit one large GPU.
 NAMED_SIZES = {'124m': ((2048,), 32768), '700m': ((2048, 4096), 16384)}
 
@@ -58,8 +61,9 @@ def make_model(
 
     A depth stream has the knobs that it has in the studies. mod, both and staged route an eighth
     through every other block, by the learned router if `router` is None. moe, staged and integrated
-    have the experts of configs/moe.py in place of the mlp. `knobs` are of `config.model`; None
-    keeps the value of the size.
+    have the experts of configs/moe.py in place of the mlp. looped and mor run all blocks LOOPS
+    times, mor with the routing of configs/mor.py. `knobs` are of `config.model`; None keeps the
+    value of the size.
     """
     config = _dense_config(size)
     if variant in STREAM_VARIANTS:
@@ -69,6 +73,10 @@ def make_model(
     if variant in ('mod', 'both', 'staged'):
         config.model.routing = mod_isoflop.get_config().model.routing
         config.model.routing.router = router or config.model.routing.router
+    if variant in LOOPED:
+        config.model.looped_layers, config.model.loops = 'all', LOOPS
+    if variant == 'mor':
+        config.model.routing = mor.get_config(f'loops={LOOPS}').model.routing
     if variant in ('moe', 'staged', 'integrated'):
         moe.apply_experts(config)
     if variant == 'integrated':

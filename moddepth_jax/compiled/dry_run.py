@@ -16,7 +16,7 @@ from kernels_pallas.xla import sequence
 from moddepth_jax.compiled.collectives import by_axes, collectives
 from moddepth_jax.compiled.program import Program, Run, product_flops
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.model.flops import dot_general_flops, train_step_flops
+from moddepth_jax.model.flops import dot_general_flops
 from moddepth_jax.training.mesh import (
     abstract_on_mesh,
     batch_sharding,
@@ -26,6 +26,7 @@ from moddepth_jax.training.mesh import (
 )
 from moddepth_jax.training.plan import resolve_steps
 from moddepth_jax.training.summary import active_parameters, num_parameters
+from moddepth_jax.training.teacher import abstract_teacher, step_flops
 from moddepth_jax.training.train_step import init_state, train_step
 
 # The program never runs, so its machine code need not be fast. What it allocates and communicates
@@ -73,12 +74,15 @@ def dry_run(hparams: Hparams, mesh) -> dict:
     row = jax.ShapeDtypeStruct(shape, 'int32', sharding=batch_sharding(mesh, shape[0]))
     batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), row)
     # Traced without the mesh: within shard_map a product has the shapes of one device.
-    traced = float(dot_general_flops(jax.jit(train_step).trace(state, batch).jaxpr))
+    teacher = abstract_teacher(hparams)
+    teacher = teacher and abstract_on_mesh(mesh, teacher)
+    step = jax.jit(train_step)
+    traced = float(dot_general_flops(step.trace(state, batch, teacher=teacher).jaxpr))
     with sequence.static_blocks():
         # Another function, so that the trace above is not reused.
-        step = jax.jit(lambda *args: train_step(*args))
-        executed = float(dot_general_flops(step.trace(state, batch).jaxpr))
-    compiled, warnings, trace_seconds, compile_seconds = _compile(mesh, state, batch)
+        step = jax.jit(lambda *args, **named: train_step(*args, **named))
+        executed = float(dot_general_flops(step.trace(state, batch, teacher=teacher).jaxpr))
+    compiled, warnings, trace_seconds, compile_seconds = _compile(mesh, state, batch, teacher)
     program = Program(compiled.as_text())
     found = collectives(program, mesh.shape)
     products, in_branches = product_flops(program)
@@ -99,7 +103,7 @@ def dry_run(hparams: Hparams, mesh) -> dict:
             **_memory(compiled),
         },
         'flops': {
-            'counted': train_step_flops(hparams),
+            'counted': step_flops(hparams),
             'executed': executed,
             'products': products,
             'in_branches': in_branches,
@@ -117,13 +121,13 @@ def dry_run(hparams: Hparams, mesh) -> dict:
     }
 
 
-def _compile(mesh, state, batch):
+def _compile(mesh, state, batch, teacher):
     """(the compiled train step, warnings of the compiler, seconds to trace, to compile)."""
     begin = time.perf_counter()
     with jax.set_mesh(mesh), _captured_stderr() as log:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state), replicated(mesh)
         jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
-        lowered = jitted.lower(state, batch)
+        lowered = jitted.lower(state, batch, teacher=teacher)
         traced_at = time.perf_counter()
         compiled = lowered.compile(compiler_options=_OPTIONS)
         compile_seconds = time.perf_counter() - traced_at

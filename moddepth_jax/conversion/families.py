@@ -5,12 +5,13 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
-from moddepth_jax.data.directory import read_json, short_repr
+from moddepth_jax.data.directory import check_fields, read_json, short_repr
 from moddepth_jax.hparams import ModelHparams, RopeScaling
 from moddepth_jax.hparams.checks import MAX_INT
 from moddepth_jax.hparams.model import MAX_LAYERS
 
 CONFIG_FILE = 'config.json'
+OWN_TYPE = 'moddepth'  # model_type of a folder of `torch_folder`, which states our knobs themselves
 FULL, SLIDING = 'full_attention', 'sliding_attention'
 
 
@@ -127,9 +128,12 @@ class _Fields:
 def knobs_of(config: dict, file: str) -> dict:
     """The knobs that a config.json of transformers 4 or 5 decides, by their names in ModelHparams.
 
-    Raises ValueError, beginning with `file`, for another architecture or a field without a knob.
+    Those of a group are named with a dot, as routing.router. Raises ValueError, beginning with
+    `file`, for another architecture or a field without a knob.
     """
     kind = config.get('model_type')
+    if kind == OWN_TYPE:
+        return _own_knobs(config, file)
     if kind not in tuple(FAMILIES):
         reason = _REASONS.get(str(kind), 'no other model is converted')
         right = f'must be one of {", ".join(FAMILIES)}; {reason}'
@@ -158,6 +162,19 @@ def knobs_of(config: dict, file: str) -> dict:
         'tie_embeddings': tied,
         'windows': _windows(fields, sizes['num_layers']),
     }
+
+
+def _own_knobs(config, file):
+    fields = {'knobs': dict, 'max_position_embeddings': int}
+    check_fields(config, fields, file, 'it must be what launch.convert --to_hf wrote')
+    knobs = {}
+    for name, value in config['knobs'].items():
+        of_group = name in ('depth', 'experts', 'routing') and isinstance(value, dict)
+        items = (
+            {f'{name}.{knob}': one for knob, one in value.items()} if of_group else {name: value}
+        )
+        knobs |= {key: tuple(one) if isinstance(one, list) else one for key, one in items.items()}
+    return knobs
 
 
 def _biases(fields):
@@ -305,8 +322,7 @@ def family_of(model: ModelHparams, first: str | None = None) -> str:
         ),
     ):
         if wrong:
-            right = 'only dense models can be exported'
-            raise ValueError(f'model.{what}: the format has no {name}; {right}')
+            raise ValueError(f'model.{what}: no family has {name}')
     differences = {}
     for kind in sorted(FAMILIES, key=lambda kind: kind != first):
         differences[kind] = _differences(model, kind)

@@ -11,7 +11,11 @@ import numpy as np
 
 from moddepth_jax.conversion.families import family_of
 from moddepth_jax.conversion.tensor_files import TensorFiles, write_tensors
-from moddepth_jax.conversion.transfer_params import abstract_params, layer_numbers
+from moddepth_jax.conversion.transfer_params import (
+    abstract_params,
+    layer_numbers,
+    with_new_adapters,
+)
 from moddepth_jax.hparams import Hparams, ModelHparams
 
 HEAD, TABLE = 'lm_head.weight', 'model.embed_tokens.weight'
@@ -82,38 +86,53 @@ def import_params(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, st
     `hparams` have the knobs of `families.knobs_of`. Raises ValueError, before reading, for a tensor
     that is missing, of another shape or not of this model; and as TensorFiles.
     """
-    folder, model = pathlib.Path(folder), hparams.model
-    tensors, by_path = tensors_of(model), {}
-    for tensor in tensors:
-        by_path.setdefault(tensor.path, []).append(tensor)
+    folder, tensors = pathlib.Path(folder), tensors_of(hparams.model)
     with TensorFiles(folder) as files:
-        _check(folder, tensors, files)
-        if model.tie_embeddings and HEAD in files.shapes:
+        check_tensors(folder, tensors, files, also=(HEAD,))
+        if hparams.model.tie_embeddings and HEAD in files.shapes:
             if not np.array_equal(files.read(HEAD), files.read(TABLE)):
                 right = 'though tie_word_embeddings is true; set it to false in config.json'
                 raise ValueError(f'{folder}: {HEAD} is not {TABLE}, {right}')
-
-        def leaf(keys, wanted):
-            ours = np.empty(wanted.shape, np.float32)
-            for tensor in by_path[tuple(key.key for key in keys)]:
-                theirs = files.read(tensor.name)
-                theirs = theirs.T if tensor.transposed else theirs
-                ours[tensor.repeat] = theirs.reshape(ours[tensor.repeat].shape)
-            return jnp.asarray(ours)
-
-        params = jax.tree_util.tree_map_with_path(leaf, abstract_params(hparams))
-        dtypes = set(files.dtypes.values())
-    return params, dtypes.pop() if len(dtypes) == 1 else 'float32'
+        params = read_leaves(files, tensors, abstract_params(hparams.without_adapters))
+        return with_new_adapters(params, hparams), common_dtype(files)
 
 
-def _check(folder, tensors, files):
+def read_leaves(files: TensorFiles, tensors: list[Tensor], wanted):
+    """A tree of the shapes `wanted`, float32, from all its tensors, which `check_tensors` accepts.
+
+    Memory holds one tensor at a time in addition to it.
+    """
+    by_path = {}
+    for tensor in tensors:
+        by_path.setdefault(tensor.path, []).append(tensor)
+
+    def leaf(keys, wanted):
+        ours = np.empty(wanted.shape, np.float32)
+        for tensor in by_path[tuple(key.key for key in keys)]:
+            theirs = files.read(tensor.name)
+            theirs = theirs.T if tensor.transposed else theirs
+            ours[tensor.repeat] = theirs.reshape(ours[tensor.repeat].shape)
+        return jnp.asarray(ours)
+
+    return jax.tree_util.tree_map_with_path(leaf, wanted)
+
+
+def common_dtype(files: TensorFiles) -> str:
+    """The dtype of all tensors, or float32 if they differ."""
+    dtypes = set(files.dtypes.values())
+    return dtypes.pop() if len(dtypes) == 1 else 'float32'
+
+
+def check_tensors(folder, tensors: list[Tensor], files: TensorFiles, also: tuple[str, ...] = ()):
+    """Raises ValueError for a tensor that is missing, of another shape, or not of the model."""
     wanted = {tensor.name: tensor.shape for tensor in tensors}
     extra = [name for name in files.shapes if name not in wanted and not name.endswith(_BUFFER)]
     missing = [name for name in wanted if name not in files.shapes]
     if missing:
         found = f'{missing[0]} and {len(missing) - 1} more' if missing[1:] else missing[0]
         raise ValueError(f'{folder}: lacks the tensor {found}; its config.json wants them')
-    if extra and extra != [HEAD]:
+    extra = [name for name in extra if name not in also]
+    if extra:
         right = 'config.json stands for no model that has it'
         raise ValueError(f'{folder}: has a tensor {extra[0]}; {right}')
     for name, shape in wanted.items():
@@ -130,15 +149,22 @@ def export_params(
     `dtype` is float32, bfloat16 or float16. Raises ValueError as `family_of` and `write_tensors`.
     """
     family_of(hparams.model)
-    tensors = {tensor.name: tensor for tensor in tensors_of(hparams.model)}
+    write_leaves(folder, tensors_of(hparams.model), params, dtype, **shards)
+
+
+def write_leaves(
+    folder: str | os.PathLike, tensors: list[Tensor], tree: dict, dtype: str, **shards
+) -> None:
+    """Writes tensors of a tree as the *.safetensors of a folder; arguments as `export_params`."""
+    by_name = {tensor.name: tensor for tensor in tensors}
 
     def read(name):
-        tensor, leaf = tensors[name], params
+        tensor, leaf = by_name[name], tree
         for key in tensor.path:
             leaf = leaf[key]
         array, shape = np.asarray(leaf[tensor.repeat]), tensor.shape
         array = array.reshape(shape[::-1]).T if tensor.transposed else array.reshape(shape)
-        return np.ascontiguousarray(array)
+        return array.copy()  # contiguous; a scalar stays one
 
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in by_name.items()}
     write_tensors(pathlib.Path(folder), shapes, read, dtype, **shards)

@@ -9,6 +9,7 @@ import numpy as np
 
 from moddepth_jax.conversion.transfer_params import in_layer, layer_numbers
 from moddepth_jax.hparams import ModelHparams
+from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.attention import TokenInfo, model_segment_ids
 from moddepth_jax.model.block import Block
 from moddepth_jax.model.layers import apply_rope, embed
@@ -61,9 +62,12 @@ class LayerMoments(NamedTuple):
 
 
 def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -> list:
-    """LayerMoments of each layer of the dense model `source` over batches of `make_dataset`."""
+    """LayerMoments of each block of the dense model `source` over batches of `make_dataset`.
+
+    Those of a looped block are sums over its loops.
+    """
     # On the host: no program per shape.
-    stacked = jax.tree.map(np.asarray, params['stack'])
+    stacked = merge_adapters(jax.tree.map(np.asarray, params['stack']), source)
     layers, totals = list(unstack_layers(Stack(source, 'top_c'), stacked)), None
     for batch in batches:
         tokens_BT = jnp.asarray(batch['tokens_BT'])
@@ -78,7 +82,10 @@ def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -
             x_BTD, sums = _layer(layer_params, x_BTD, tokens, model=target, kind=kind)
             found.append(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), sums))
         totals = found if totals is None else jax.tree.map(np.add, totals, found)
-    return totals
+    of_blocks = [[] for _ in range(source.num_layers)]
+    for block, sums in zip(source.block_order, totals, strict=True):
+        of_blocks[block].append(sums)
+    return [jax.tree.map(lambda *each: sum(each), *of_block) for of_block in of_blocks]
 
 
 @functools.partial(jax.jit, static_argnames=('model', 'kind'))

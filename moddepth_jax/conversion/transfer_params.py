@@ -9,6 +9,7 @@ import numpy as np
 from flax import traverse_util
 
 from moddepth_jax.hparams import Hparams, ModelHparams
+from moddepth_jax.model.adapters import ADAPTER, add_adapters, has_adapters
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.stack import Stack
 from moddepth_jax.model.stack_scan import empty_slots
@@ -21,7 +22,7 @@ from moddepth_jax.model.transformer import (
 )
 
 _MAY_DIFFER = {  # knobs of the model that a conversion may change
-    *('depth', 'routing', 'attention', 'layer_loop', 'remat', 'dtype'),
+    *('depth', 'routing', 'adapters', 'attention', 'layer_loop', 'remat', 'dtype'),
     *('init_std', 'embedding_init_std', 'scale_residual_init', 'embedding_residual'),
     'value_embeddings',
 }
@@ -46,7 +47,8 @@ def check_convertible(source: Hparams, target: Hparams):
     """
     router, stream = source.model.routing.router, source.model.depth.stream
     dense = not source.model.routed_layers and stream == 'residual'
-    if not dense and abstract_params(source) != abstract_params(target):
+    bare = source.without_adapters, target.without_adapters
+    if not dense and abstract_params(bare[0]) != abstract_params(bare[1]):
         found = f'model.routing.router={router!r} and model.depth.stream={stream!r}'
         right = 'must be none and residual, or the new run must have the same parameters'
         raise ValueError(f'{found} in the run that is converted: {right}')
@@ -60,14 +62,48 @@ def check_convertible(source: Hparams, target: Hparams):
             may_differ = False  # the new model would not have all of these parameters
         if after[name] != was and not may_differ:
             right = 'a conversion only adds routing and a depth stream'
+            if name in ('num_layers', 'looped_layers', 'loops') and not source.model.looped:
+                right += ', or makes a looped model of a dense one by --share_layers'
             found = f'model.{name}={after[name]!r}: is {was!r} in the run that is converted'
             raise ValueError(f'{found}; {right}')
+
+
+def without_blocks(source: Hparams, dropped: tuple[int, ...]) -> Hparams:
+    """A dense model with fewer blocks, which keep their order.
+
+    Raises ValueError, one line, for a number that is no block, and for a model whose blocks are not
+    all alike.
+    """
+    model, all_dropped = source.model, ','.join(map(str, dropped))
+    if not dropped:
+        return source
+    left = model.num_layers - len({*dropped})
+    if not {*dropped} <= {*range(model.num_layers)} or len({*dropped}) < len(dropped) or not left:
+        right = f'must be different numbers from 0 to {model.num_layers - 1}, and not all of them'
+        raise ValueError(f'dropped blocks {all_dropped}: {right}')
+    kinds = {*Stack(model, 'top_c').stored_kinds}
+    if len(kinds) > 1 or model.looped or model.looks_ahead or model.depth.stream != 'residual':
+        right = 'all blocks must be alike and dense, of the residual stream; drop them first'
+        raise ValueError(f'dropped blocks {all_dropped}: {right}')
+    return dataclasses.replace(source, model=dataclasses.replace(model, num_layers=left))
+
+
+def keeps_adapters(source: Hparams, target: Hparams) -> bool:
+    """Whether a conversion keeps the adapters of the source: all parameters are the same.
+
+    If not, they are merged, and those of the target are new.
+    """
+    if not source.model.adapters.rank:
+        return True  # there are none
+    same = source.model.adapters == target.model.adapters
+    return same and abstract_params(source) == abstract_params(target)
 
 
 def abstract_params(hparams: Hparams):
     """Shapes and dtypes of the parameters of a model."""
     tokens_BT = jax.ShapeDtypeStruct((1, hparams.data.sequence_length), 'int32')
-    return jax.eval_shape(Transformer(hparams).init, jax.random.key(0), tokens_BT)['params']
+    key = jax.eval_shape(jax.random.key, 0)  # no program for a key
+    return jax.eval_shape(Transformer(hparams).init, key, tokens_BT)['params']
 
 
 def layer_numbers(model: ModelHparams) -> dict[tuple[int, int, int], int]:
@@ -90,13 +126,18 @@ def in_layer(keys: tuple) -> tuple[int, int, tuple]:
     return int(run.removeprefix('run_')), int(index.removeprefix('layer_')), tuple(name)
 
 
-def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tuple[dict, list[str]]:
+def transfer_params(
+    source: ModelHparams, params: dict, target: Hparams, dropped: tuple[int, ...] = ()
+) -> tuple[dict, list[str]]:
     """Parameters of the target: leaves of the source bit for bit, new ones initialized.
 
-    `check_convertible` accepts both. Also returns the names of the leaves that are new, such as
-    stack.run_1.layer_0.router.w.
+    Without the blocks of the source that are `dropped`, of `without_blocks`.
+
+    `check_convertible` accepts both; the source has no adapters, or the target the same. Also
+    returns the names of the leaves that are new, such as stack.run_1.layer_0.router.w.
     """
     numbers, found = layer_numbers(source), {}
+    kept = [number for number in range(source.num_layers) if number not in dropped]
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         keys, leaf = _keys(path), np.asarray(leaf)  # on the host: no program per shape
         if keys[0] != 'stack':
@@ -104,13 +145,18 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
             continue
         i, j, name = in_layer(keys)
         for repeat in range(len(leaf)):
-            found[numbers[i, repeat, j], name] = leaf[repeat]
+            number = numbers[i, repeat, j]
+            if number not in dropped:  # those of an entry and an exit are negative
+                found[kept.index(number) if number >= 0 else number, name] = leaf[repeat]
     numbers, runs = layer_numbers(target.model), Stack(target.model, 'top_c').stored_runs
     new, fresh, routers = [], {}, {}
     if target.model.routing.routes_loops:
         key, length = jax.random.key(target.seed), target.data.sequence_length
         made = init_loop_routers(key, target, min(length, MAX_INIT_LENGTH))
         routers = {_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(made)}
+
+    keeps = has_adapters(params)
+    wanted = abstract_params(target if keeps else target.without_adapters)
 
     def leaf(path, wanted):
         keys = _keys(path)
@@ -133,7 +179,18 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
             fresh[place] = jax.tree.map(np.asarray, made)
         return jnp.asarray(np.stack([fresh[place][keys[3:]] for place in places]))
 
-    return jax.tree_util.tree_map_with_path(leaf, abstract_params(target)), new
+    made = jax.tree_util.tree_map_with_path(leaf, wanted)
+    if not keeps:
+        made = with_new_adapters(made, target)
+        names = traverse_util.flatten_dict(made, sep='.')
+        new += [name for name in names if f'.{ADAPTER}.' in name]
+    return made, new
+
+
+def with_new_adapters(params: dict, hparams: Hparams) -> dict:
+    """Parameters of a model without adapters, with those of `hparams`, which add 0."""
+    key, numbers = jax.random.key(hparams.seed), Stack(hparams.model, 'top_c').layer_numbers
+    return params | {'stack': add_adapters(key, params['stack'], hparams.model, numbers)}
 
 
 @functools.partial(jax.jit, static_argnames=('model', 'kind'))

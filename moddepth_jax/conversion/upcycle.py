@@ -13,32 +13,51 @@ from moddepth_jax.conversion.init_from_dense import (
     fit_slots,
     layer_moments,
 )
-from moddepth_jax.conversion.transfer_params import check_convertible, transfer_params
+from moddepth_jax.conversion.share_layers import explain_sharing, share_layers, shared_layers
+from moddepth_jax.conversion.transfer_params import (
+    check_convertible,
+    transfer_params,
+    without_blocks,
+)
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.adapters import ADAPTER
 from moddepth_jax.model.transformer import average_shapes
 
 _SAME = 1e-3  # nats: a first loss this close to the dense one counts as the same
 
 
-def upcycle(run, hparams: Hparams, dataset, measure_loss: Callable) -> tuple[dict, dict, dict]:
+def upcycle(
+    run,
+    hparams: Hparams,
+    dataset,
+    measure_loss: Callable,
+    share: str | None = None,
+    dropped: tuple[int, ...] = (),
+) -> tuple[dict, dict, dict]:
     """Parameters and averages of a new run before its first step, and what convert.json says.
 
     `run` is a SavedRun that `check_convertible` accepts, else a ValueError; `measure_loss` takes
     parameters, averages, hparams and dataset, and returns the held-out nats per target as training
-    counts them.
+    counts them. `share` is the `how` of `share_layers`; None: the new model has all blocks but
+    those that are `dropped`, of `without_blocks`.
     """
-    check_convertible(run.hparams, hparams)
-    params, new = transfer_params(run.hparams.model, run.state.params, hparams)
+    source, given, errors, note = run.hparams, run.state.params, {}, {}
+    if share is not None:
+        source, given = share_layers(source, given, hparams, share)
+        note['layers_of_block'] = shared_layers(run.hparams.model, hparams.model, share)
+    check_convertible(without_blocks(source, dropped), hparams)
+    params, new = transfer_params(source.model, given, hparams, dropped)
     averages = {name: jnp.zeros(shape) for name, shape in average_shapes(hparams.model).items()}
     averages |= {name: leaf for name, leaf in run.state.averages.items() if name in averages}
     dense_loss = functools.partial(measure_loss, run.state.params, run.state.averages, run.hparams)
-    first_hparams, errors, note = hparams.at(hparams.stages[0]), {}, {}
-    has_slots = any('_slot.' in name for name in new)
-    if has_slots or any(name.endswith('.router.w') for name in new):
+    first_hparams = hparams.at(hparams.stages[0])
+    changing = [name for name in new if f'.{ADAPTER}.' not in name]
+    has_slots = any('_slot.' in name for name in changing)
+    if has_slots or any(name.endswith('.router.w') for name in changing):
         tokens = hparams.data.batch_size * hparams.data.sequence_length
         num_batches = -(-TOKENS_PER_WIDTH * hparams.model.d_model // tokens)
         batches = map(dataset.train_batch, range(num_batches))
-        moments = layer_moments(run.hparams.model, run.state.params, hparams.model, batches)
+        moments = layer_moments(source.model, given, hparams.model, batches)
         params, errors = fit_routers(params, hparams.model, moments)
     if has_slots:
         train = types.SimpleNamespace(  # the first training batches, as evaluation takes them
@@ -64,21 +83,32 @@ def upcycle(run, hparams: Hparams, dataset, measure_loss: Callable) -> tuple[dic
         'dense_loss': dense,
         'first_loss': first,
         'difference': first - dense,
-        'why': 'every parameter is that of the run',
+        'why': 'every parameter is that of the run' + ', and new adapters add 0' * bool(new),
         'new_parameters': new,
     }
-    if new or not run.hparams.model.routed_layers:
-        note['why'] = explain_difference(hparams, errors, abs(first - dense) <= _SAME)
+    if changing or not (new or run.hparams.model.routed_layers):
+        layers = note.get('layers_of_block')
+        note['why'] = explain_difference(hparams, errors, abs(first - dense) <= _SAME, layers)
+    if dropped:
+        note |= {'why': f'without blocks {", ".join(map(str, dropped))}', 'dropped': dropped}
     if len(hparams.stages) > 1:
         last = hparams.at(hparams.stages[-1])
         note['loss_at_last_capacity'] = measure_loss(params, averages, last, dataset)
     return params, averages, note
 
 
-def explain_difference(hparams: Hparams, errors: dict[int, float], is_small: bool) -> str:
-    """Why the first loss is not that of the dense model; `errors` are those of `fit_routers`."""
-    model, stage, reasons = hparams.model, hparams.stages[0], []
-    if model.routed_layers and stage.capacity < 1:
+def explain_difference(
+    hparams: Hparams, errors: dict[int, float], is_small: bool, layers_of_block=None
+) -> str:
+    """Why the first loss is not that of the dense model; `errors` are those of `fit_routers`.
+
+    `layers_of_block` are the `shared_layers` of a model that became a looped one.
+    """
+    model, stage = hparams.model, hparams.stages[0]
+    reasons = [] if layers_of_block is None else [explain_sharing(layers_of_block)]
+    if model.routing.routes_loops:
+        reasons.append('tokens leave the loops, each of which has a gate of its own')
+    if model.routed_layers and not model.routing.routes_loops and stage.capacity < 1:
         reasons.append(
             f'{1 - stage.capacity:.0%} of the tokens skip each routed block from the first step; '
             'model.routing.capacity_stages=1:0.2 would route all of them at first'

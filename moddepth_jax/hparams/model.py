@@ -5,6 +5,7 @@ import functools
 from typing import Annotated, NamedTuple
 
 from moddepth_jax.hparams import checks
+from moddepth_jax.hparams.adapters import AdapterHparams
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.depth import DepthHparams
 from moddepth_jax.hparams.experts import ExpertsHparams
@@ -85,6 +86,7 @@ class ModelHparams:
     depth: DepthHparams
     experts: ExpertsHparams
     routing: RoutingHparams
+    adapters: AdapterHparams
 
     def check_values(self):
         """Refuse what is wrong with any router and depth stream; needs no JAX."""
@@ -196,6 +198,11 @@ class ModelHparams:
         if self.experts.choice == 'expert' and self.routing.train_rule == 'threshold':
             right = 'must be top_c where experts choose: they look at whole rows in training'
             refuse('model.routing.train_rule', self.routing.train_rule, right)
+
+    @property
+    def without_adapters(self) -> 'ModelHparams':
+        """The model whose adapters are merged."""
+        return dataclasses.replace(self, adapters=dataclasses.replace(self.adapters, rank=0))
 
     @functools.cached_property
     def scaled_rope(self) -> RopeScaling | None:

@@ -121,6 +121,9 @@ class TrainingHparams:
     max_nan_steps: checks.Count
     max_unsharded: checks.Fraction
     loss_chunk: checks.CountOrZero
+    distill_from: str
+    distill_weight: checks.FractionAboveZero
+    distill_temperature: checks.AboveZero
     compilation_cache: bool
 
     def __post_init__(self):
@@ -224,6 +227,11 @@ class Hparams:
         if not loops:
             return self
         return dataclasses.replace(self, model=dataclasses.replace(self.model, loops=loops))
+
+    @property
+    def without_adapters(self) -> 'Hparams':
+        """These hyper-parameters, of a model whose adapters are merged."""
+        return dataclasses.replace(self, model=self.model.without_adapters)
 
     def at(self, stage: Stage) -> 'Hparams':
         """These hyper-parameters, with the capacity of a stage of training."""

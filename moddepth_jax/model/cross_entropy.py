@@ -1,6 +1,11 @@
-"""Next-token cross-entropy with z-loss, in chunks of tokens that never hold all logits."""
+"""Next-token cross-entropy with z-loss, in chunks of tokens that never hold all logits.
+
+The chunks also take the divergence from another model's logits (Hinton et al. 2015, arXiv
+1503.02531, section 2).
+"""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +18,15 @@ from moddepth_jax.model.sharding import constrain, map_shards, part_shape
 # chunk; above it, chunks of at most half of the logits and at most the second number: each reads
 # and writes the gradient of the matrix.
 LOGITS_BYTES = 2**26, 2**28
+
+
+class SoftTargets(NamedTuple):
+    """Another model's distributions: `weight` of T^2 KL(p_T || q_T), and 1 - weight of the nll."""
+
+    x_BTE: jax.Array  # its hidden states after the final norm
+    params: dict  # of its head, over the same ids
+    weight: float
+    temperature: float  # T, which divides the logits of both
 
 
 def token_losses(logits_BTV, labels_BT):
@@ -31,6 +45,36 @@ def cross_entropy(x_BTD, params, labels_BT, z_loss: float, loss_chunk: int):
     logits at once; 0: by LOGITS_BYTES.
     """
     matrix, axes = head_matrix(params, x_BTD.dtype)
+    tokens, most = _chunking(x_BTD, matrix, axes, loss_chunk)
+    if tokens <= most:
+        nll_BT, log_z_BT, _ = token_losses(logits(x_BTD, matrix, axes), labels_BT)
+        total = _total((nll_BT, log_z_BT), z_loss, None)
+    else:
+        chunk = chunk_size(tokens, most)
+        total, nll_BT, log_z_BT = _in_chunks(
+            x_BTD, matrix, labels_BT, None, z_loss, axes, chunk, None
+        )
+    return total, jax.lax.stop_gradient(nll_BT), jax.lax.stop_gradient(log_z_BT)
+
+
+def distillation(
+    x_BTD, params, labels_BT, z_loss: float, loss_chunk: int, targets: SoftTargets
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`cross_entropy` with the weights of `targets`; and T^2 KL [B, T] in nats, as the last.
+
+    `targets` get no gradients. Their logits are of as many tokens at once as the model's.
+    """
+    matrix, axes = head_matrix(params, x_BTD.dtype)
+    tokens, most = _chunking(x_BTD, matrix, axes, loss_chunk)
+    soft_matrix, soft_axes = head_matrix(targets.params, targets.x_BTE.dtype)
+    others = jax.lax.stop_gradient((targets.x_BTE, soft_matrix))
+    soft, chunk = (soft_axes, targets.weight, targets.temperature), chunk_size(tokens, most)
+    total, *parts = _in_chunks(x_BTD, matrix, labels_BT, others, z_loss, axes, chunk, soft)
+    return total, *jax.lax.stop_gradient(parts)
+
+
+def _chunking(x_BTD, matrix, axes, loss_chunk):
+    """Tokens of a device, and the most of them that have logits at once."""
     names = _names(axes)
     rows, length, _ = part_shape(names['x_BTD'], x_BTD.shape)
     vocab_size = part_shape(names['matrix'], matrix.shape)[axes.index('v')]
@@ -38,13 +82,7 @@ def cross_entropy(x_BTD, params, labels_BT, z_loss: float, loss_chunk: int):
     if not most:
         small, large = (size // (4 * vocab_size) for size in LOGITS_BYTES)
         most = tokens if tokens <= small else max(1, min(-(-tokens // 2), large))
-    if tokens <= most:
-        nll_BT, log_z_BT, _ = token_losses(logits(x_BTD, matrix, axes), labels_BT)
-        total = _total(nll_BT, log_z_BT, z_loss)
-    else:
-        chunk = chunk_size(tokens, most)
-        total, nll_BT, log_z_BT = _in_chunks(x_BTD, matrix, labels_BT, z_loss, axes, chunk)
-    return total, jax.lax.stop_gradient(nll_BT), jax.lax.stop_gradient(log_z_BT)
+    return tokens, most
 
 
 def chunk_size(tokens: int, most: int) -> int:
@@ -54,74 +92,102 @@ def chunk_size(tokens: int, most: int) -> int:
     return -(-tokens // count)
 
 
-def _names(axes):
-    """Names of the axes of each array; `axes` of the matrix are dv or vd."""
-    of_matrix = tuple('vocab' if axis == 'v' else None for axis in axes)
-    return {'x_BTD': ('batch', None, None), 'matrix': of_matrix, 'labels_BT': ('batch', None)}
+def _names(axes, soft_axes=''):
+    """Names of the axes of each array; `axes` of the matrices are dv or vd."""
+    states, labels = ('batch', None, None), ('batch', None)
+    names = {'x_BTD': states, 'matrix': _names_of_matrix(axes), 'labels_BT': labels}
+    if soft_axes:
+        names |= {'soft_BTE': states, 'soft_matrix': _names_of_matrix(soft_axes)}
+    return names
 
 
-def _total(nll_BT, log_z_BT, z_loss):
-    return jnp.sum(nll_BT) + z_loss * jnp.sum(log_z_BT**2)
+def _names_of_matrix(axes):
+    return tuple('vocab' if axis == 'v' else None for axis in axes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _in_chunks(x_BTD, matrix, labels_BT, z_loss, axes, chunk):
-    nll_BT, log_z_BT = _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes=False)
-    return _total(nll_BT, log_z_BT, z_loss), nll_BT, log_z_BT
+def _total(parts, z_loss, soft):
+    nll_BT, log_z_BT, *divergence_BT = parts
+    nll, z = jnp.sum(nll_BT), z_loss * jnp.sum(log_z_BT**2)
+    if soft is None:
+        return nll + z
+    _, weight, _ = soft
+    return (1 - weight) * nll + z + weight * jnp.sum(divergence_BT[0])
 
 
-def _in_chunks_forward(x_BTD, matrix, labels_BT, z_loss, axes, chunk):
-    nll_BT, log_z_BT, dx_BTD, parts = _sharded(
-        x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes=True
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def _in_chunks(x_BTD, matrix, labels_BT, targets, z_loss, axes, chunk, soft):
+    parts = _sharded(x_BTD, matrix, labels_BT, targets, z_loss, axes, chunk, soft, slopes=False)
+    return _total(parts, z_loss, soft), *parts
+
+
+def _in_chunks_forward(x_BTD, matrix, labels_BT, targets, z_loss, axes, chunk, soft):
+    *parts, dx_BTD, sums = _sharded(
+        x_BTD, matrix, labels_BT, targets, z_loss, axes, chunk, soft, slopes=True
     )
     # Reduce-scattered in the dtype of the matrix.
     names = ['vocab' if axis == 'v' else 'embed' for axis in axes]
-    d_matrix = constrain(jnp.sum(parts, axis=0, dtype=parts.dtype), *names)
+    d_matrix = constrain(jnp.sum(sums, axis=0, dtype=sums.dtype), *names)
     # Without a barrier XLA postpones the sum to its first reader, the optimizer, and keeps the
     # float32 parts, as large as the matrix, until then.
     slopes = jax.lax.optimization_barrier((dx_BTD, d_matrix))
-    return (_total(nll_BT, log_z_BT, z_loss), nll_BT, log_z_BT), slopes
+    return (_total(parts, z_loss, soft), *parts), slopes
 
 
-def _in_chunks_backward(z_loss, axes, chunk, slopes, cotangents):
-    del z_loss, axes, chunk
+def _in_chunks_backward(z_loss, axes, chunk, soft, slopes, cotangents):
+    del z_loss, axes, chunk, soft
     dx_BTD, d_matrix = ((slope * cotangents[0]).astype(slope.dtype) for slope in slopes)
-    return dx_BTD, d_matrix, None
+    return dx_BTD, d_matrix, None, None
 
 
 _in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)
 
 
-def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
-    """nll_BT and log_z_BT; with `slopes` also dx_BTD and the parts [X, ...] of the sum d_matrix."""
-    names = _names(axes)
-    names_out = (names['labels_BT'],) * 2
+def _sharded(x_BTD, matrix, labels_BT, targets, z_loss, axes, chunk, soft, slopes):
+    """nll_BT, log_z_BT and with `soft` T^2 KL; with `slopes` also dx_BTD and the parts of d_matrix.
+
+    The parts, [X, ...], sum up to it. `targets` are hidden states and matrix of another model, and
+    `soft` its axes, the weight and the temperature, or both None.
+    """
+    soft_axes, weight, temperature = soft or ('', 0, 1)
+    names = _names(axes, soft_axes)
+    names_out = (names['labels_BT'],) * (3 if soft else 2)
     if slopes:
         names_out += names['x_BTD'], ('batch', *names['matrix'])
     vocab_axis = axes.index('v')
     vocab_size = matrix.shape[vocab_axis]
 
-    def own(x_BTD, matrix, labels_BT):
+    def own(x_BTD, matrix, labels_BT, soft_BTE=None, soft_matrix=None):
         # Without a mesh, or if `tensor` does not divide V, each device holds all ids.
         split = 'tensor' if matrix.shape[vocab_axis] < vocab_size else None
         tokens = labels_BT.size
         count = -(-tokens // chunk)
         empty = count * chunk - tokens
-        x_XKD = jnp.pad(x_BTD.reshape(tokens, -1), ((0, empty), (0, 0))).reshape(count, chunk, -1)
+
+        def chunked(x_BTD):
+            x_XD = jnp.pad(x_BTD.reshape(tokens, -1), ((0, empty), (0, 0)))
+            return x_XD.reshape(count, chunk, -1)
+
         labels_XK = jnp.pad(labels_BT.ravel(), (0, empty), constant_values=-1)
         labels_XK = labels_XK.reshape(count, chunk)
         operand = matrix.astype(x_BTD.dtype)
 
         def of_chunk(sums, inputs):
-            x_KD, labels_K = inputs
+            x_KD, labels_K, soft_KE = inputs
             logits_KV = dot(f'kd,{axes}->kv', x_KD, operand)
             log_z_K, picked_K, here_KV = _log_partition(logits_KV, labels_K, split)
             counted_K = labels_K >= 0
             losses = (log_z_K - picked_K) * counted_K, log_z_K * counted_K
+            if soft:
+                other_KV = dot(f'kd,{soft_axes}->kv', soft_KE, soft_matrix.astype(soft_KE.dtype))
+                divergence_K, soft_slope_KV = _divergence(logits_KV, other_KV, temperature, split)
+                losses += (divergence_K * counted_K,)
             if not slopes:
                 return None, losses
-            factor_K = (1 + 2 * z_loss * log_z_K) * counted_K
-            slope_KV = jnp.exp(logits_KV - log_z_K[:, None]) * factor_K[:, None] - here_KV
+            factor_K = (1 - weight + 2 * z_loss * log_z_K) * counted_K
+            slope_KV = jnp.exp(logits_KV - log_z_K[:, None]) * factor_K[:, None]
+            slope_KV -= (1 - weight) * here_KV
+            if soft:
+                slope_KV += weight * counted_K[:, None] * soft_slope_KV
             slope_KV = slope_KV.astype(x_KD.dtype)
             dx_KD = dot(f'kv,{axes}->kd', slope_KV, operand).astype(x_KD.dtype)
             sums += dot(f'kd,kv->{axes}', x_KD, slope_KV)
@@ -129,18 +195,36 @@ def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
 
         wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
         sums = jnp.zeros(matrix.shape, wide) if slopes else None
-        sums, outputs = jax.lax.scan(of_chunk, sums, (x_XKD, labels_XK))
+        inputs = chunked(x_BTD), labels_XK, chunked(soft_BTE) if soft else None
+        sums, outputs = jax.lax.scan(of_chunk, sums, inputs)
         outputs = [side.reshape(-1, *side.shape[2:])[:tokens] for side in outputs]
-        nll_BT, log_z_BT = (side.reshape(labels_BT.shape) for side in outputs[:2])
         if not slopes:
-            return nll_BT, log_z_BT
-        dx_BTD = outputs[2].reshape(x_BTD.shape)
+            return tuple(side.reshape(labels_BT.shape) for side in outputs)
+        *losses, dx_XD = outputs
+        dx_BTD = dx_XD.reshape(x_BTD.shape)
         if split:
             dx_BTD = jax.lax.psum(dx_BTD, split)
-        return nll_BT, log_z_BT, dx_BTD, sums.astype(matrix.dtype)[None]
+        losses = (side.reshape(labels_BT.shape) for side in losses)
+        return *losses, dx_BTD, sums.astype(matrix.dtype)[None]
 
     arrays = {'x_BTD': x_BTD, 'matrix': matrix, 'labels_BT': labels_BT}
+    if soft:
+        arrays |= {'soft_BTE': targets[0], 'soft_matrix': targets[1]}
     return map_shards(own, arrays, names, names_out)
+
+
+def _divergence(logits_KV, other_KV, temperature, split):
+    """T^2 KL(p || q) [K], p = softmax(other / T), q = softmax(logits / T); and its slope [K, V]."""
+    sides = logits_KV / temperature, other_KV / temperature
+    no_labels_K = jnp.full(logits_KV.shape[0], -1)
+    log_q_KV, log_p_KV = (
+        side_KV - _log_partition(side_KV, no_labels_K, split)[0][:, None] for side_KV in sides
+    )
+    p_KV = jnp.exp(log_p_KV)
+    divergence_K = jnp.sum(p_KV * (log_p_KV - log_q_KV), axis=-1)
+    if split:
+        divergence_K = jax.lax.psum(divergence_K, split)
+    return temperature**2 * divergence_K, temperature * (jnp.exp(log_q_KV) - p_KV)
 
 
 def _log_partition(logits_KV, labels_K, split):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.kv_cache import Cache, cache_from_prefill
 from moddepth_jax.model.layers import embed, lm_head, rms_norm
@@ -22,7 +23,8 @@ def unroll(variables, hparams: Hparams, routing: str) -> dict:
     """The variables of a Transformer for decoding: `layers` for `stack`, and new `layer_args`."""
     check_dtype(hparams.model)
     params = variables['params']
-    layers = [one for _, one in unstack_layers(Stack(hparams.model, routing), params['stack'])]
+    stored = merge_adapters(params['stack'], hparams.model)
+    layers = [one for _, one in unstack_layers(Stack(hparams.model, routing), stored)]
     args = layer_args(hparams.model, variables.get('averages'), routing)
     rest = {name: params[name] for name in ('embedding', 'final_norm', 'head') if name in params}
     kinds = layer_kinds(hparams.model)

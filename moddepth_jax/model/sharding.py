@@ -51,12 +51,36 @@ LEAVES = (
 def axis_names(path: str, ndim: int) -> tuple:
     """Names or None for each axis of the parameter with a path such as params/head/kernel."""
     layers = ('stack' in path.split('/')) * (None,)
+    if side := re.fullmatch('(.*/)adapter/([ab])', path):
+        path = f'{side[1]}kernel'
     streams = (leaf for stream in STREAMS.values() for leaf in stream.parameter_axes)
     for pattern, names in (*LEAVES, *((f'stream/{end}', names) for end, names in streams)):
-        names = layers + names
+        names = layers + (_of_adapter(names, side[2]) if side else names)
         if len(names) == ndim and re.search(f'(^|/){pattern}$', path):
             return names
     return (None,) * ndim
+
+
+def matrix_sides(names) -> tuple[list[int], list[int], list[int]] | None:
+    """The axes of a batch of matrices, of their inputs and of their outputs; None without `embed`.
+
+    `names` are those of `axis_names`, without the axis of layers.
+    """
+    if 'embed' not in names:
+        return None
+    batch = [i for i, name in enumerate(names) if name == 'experts']
+    rest = [i for i in range(len(names)) if i not in batch]
+    last = names[rest[-1]] == 'embed'
+    return (batch, rest[:-1], rest[-1:]) if last else (batch, rest[:1], rest[1:])
+
+
+def _of_adapter(names, side):
+    """Names of the axes of A (`a`) or B of the adapter of a matrix; the rank is replicated."""
+    sides = matrix_sides(names)
+    if sides is None:
+        return ()
+    batch, inputs, outputs = ([names[i] for i in axes] for axes in sides)
+    return (*batch, *inputs, None) if side == 'a' else (*batch, None, *outputs)
 
 
 def spec(mesh, names, shape, without: str | None = None) -> PartitionSpec:

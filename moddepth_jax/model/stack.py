@@ -8,6 +8,7 @@ import numpy as np
 
 from kernels_pallas.joint_softmax import ATTENDED
 from moddepth_jax.hparams import ModelHparams
+from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.attention import DepthSlots, TokenInfo
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.layer import Layer, LayerArgs, LayerOutput, Records
@@ -138,6 +139,7 @@ class Stack(NamedTuple):
 
     def apply(self, kind: LayerKind, params, x_BTD, *inputs) -> LayerOutput:
         """Apply a layer of that kind; inputs as of Layer."""
+        params = merge_adapters(params, self.hparams)
         params = unshard_params(params, self.hparams.dtype)
         x_BTD = constrain(x_BTD, 'batch', None, None)
         output = self.layer(kind, parent=None).apply({'params': params}, x_BTD, *inputs)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.hparams.registry import CAUSAL_RULES
+from moddepth_jax.model.adapters import add_adapters
 from moddepth_jax.model.attention import DepthSlots, model_segment_ids
 from moddepth_jax.model.embedding_residual import embedded_input, first_scales
 from moddepth_jax.model.layer import LayerArgs, Records
@@ -213,7 +214,7 @@ def init_stack(key, hparams: ModelHparams, length: int):
         carry, made = jax.lax.scan(init_repeat, carry, (numbers, stack.counts(runs, i)))
         if made:  # entry or exit may have none
             params[f'run_{i}'] = made
-    return params
+    return add_adapters(key, params, hparams, stack.layer_numbers)
 
 
 def init_layer(

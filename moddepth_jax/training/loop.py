@@ -37,6 +37,7 @@ from moddepth_jax.training.run_dir import (
     save_tokenizer,
     update_config,
 )
+from moddepth_jax.training.saved_run import load_teacher
 from moddepth_jax.training.summary import (
     describe,
     initial_metadata,
@@ -63,7 +64,7 @@ MAY_CHANGE = (  # on resuming: knobs that no trained bit depends on
 IF_EXTENDED = ('optimizer.schedule', 'optimizer.decay_fraction', 'optimizer.final_fraction')
 KEPT = (
     *('seconds', 'train_loss', 'learning_rate', 'peak_memory'),
-    *('extended', 'metrics', 'metrics_problems'),
+    *('extended', 'metrics', 'metrics_problems', 'teacher'),
 )
 INFERENCE_ONLY = ('model.routing.cache_capacity', 'model.routing.overflow')  # if top-C trains
 
@@ -123,6 +124,7 @@ def train(
         checkpoints = stack.enter_context(Checkpoints(folder, keep))
         stack.enter_context(multihost.exit_on_lost_process())
         state, metadata, more = restore_or_init(hparams, num_steps, dataset, mesh, checkpoints)
+        teacher = load_teacher(hparams, mesh, metadata)
         multihost.run_on_leader(lambda: update_config(workdir, config, metadata['extended']))
         multihost.run_on_leader(lambda: save_source(workdir, source))
         multihost.run_on_leader(lambda: save_tokenizer(workdir, hparams, dataset.tokenizer))
@@ -134,7 +136,7 @@ def train(
             if writer and writer.problem:
                 more.append(writer.problem)
                 metadata['metrics_problems'] = [*metadata['metrics_problems'], writer.problem]
-            outputs = progress, writer, log, report_programs
+            outputs = progress, writer, log, report_programs, teacher
             trainer = Trainer(state, metadata, dataset, mesh, profile, *outputs)
             files.callback(trainer.close)
             for line in (

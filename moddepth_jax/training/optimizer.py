@@ -6,7 +6,8 @@ from optax import contrib
 
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.hparams.registry import OPTIMIZERS, SCHEDULES
-from moddepth_jax.model.sharding import axis_names
+from moddepth_jax.model.adapters import ADAPTER
+from moddepth_jax.model.sharding import axis_names, matrix_sides
 
 # A schedule is called with the peak, the final rate, the steps after the warm-up, and the share of
 # these in which it may decay; an optimizer with its schedule and the OptimizerHparams.
@@ -71,18 +72,20 @@ def trunk_norm(gradients):
 def _muon_axes(params):
     """For each matrix of a block the axes that it sums over and those of its result; else None.
 
+    None also for adapters, whose narrow matrices Adam updates.
+
     Leaves are stacked over layers, and over experts: these axes are a batch of matrices.
     """
 
     def axes(path, leaf):
         names = axis_names(jax.tree_util.keystr(path, simple=True, separator='/'), leaf.ndim)
-        if path[0].key != 'stack' or 'embed' not in names or 'vocab' in names:
+        keys = [key.key for key in path]
+        if keys[0] != 'stack' or ADAPTER in keys or 'vocab' in names:
             return None
-        matrix = [i for i in range(1, leaf.ndim) if names[i] != 'experts']
-        embed = names.index('embed')
-        others = [i for i in matrix if i != embed]
-        sides = (others, [embed]) if embed == matrix[-1] else ([embed], others)
-        return contrib.MuonDimensionNumbers(*map(tuple, sides))
+        if (sides := matrix_sides(names[1:])) is None:
+            return None
+        inputs, outputs = (tuple(1 + axis for axis in side) for side in sides[1:])
+        return contrib.MuonDimensionNumbers(inputs, outputs)
 
     return jax.tree_util.tree_map_with_path(axes, params)
 

@@ -12,12 +12,12 @@ import numpy as np
 from moddepth_jax.data.pipeline import Dataset, make_dataset
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, tokenizer_of
 from moddepth_jax.hparams import Hparams, Stage
-from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.model.transformer import check_attention, check_dtype
 from moddepth_jax.training.manifest import MANIFEST_FILE
 from moddepth_jax.training.mesh import check_mesh, make_mesh
 from moddepth_jax.training.optimizer import learning_rate_schedule
 from moddepth_jax.training.run_dir import build_stored, read_config
+from moddepth_jax.training.teacher import check_teacher, step_flops
 from moddepth_jax.training.trainable import check_trainable
 
 
@@ -32,6 +32,7 @@ def prepare_run(
     num_steps = resolve_steps(hparams)
     tokenizer = tokenizer_of(hparams.data, workdir)
     check_vocabulary(hparams, tokenizer)
+    check_teacher(hparams, tokenizer)
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     check_dtype(hparams.model)
     check_attention(hparams)
@@ -82,11 +83,11 @@ def run_flops(hparams: Hparams, num_steps: int, steps_done: int | None = None) -
     done = num_steps if steps_done is None else steps_done
     if counts := hparams.training.loops:  # of models of one stage
         drawn = np.bincount(_draws(hparams.seed, len(counts), num_steps)[:done])
-        each = [train_step_flops(hparams, loops=loops) for loops in counts]
+        each = [step_flops(hparams, loops=loops) for loops in counts]
         return float(sum(n * cost for n, cost in zip(drawn, each, strict=False)))
     starts = [*stage_starts(hparams, num_steps), (num_steps, None)]
     return sum(
-        max(0, min(end, done) - first) * train_step_flops(hparams, stage)
+        max(0, min(end, done) - first) * step_flops(hparams, stage)
         for (first, stage), (end, _) in itertools.pairwise(starts)
     )
 
@@ -100,7 +101,7 @@ def resolve_steps(hparams: Hparams) -> int:
         return hparams.training.num_steps
     costs = [_mean_step_flops(hparams, stage) for stage in hparams.stages]
     loops = hparams.training.loops or (0,)
-    cost = max(train_step_flops(hparams, stage, n) for stage in hparams.stages for n in loops)
+    cost = max(step_flops(hparams, stage, n) for stage in hparams.stages for n in loops)
     if hparams.flop_budget < cost:
         raise ValueError(
             f'flop_budget={hparams.flop_budget:g}: pays for no step; one step of '
@@ -125,7 +126,7 @@ def resolve_steps(hparams: Hparams) -> int:
 
 def _mean_step_flops(hparams, stage):
     counts = hparams.training.loops or (0,)
-    return sum(train_step_flops(hparams, stage, loops) for loops in counts) / len(counts)
+    return sum(step_flops(hparams, stage, loops) for loops in counts) / len(counts)
 
 
 def plan_extension(hparams: Hparams, workdir: str | os.PathLike) -> tuple[Hparams, int]:

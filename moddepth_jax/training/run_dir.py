@@ -76,6 +76,9 @@ OLDER_RUNS = {
     'model.experts.z_loss': 0.0,
     'model.experts.threshold_decay': 0.99,
     'model.experts.product': 'auto',
+    'model.adapters.rank': 0,
+    'model.adapters.alpha': 16.0,
+    'model.adapters.params': ['*/attention/*', '*/mlp/*'],
     'training.max_unsharded': 1.0,
     'optimizer.decay_embeddings': True,
     'optimizer.name': 'adamw',
@@ -83,6 +86,9 @@ OLDER_RUNS = {
     'optimizer.trainable': ['*'],
     'optimizer.decay_fraction': 0.2,
     'training.loss_chunk': 0,
+    'training.distill_from': '',
+    'training.distill_weight': 0.5,
+    'training.distill_temperature': 1.0,
     'training.extended_from': 0,
 }
 
@@ -237,7 +243,7 @@ def _read_config(path):
         raise ValueError(f'{file}: {name}={value!r}: no such knob; {_NEWER}')
     model, added = config.get('model'), {}
     if isinstance(model, dict) and 'routing' in model:
-        for group in ('depth', 'experts'):  # were added after the group routing
+        for group in ('depth', 'experts', 'adapters'):  # were added after the group routing
             model.setdefault(group, {})
     for name, value in OLDER_RUNS.items():
         *groups, knob = name.split('.')

@@ -9,12 +9,14 @@ import jax
 from jax.sharding import Mesh
 
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.transformer import causal_routing
 from moddepth_jax.training import multihost
-from moddepth_jax.training.checkpoint import Checkpoints
+from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
 from moddepth_jax.training.mesh import abstract_on_mesh
 from moddepth_jax.training.plan import stage_at
 from moddepth_jax.training.run_dir import CONFIG_FILE, build_stored, read_config
+from moddepth_jax.training.teacher import Teacher
 from moddepth_jax.training.train_step import TrainState, init_state
 
 MAX_READS = 10  # if a running run removes, each time, the checkpoint that is being read
@@ -56,6 +58,16 @@ class SavedRun:
             raise ValueError(f'--loops={loops}: {right}')
         hparams, state = self.hparams.with_loops(loops), self.state.replace(averages={})
         return dataclasses.replace(self, hparams=hparams, state=state)
+
+    @property
+    def merged(self) -> 'SavedRun':
+        """The run with its adapters merged into the matrices that they belong to."""
+        if not self.hparams.model.adapters.rank:
+            return self
+        params = jax.device_get(self.state.params)
+        params |= {'stack': merge_adapters(params['stack'], self.hparams.model)}
+        state = self.state.replace(params=params)
+        return dataclasses.replace(self, hparams=self.hparams.without_adapters, state=state)
 
     @property
     def hparams_of_stage(self) -> Hparams:
@@ -128,3 +140,29 @@ def _restore(checkpoints, at, *abstract_states):
         if restored is not None or steps() == before:
             return restored
     return None
+
+
+def load_teacher(hparams: Hparams, mesh: Mesh, metadata: dict) -> Teacher | None:
+    """The Teacher of a run, on its mesh; None without one. Every process of the run calls this.
+
+    It is the newest checkpoint of training.distill_from, and after the run's first step the one
+    that `metadata` names, which gets `teacher`: its `step`, and the `sha256` of its parameters and
+    averages. Raises ValueError, one line, if that checkpoint is gone or another.
+    """
+    folder = hparams.training.distill_from
+    if not folder:
+        return None
+    before = metadata.get('teacher')
+    try:
+        run = load_run(folder, mesh, before and before['step'])
+    except ValueError as error:
+        raise ValueError(f'training.distill_from={folder!r}: {error}') from None
+    metadata['teacher'] = {'step': run.step, 'sha256': state_sha256(run.state.variables)}
+
+    def check():
+        if before not in (None, metadata['teacher']):
+            found = f'checkpoint {run.step} is not the one that the run began with'
+            raise ValueError(f'training.distill_from={folder!r}: {found}; put that back')
+
+    multihost.run_on_leader(check)
+    return Teacher(run.state.variables, run.hparams.at(run.hparams.stages[-1]))

@@ -18,12 +18,13 @@ from kernels_pallas.backends import log_lines
 from kernels_pallas.xla import sequence
 from moddepth_jax.data.directory import check_fields, read_json, write_atomically
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.model.flops import train_step_flops
+from moddepth_jax.model.adapters import ADAPTER
 from moddepth_jax.training import devices
 from moddepth_jax.training.checkpoint import state_sha256
 from moddepth_jax.training.metrics import replace_nonfinite
 from moddepth_jax.training.plan import run_flops, stage_starts
 from moddepth_jax.training.progress import format_count
+from moddepth_jax.training.teacher import abstract_teacher, step_flops, teacher_flops
 from moddepth_jax.training.train_step import TrainState, init_state, train_step
 from moddepth_jax.training.trainable import split_params
 
@@ -70,7 +71,7 @@ def active_parameters(hparams: Hparams, params) -> int:
     experts, active = hparams.model.experts, 0.0
     share = experts.top_k / experts.num_choices
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        names = [getattr(key, 'key', None) for key in path]
+        names = [name for key in path if (name := getattr(key, 'key', None)) != ADAPTER]
         of_experts = names[-3:-1] in [['mlp', name] for name in ('w1', 'w2', 'w3')]
         routed = experts.choice != 'none' and of_experts and leaf.ndim == 4
         active += leaf.size * (share if routed else 1)
@@ -119,6 +120,11 @@ def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
     total = run_flops(hparams, num_steps)
     cost = f'{format_count(total / max(1, num_steps))}FLOP = {total:.3g} FLOPs'
     lines.append(f'plan      {num_steps} steps x {cost}, {dataset.epochs(num_steps):.2f} epochs')
+    if flops := teacher_flops(hparams):
+        weight, temperature = hparams.training.distill_weight, hparams.training.distill_temperature
+        how = f'weight {weight:g}, temperature {temperature:g}'
+        share = f'{flops / step_flops(hparams):.0%} of the FLOPs of a step'
+        lines.append(f'teacher   {hparams.training.distill_from}: {how}; {share}')
     starts = stage_starts(hparams, num_steps)
     for first, stage in starts if len(starts) > 1 else ():
         lines.append(f'stage     from step {first}: {_describe_selection(hparams, stage)}')
@@ -191,9 +197,10 @@ def step_flops_report(hparams: Hparams, num_steps: int) -> dict[str, float | Non
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # as on one device
         state = jax.eval_shape(lambda: init_state(unrolled, num_steps))
         with sequence.static_blocks():
-            traced = jax.jit(functools.partial(train_step)).trace(state, batch)
+            teacher = abstract_teacher(hparams)
+            traced = jax.jit(functools.partial(train_step)).trace(state, batch, teacher=teacher)
     return {
-        'flops_per_step': train_step_flops(hparams),
+        'flops_per_step': step_flops(hparams),
         'flops_per_step_xla': (traced.lower().cost_analysis() or {}).get('flops'),
     }
 
@@ -223,7 +230,7 @@ def summarize(
             for name, losses in evaluation['domains'].items()
         }
     stages = [
-        {'first_step': first, 'flops_per_step': train_step_flops(hparams, stage)}
+        {'first_step': first, 'flops_per_step': step_flops(hparams, stage)}
         | {'capacity': stage.capacity, 'routing': stage.routing}
         for first, stage in stage_starts(hparams, state.num_steps)
     ]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from moddepth_jax.hparams import Hparams, Stage
-from moddepth_jax.model.cross_entropy import cross_entropy
+from moddepth_jax.model.cross_entropy import SoftTargets, cross_entropy, distillation
 from moddepth_jax.model.layer import Records
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.losses import (
@@ -22,6 +22,7 @@ from moddepth_jax.training.losses import (
     routing_ratios,
 )
 from moddepth_jax.training.optimizer import learning_rate_schedule, make_optimizer, trunk_norm
+from moddepth_jax.training.teacher import Teacher
 from moddepth_jax.training.trainable import merge_params, split_params
 
 
@@ -91,22 +92,36 @@ class StepCounts(NamedTuple):
     experts: dict | None = None
 
 
-def loss_and_metrics(params, state, hparams: Hparams, routing: str, batch, counts: StepCounts):
+def loss_and_metrics(
+    params, state, hparams: Hparams, routing: str, batch, counts: StepCounts, teacher=None
+):
     """Loss of one (micro-)batch over the `counts` of the whole batch, and metrics that sum up.
 
     The TrainState gives the averages and the step, `hparams` are those of the stage.
     """
-    z_weight = hparams.optimizer.z_loss
+    z_weight, training = hparams.optimizer.z_loss, hparams.training
     x_BTD, records = _forward(params, state, hparams, routing, batch)
-    total, nll_BT, log_z_BT = cross_entropy(
-        x_BTD, params, masked_labels(batch), z_weight, hparams.training.loss_chunk
-    )
+    labels_BT, chunk = masked_labels(batch), training.loss_chunk
+    if teacher is None:
+        total, nll_BT, log_z_BT = cross_entropy(x_BTD, params, labels_BT, z_weight, chunk)
+    else:
+        targets = SoftTargets(
+            teacher.hidden_states(batch),
+            teacher.variables['params'],
+            training.distill_weight,
+            training.distill_temperature,
+        )
+        total, nll_BT, log_z_BT, divergence_BT = distillation(
+            x_BTD, params, labels_BT, z_weight, chunk, targets
+        )
     rule_loss = causal_rule_loss(hparams, records.routing, batch['segment_ids_BT'], counts.real)
     metrics = {
         'loss': jnp.sum(nll_BT) / counts.targets,
         'z_loss': z_weight * jnp.sum(log_z_BT**2) / counts.targets,
         'rule_loss': rule_loss,
     }
+    if teacher is not None:
+        metrics['teacher_divergence'] = jnp.sum(divergence_BT) / counts.targets
     total = total / counts.targets + rule_loss
     if records.routing is not None:
         metrics['routing'] = routing_counts(records.routing, batch['segment_ids_BT'])
@@ -131,7 +146,7 @@ def _forward(params, state, hparams, routing, batch):
     return x_BTD, Records() if records is None else records
 
 
-def _gradients(state, hparams, routing, batch):
+def _gradients(state, hparams, routing, batch, teacher):
     """Gradients of the parameters that train, and the metrics of the batch."""
     trainable, frozen = split_params(state.params, hparams.optimizer.trainable)
     counts = StepCounts(
@@ -141,7 +156,7 @@ def _gradients(state, hparams, routing, batch):
 
     def loss(trainable, batch, counts):
         params = merge_params(trainable, frozen)
-        return loss_and_metrics(params, state, hparams, routing, batch, counts)
+        return loss_and_metrics(params, state, hparams, routing, batch, counts, teacher)
 
     differentiate = jax.grad(loss, has_aux=True)
     parts = hparams.training.accumulate_steps
@@ -183,21 +198,29 @@ def _update_average(state, average, lowest, decay):
 
 
 def train_step(
-    state: TrainState, batch, stage: Stage | None = None, loops: int = 0
+    state: TrainState,
+    batch,
+    stage: Stage | None = None,
+    loops: int = 0,
+    teacher: Teacher | None = None,
 ) -> tuple[TrainState, dict]:
     """One step of the optimizer. Pure; the caller jits it, donating `state`.
 
     The batch is `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32 [B, T]; `stage`, static, one of
-    `hparams.stages`, by default the last; `loops`, static, by default those of the model. Returns
-    the state after the step, and metrics: `loss` (nats a target), `z_loss`, `rule_loss`,
-    `grad_norm` (of what trains but the predictor), `learning_rate`, `skipped`, `skipped_in_a_row`,
-    and `routing`, of `routing_ratios`; with experts `balance_loss`, `expert_z_loss`, and `experts`,
-    of `expert_ratios`. A step whose loss or gradient is not finite changes only the counters.
+    `hparams.stages`, by default the last; `loops`, static, by default those of the model; `teacher`
+    that of `training.distill_from`. Returns the state after the step, and metrics: `loss` (nats a
+    target), `z_loss`, `rule_loss`, `grad_norm` (of what trains but the predictor), `learning_rate`,
+    `skipped`, `skipped_in_a_row`, and `routing`, of `routing_ratios`; with experts `balance_loss`,
+    `expert_z_loss`, and `experts`, of `expert_ratios`; with a teacher `teacher_divergence`, T^2 KL
+    in nats a target. A step whose loss or gradient is not finite changes only the counters.
     """
     hparams, num_steps = state.hparams, state.num_steps
     stage = hparams.stages[-1] if stage is None else stage
     of_step = hparams.at(stage).with_loops(loops)
-    gradients, metrics = _gradients(state, of_step, stage.routing, batch)
+    if bool(hparams.training.distill_from) != (teacher is not None):
+        right = 'needs the Teacher of that run, and no other'
+        raise ValueError(f'training.distill_from={hparams.training.distill_from!r}: {right}')
+    gradients, metrics = _gradients(state, of_step, stage.routing, batch, teacher)
     trainable, frozen = split_params(state.params, hparams.optimizer.trainable)
     updates, optimizer_state = make_optimizer(hparams, num_steps).update(
         gradients, state.optimizer_state, trainable

@@ -47,10 +47,14 @@ def merge_params(trainable: dict, frozen: dict) -> dict:
 
 
 def check_trainable(hparams: Hparams):
-    """Raises ValueError, one line, for a pattern of optimizer.trainable without a parameter."""
-    if hparams.optimizer.trainable not in ((), ALL):
+    """Raises ValueError, one line, for a pattern of optimizer.trainable without a parameter.
+
+    Or of model.adapters.params without a matrix.
+    """
+    if hparams.optimizer.trainable not in ((), ALL) or hparams.model.adapters.rank:
         tokens_BT = jax.ShapeDtypeStruct((1, hparams.data.sequence_length), 'int32')
-        shapes = jax.eval_shape(Transformer(hparams).init, jax.random.key(0), tokens_BT)
+        key = jax.eval_shape(jax.random.key, 0)  # no program for a key
+        shapes = jax.eval_shape(Transformer(hparams).init, key, tokens_BT)
         split_params(shapes['params'], hparams.optimizer.trainable)
 
 

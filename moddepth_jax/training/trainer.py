@@ -32,12 +32,23 @@ class Trainer:
     """Runs the steps of one start of a run, at most STEPS_IN_FLIGHT of them dispatched at a time.
 
     `state` and `metadata`, of `restore_or_init`, advance, and are what checkpoints hold. `writer`,
-    a MetricsWriter, and `log`, a WindowLog, may be None. `report_programs`, of `train`, is compiled
-    in a thread, after what the last evaluation and the summary need.
+    a MetricsWriter, `log`, a WindowLog, and `teacher`, of `load_teacher`, may be None.
+    `report_programs`, of `train`, is compiled in a thread, after what the last evaluation and the
+    summary need.
     """
 
     def __init__(
-        self, state, metadata, dataset, mesh, profile, progress, writer, log, report_programs=None
+        self,
+        state,
+        metadata,
+        dataset,
+        mesh,
+        profile,
+        progress,
+        writer,
+        log,
+        report_programs=None,
+        teacher=None,
     ):
         self.state, self.metadata, self.report_programs = state, metadata, report_programs
         self.hparams, self.num_steps = state.hparams, state.num_steps
@@ -45,7 +56,7 @@ class Trainer:
         self.profile, self.progress, self.writer, self.log = profile, progress, writer, log
         self.in_flight = collections.deque()
         self.stopwatch = Stopwatch()
-        self.compiler, self.compiling = None, {}
+        self.compiler, self.compiling, self.teacher = None, {}, teacher
 
     def run(self, preemption, checkpoints) -> TrainState:
         """Steps until the last one or a signal; saves `state` and `metadata` in between."""
@@ -140,7 +151,9 @@ class Trainer:
             batch = self._put(self.dataset.train_batch(0, self.rows))
             shardings = state_shardings(self.mesh, self.state), replicated(self.mesh)
             how = {'static_argnums': (2, 3), 'donate_argnums': 0, 'out_shardings': shardings}
-            lowered = jax.jit(train_step, **how).lower(self.state, batch, stage, loops)
+            lowered = jax.jit(train_step, **how).lower(
+                self.state, batch, stage, loops, self.teacher
+            )
             if self.report_programs and not self.compiler:
                 self._compile_ahead()
             step_fn = lowered.compile()
@@ -199,7 +212,7 @@ class Trainer:
             targets = labels_BT[labels_BT != IGNORED]
             targets_per_byte = targets.size / self.dataset.tokenizer.token_bytes_V[targets].sum()
             batch = self._put(batch)
-        self.state, metrics = step_fn(self.state, batch)
+        self.state, metrics = step_fn(self.state, batch, self.teacher)
         self.in_flight.append((step + 1, metrics, targets_per_byte))
 
     def _collect(self, in_flight):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.benchmarks import decoding
+from moddepth_jax.benchmarks.models import LOOPS, make_model
 from moddepth_jax.hparams import from_config
 
 
@@ -31,3 +32,54 @@ def test_filled_caches_have_the_shape_of_real_ones(which, models):
     assert len(routed) == which
     for layer in routed:
         assert layer.positions_BS.shape[1] == 24 and layer.lengths_B.tolist() == [10] * 3
+
+
+def test_caches_of_loops_have_the_bytes_of_the_formula():
+    """2 B S K H a block that runs, S the context, or of routed loops what their share may take."""
+    batch, context, size = 2, 96, '2x64'
+    dense, deep, looped, mor = (
+        make_model(name, of_size, context, 1, dtype='float32', num_kv_heads=2)
+        for name, of_size in (
+            ('dense', size),
+            ('dense', f'{2 * LOOPS}x64'),
+            ('looped', size),
+            ('mor', size),
+        )
+    )
+    head_dim, shared = dense.model.head_dim, 8 * batch + 4 * batch  # 3 int32 a row
+    a_token = batch * 2 * 2 * head_dim * 4  # keys and values of two heads in float32
+    found = {}
+    for name, hparams in {'dense': dense, 'deep': deep, 'looped': looped, 'mor': mor}.items():
+        unrolled = jax.eval_shape(lambda h=hparams: decoding.random_weights(h))
+        cache = jax.eval_shape(
+            lambda u, h=hparams: decoding.filled_cache(h, u, batch, 40), unrolled
+        )
+        found[name] = decoding.cache_bytes(cache) - shared
+    assert found['dense'] == 2 * context * a_token
+    assert found['looped'] == found['deep'] == LOOPS * found['dense']
+    first, *others = (mor.model.routing.cache_size(context, 'aux_loss', p) for p in (0, 0.5, 1))
+    assert (first, *others) == (96, 96, 48)  # 1.5 times a third of 96 in the last
+    positions = 4 * batch * sum(others) + 4 * batch * len(others)  # and a length of each row
+    assert found['mor'] == 2 * ((first + sum(others)) * a_token + positions)
+
+
+def test_loops_are_compared_at_equal_parameters_and_at_equal_depth():
+    """The dense model has the blocks that have parameters, or as many as run."""
+    for against, layers in {'parameters': 2, 'depth': 2 * LOOPS}.items():
+        dense, other = decoding._pair('mor', against, '2x64', 32, 1)
+        assert dense.model.num_layers == layers and not dense.model.looped
+        assert other.model.num_layers == 2 and other.model.num_blocks == 2 * LOOPS
+        assert other.model.routing.routes_loops and dense.model.d_model == other.model.d_model
+
+
+def test_routed_loops_are_filled_with_their_shares():
+    """Loops 2 and 3 hold two thirds and one third of the tokens before, at their positions."""
+    mor = make_model('mor', '2x64', 96, 1, num_kv_heads=1)
+    cache = decoding.filled_cache(mor, jax.eval_shape(lambda: decoding.random_weights(mor)), 2, 60)
+    lengths = [None if one.lengths_B is None else int(one.lengths_B[0]) for one in cache.layers]
+    assert lengths == [None, None, 40, 40, 20, 20]
+
+
+def test_an_unknown_model_is_refused():
+    with pytest.raises(ValueError, match=r"^--models='mos': must be one of mod, looped, mor"):
+        next(decoding.decode(models=['mos'], context=64, prompt=8, repeats=2))

@@ -200,12 +200,12 @@ def test_a_config_comes_back(name, tiny_config):
 @pytest.mark.parametrize(
     ('changes', 'words'),
     [
-        ({'model.routing.router': 'learned'}, "router='learned': the format has no routed"),
-        ({'model.depth.stream': 'moda'}, "stream='moda': the format has no depth stream"),
-        ({'model.experts.choice': 'token'}, "choice='token': the format has no such experts"),
-        ({'model.value_embeddings': 'all'}, "value_embeddings='all': the format has no tables of"),
-        ({'model.looped_layers': 'all'}, "looped_layers='all': the format has no looped blocks"),
-        ({'model.embedding_residual': 'learned'}, "'learned': the format has no embedding resid"),
+        ({'model.routing.router': 'learned'}, "router='learned': no family has routed"),
+        ({'model.depth.stream': 'moda'}, "stream='moda': no family has depth stream"),
+        ({'model.experts.choice': 'token'}, "choice='token': no family has such experts"),
+        ({'model.value_embeddings': 'all'}, "value_embeddings='all': no family has tables of"),
+        ({'model.looped_layers': 'all'}, "looped_layers='all': no family has looped blocks"),
+        ({'model.embedding_residual': 'learned'}, "'learned': no family has embedding resid"),
         (
             {'model.windows': (4, 8)},
             'model.windows=(4, 8): no family has it; the nearest, llama, has windows=(0,)',

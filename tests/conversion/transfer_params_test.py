@@ -3,8 +3,14 @@
 import jax
 import numpy as np
 import pytest
+from flax import traverse_util
 
-from moddepth_jax.conversion.transfer_params import check_convertible, transfer_params
+from moddepth_jax.conversion.transfer_params import (
+    check_convertible,
+    keeps_adapters,
+    transfer_params,
+    without_blocks,
+)
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.transformer import Transformer
@@ -12,6 +18,7 @@ from moddepth_jax.model.transformer import Transformer
 ROUTED = {'model.routing.router': 'learned'}
 MOD = ROUTED | {'model.routing.layers': '1,2', 'model.routing.gate': 'none'}
 MODA = {'model.depth.stream': 'moda'}
+ADAPTERS = {'model.adapters.rank': 2}
 SOURCES = {'model.depth.stream': 'attention_residual'}
 MUDD = {'model.depth.stream': 'mudd'}
 LOOKED_UP, ALL_LOOKED_UP = ({'model.value_embeddings': some} for some in ('alternate', 'all'))
@@ -19,6 +26,7 @@ UNROLLED = {'model.depth.stream': 'average', 'model.layer_loop': 'unrolled'}
 SAME = {  # of the same parameters, with what may differ
     'mod': (ROUTED, {'model.routing.capacity': 0.5, 'model.routing.gate': 'sigmoid'}),
     'moda': (MODA, {'model.depth.slot_window': 1}),
+    'adapters': (ROUTED | ADAPTERS, {'model.routing.capacity': 0.5}),
 }
 DENSE = {
     'windows': {'model.num_layers': 5, 'model.windows': (0, 8), 'model.norm_placement': 'post'},
@@ -119,6 +127,76 @@ def test_a_model_with_the_same_parameters_gets_all_of_them(kind, tiny_config):
     params, new = transfer_params(source.model, given, target)
     jax.tree.map(np.testing.assert_array_equal, given, params)
     assert not new
+
+
+@pytest.mark.parametrize(
+    'changes', [{}, pytest.param(MOD, marks=pytest.mark.slow)], ids=['dense', 'routed']
+)
+def test_new_adapters_add_nothing(changes, tiny_config):
+    """All other leaves are those of a conversion without adapters; each adapter is named as new."""
+    source = from_config(tiny_config(**DENSE['olmo2']))
+    target = from_config(tiny_config(**DENSE['olmo2'] | changes | ADAPTERS))
+    check_convertible(source, target)
+    given = random_params(source)
+    params, new = transfer_params(source.model, given, target)
+    plain, others = transfer_params(source.model, given, target.without_adapters)
+    params, plain = (traverse_util.flatten_dict(side, sep='.') for side in (params, plain))
+    for name, leaf in plain.items():
+        np.testing.assert_array_equal(leaf, params[name])
+    assert set(new) - set(others) == params.keys() - plain.keys()
+    added = {name for name in new if '.adapter.' in name}
+    matrices = {name for name in plain if name.endswith('.kernel') and '.predictor.' not in name}
+    assert len(added) == 2 * sum(name.startswith('stack.') for name in matrices)
+    assert all(np.any(params[name]) == name.endswith('.a') for name in added)
+
+
+def test_adapters_stay_if_all_parameters_do(tiny_config):
+    """Another rank, other matrices or a new router: the old ones are merged first."""
+    source, same, rank, routed, some = (
+        from_config(tiny_config(**ADAPTERS | changes))
+        for changes in (
+            {},
+            {'optimizer.learning_rate': 1e-4},
+            {'model.adapters.rank': 3},
+            ROUTED,
+            {'model.adapters.params': ('*/mlp/*',)},
+        )
+    )
+    assert keeps_adapters(source, same)
+    for target in (rank, routed, some, source.without_adapters):
+        assert not keeps_adapters(source, target)
+        check_convertible(source.without_adapters, target)
+
+
+def test_dropped_blocks_are_gone_and_the_others_in_order(tiny_config):
+    source = from_config(tiny_config(**DENSE['olmo2'] | {'model.num_layers': 5}))
+    target = without_blocks(source, (3, 0))
+    check_convertible(target, from_config(tiny_config(**DENSE['olmo2'] | {'model.num_layers': 3})))
+    given = random_params(source)
+    params, new = transfer_params(source.model, given, target, (3, 0))
+    (before, rest), (after, rest_after) = by_layer(source, given), by_layer(target, params)
+    jax.tree.map(np.testing.assert_array_equal, rest, rest_after)
+    assert not new and len(after) == 3
+    for number, layer in zip((1, 2, 4), after, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, before[number], layer)
+
+
+@pytest.mark.parametrize(
+    ('knobs', 'dropped', 'words'),
+    [
+        ({}, (4,), 'dropped blocks 4: must be different numbers from 0 to 3'),
+        ({}, (1, 1), 'dropped blocks 1,1: must be different numbers'),
+        ({}, (0, 1, 2, 3), 'and not all of them'),
+        ({'model.windows': (0, 8)}, (1,), 'dropped blocks 1: all blocks must be alike'),
+        (ROUTED | {'model.routing.layers': 'every:1'}, (1,), 'dense, of the residual stream'),
+        (SOURCES, (1,), 'dense, of the residual stream'),
+    ],
+    ids=str,
+)
+def test_blocks_that_cannot_be_dropped_are_refused(knobs, dropped, words, tiny_config):
+    with pytest.raises(ValueError) as caught:
+        without_blocks(from_config(tiny_config(**{'model.num_layers': 4} | knobs)), dropped)
+    assert words in str(caught.value) and '\n' not in str(caught.value)
 
 
 def test_capacity_one_without_a_gate_is_the_dense_model(tiny_config):

@@ -85,4 +85,6 @@ def test_the_reason_names_what_is_in_the_way(tiny_config):
         text = explain_difference(hparams, errors, is_small=not changes)
         assert words in text and '\n' not in text
         assert [other for other in cases if other in text] == [words]
+    shared = explain_difference(from_config(tiny_config()), {}, False, [(0, 2), (1, 3)])
+    assert shared.startswith('block 0 the mean of layers 0, 2, block 1') and '\n' not in shared
     assert re.search('error of 10%', explain_difference(hparams, {1: 0.1}, is_small=False))

@@ -71,6 +71,9 @@ BAD_VALUES = {
     **knobs('model.routing', LOSS_WEIGHTS, *NO_WEIGHT),
     **knobs('model.routing', 'threshold_decay threshold_warmup', *NO_DECAY),
     **knobs('model.routing', 'cache_capacity', 0.0, 0.99, -1.5, NAN, INFINITE),
+    **knobs('model.adapters', 'rank', -1, 2**21),
+    **knobs('model.adapters', 'alpha', *NOT_ABOVE_ZERO),
+    **knobs('model.adapters', 'params', (), ('',), ('*', ' ')),
     **knobs('data', 'source', '', '  '),
     **knobs('data', 'mixture', 'a:1', 'a'),
     **knobs('data', 'tokenizer', '', 'byte', 'bpe:4096'),
@@ -89,6 +92,8 @@ BAD_VALUES = {
     **knobs('training', 'accumulate_steps', *NOT_POSITIVE, 3, 8),
     **knobs('training', 'max_unsharded', *NO_FRACTION),
     **knobs('training', 'loss_chunk extended_from', -1),
+    **knobs('training', 'distill_weight', 0.0, *NO_FRACTION),
+    **knobs('training', 'distill_temperature', *NOT_ABOVE_ZERO),
     **knobs('evaluation', 'every', -1),
     **knobs('evaluation', 'num_batches final_batches', *NOT_POSITIVE),
     **knobs('report', 'prompt', '\ud800', 'a\udcff'),
@@ -100,7 +105,7 @@ BAD_VALUES = {
 FREE = {
     *knobs('model', 'use_bias tie_embeddings across_documents scale_residual_init'),
     *('model.experts.layers', 'model.routing.layers', 'data.text_field', 'data.log_windows'),
-    *('optimizer.decay_embeddings', 'training.compilation_cache'),
+    *('optimizer.decay_embeddings', 'training.compilation_cache', 'training.distill_from'),
 }
 NO_LAYERS = [
     *('every:0', 'every:8', 'every:-2', 'every', 'every:two', 'every:2:3', 'evry:2', ''),

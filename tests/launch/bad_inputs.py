@@ -130,7 +130,9 @@ COMMANDS = {
         ("--workdir=run '--text=a b' --out=text/0.txt", ['0.txt: is a file']),
         ("--workdir=run '--text=a b' --out=taken", ['taken: is the directory of a run']),
         ("--workdir=. '--text=a b' --out=no", ['--workdir=', 'config.json']),
-        ('--workdir=run', ['--text: missing', 'A file']),
+        ('--workdir=run --out=no', ['--text: missing', 'A file']),
+        ("--workdir=run --out=no --importance '--text=a b'", ['--text=a b: not with --importance']),
+        ("--workdir=run --out=no '--text=a b' --num_batches=3", ['--num_batches=3: belongs to']),
     ],
     'prepare --input=other/windows.jsonl': [  # its directory keeps a lock, and finished parts
         (
@@ -152,14 +154,24 @@ COMMANDS = {
             '--from_workdir=dense --workdir=new --config=dense/config.json --config.model.d_ff=32',
             ['model.d_ff=32: is 64 in the run that is converted'],
         ),
+        ('--from_hf=hf --workdir=new --drop_blocks=1', ['drop_blocks=1: belongs to --from_work']),
         (
             '--from_hf=meta/Llama --workdir=new',
             ['no such folder', 'hf download meta/Llama --local-'],
         ),
-        ('--workdir=run --to_hf=no', ['router=', 'has no routed blocks']),
+        ('--workdir=run --to_hf=run', ['--to_hf=run: holds', 'new or empty']),
+    ],
+    'convert --from_workdir=dense --workdir=new --config=dense/config.json': [
+        ('--drop_blocks=one', ['--drop_blocks=one: must be numbers of blocks']),
+        ('--drop_blocks=1', ['--drop_blocks=1: leaves 1 blocks; set --config.model.num_layers=1']),
+        ('--drop_blocks=7', ['dropped blocks 7: must be different numbers from 0 to 1']),
+        ('--drop_blocks=1 --config.model.depth.stream=moda', ['=1: makes a dense run']),
+        ('--config.training.distill_from=gone', ["distill_from='gone': holds no config.json"]),
+        ('--config.model.adapters.rank=2 --config.model.adapters.params=x', ['no matrix has such']),
     ],
     'convert --from_hf=hf --workdir=new': [
         ('--dtype=float32', ['belongs to --to_hf']),
+        ('--share_layers=first', ['--share_layers=first: belongs to --from_workdir']),
         ('--config.model.d_model=32', ['d_model=32: is 16 in', 'leave it out']),
         ('--config.model.routing.router=learned', ['comes in dense; --from_workdir adds routing']),
     ],

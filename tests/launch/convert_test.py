@@ -3,13 +3,17 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
+from flax import traverse_util
 
 from launch import first_checkpoint
 from moddepth_jax.conversion.hugging_face import import_params
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.adapters import has_adapters
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
 from moddepth_jax.training.loop import restore_or_init
 from moddepth_jax.training.mesh import make_mesh
@@ -17,6 +21,7 @@ from moddepth_jax.training.plan import resolve_steps
 from moddepth_jax.training.saved_run import load_run, read_hparams
 from tests.forked_commands import ROOT
 from tests.launch.commands import call, write_words
+from tests.saved_run import save_run
 
 GOLDEN = ROOT / 'tests' / 'conversion' / 'golden'
 KNOBS = {
@@ -111,3 +116,79 @@ def test_a_folder_is_complete_or_not_there(fails, tmp_path):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ['new']
     assert (tmp_path / 'new' / 'file').exists() != fails
+
+
+def test_a_routed_run_goes_out_and_comes_back_as_it_was(tiny_config, tmp_path):
+    """With a modelling file, knobs and averages; the second folder has the bytes of the first."""
+    routed = {'model.routing.router': 'learned', 'model.depth.stream': 'moda'}
+    save_run(tmp_path / 'run', from_config(tiny_config(**routed, **{'model.vocab_size': 260})))
+    done = call('convert', '--workdir=run', '--to_hf=out', cwd=tmp_path)
+    assert (done.status, done.stderr) == (0, '')
+    assert 'out: moddepth, step 4 of 4, float32\nwith modeling_moddepth.py, for tru' in done.stdout
+    assert "='learned': no family has routed blocks" in done.stdout
+    knobs = ('--config.data.source=synthetic', '--config.training.compilation_cache=False')
+    (tmp_path / 'out' / 'modeling_moddepth.py').write_text('import this_is_never_executed')
+    done = call('convert', '--from_hf=out', '--workdir=again', *knobs, cwd=tmp_path)
+    assert done.status == 0, done.stderr
+    runs = [load_run(tmp_path / name) for name in ('run', 'again')]
+    assert runs[0].hparams.model == runs[1].hparams.model
+    for part in ('params', 'averages'):
+        sums = [state_sha256(getattr(run.state, part)) for run in runs]
+        assert sums[0] == sums[1], part
+    done = call('convert', '--workdir=again', '--to_hf=out2', cwd=tmp_path)
+    assert (done.status, done.stderr) == (0, '')
+    for name in ('model.safetensors', 'config.json', 'generation_config.json'):
+        assert (tmp_path / 'out2' / name).read_bytes() == (tmp_path / 'out' / name).read_bytes()
+    generation = json.loads((tmp_path / 'out' / 'generation_config.json').read_text())
+    assert generation['suppress_tokens'] == [257, 258, 259]
+
+
+def test_a_folder_from_here_with_other_knobs_is_refused(tiny_config, tmp_path):
+    """In one line that names the knob, whatever its config.json says."""
+    folder = tmp_path / 'hf'
+    folder.mkdir()
+    for knobs, overrides, words in (
+        (None, (), "hf/config.json: holds no 'knobs'; must be an object"),
+        ({'num_layers': 'two'}, (), 'model.num_layers'),
+        ({'routing': 3}, (), 'model.routing'),
+        ({'routing': {'unheard_of': 3}}, (), 'unheard_of'),
+        ({'d_model': 64}, ('--config.model.d_model=32',), '=32: is 64 in hf/config.json; leave'),
+    ):
+        config = {'model_type': 'moddepth', 'max_position_embeddings': 32}
+        config |= {} if knobs is None else {'knobs': knobs}
+        (folder / 'config.json').write_text(json.dumps(config))
+        done = call('convert', '--from_hf=hf', '--workdir=new', *overrides, cwd=tmp_path)
+        assert done.status != 0 and words in done.stderr and 'Traceback' not in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert not (tmp_path / 'new').exists()
+
+
+@pytest.mark.slow
+def test_adapters_are_merged_on_the_way_out(folder):
+    """A run of the imported model with trained adapters is exported, and converted, as one model.
+
+    Both have its held-out loss.
+    """
+    adapters = ('--config.model.adapters.rank=2', '--config.optimizer.trainable=*/adapter/*')
+    made = ('--config=W/config.json', '--config.optimizer.learning_rate=0.03', *adapters)
+    for name, arguments in (
+        ('convert', ('--from_workdir=W', '--workdir=A', *made)),
+        ('train', ('--config=A/config.json', '--workdir=A')),
+        ('convert', ('--from_workdir=A', '--workdir=B', '--config=W/config.json')),
+        ('convert', ('--workdir=A', '--to_hf=merged')),
+    ):
+        done = call(name, *arguments, cwd=folder)
+        assert done.status == 0, done.stderr
+    before, after = (load_run(folder / name) for name in 'AB')
+    note = json.loads((folder / 'B' / 'convert.json').read_text())
+    assert note['dense_loss'] == pytest.approx(note['first_loss'], abs=1e-6)
+    assert note['new_parameters'] == []
+    exported, _ = import_params(folder / 'merged', after.hparams)
+    for path, leaf in traverse_util.flatten_dict(after.state.params).items():
+        other = exported
+        for key in path:
+            other = other[key]
+        np.testing.assert_allclose(leaf, other, atol=1e-7)
+    assert has_adapters(before.state.params) and not has_adapters(after.state.params)
+    note = json.loads((folder / 'A' / 'convert.json').read_text())
+    assert note['difference'] == 0 and 'new adapters add 0' in note['why']

@@ -68,3 +68,21 @@ def test_top_c_and_a_dense_run(folder):
     assert (done.status, done.stderr) == (0, ''), done.stderr
     assert 'no block of this model is routed' in done.stdout
     assert names(folder / 'out') == ['routing.html', 'routing.json']
+
+
+@pytest.mark.slow
+def test_importance_of_the_blocks(folder):
+    """The table, the JSON and the picture rank all blocks; the same numbers in a second run."""
+    given = ('--workdir=trained', '--importance', '--num_batches=1')
+    texts = []
+    for out in ('ranked', 'again'):
+        done = call('inspect', *given, f'--out={out}', cwd=folder)
+        assert done.status == 0, done.stderr
+        assert names(folder / out) == ['importance.json', 'importance.png']
+        assert '--config.model.routing.layers=' in done.stdout
+        texts.append((folder / out / 'importance.json').read_text())
+    assert texts[0] == texts[1]
+    found = json.loads(texts[0])
+    assert (found['run'], found['routing'], found['batches']) == ('trained', 'predictor', 1)
+    assert [row['routed'] for row in found['blocks']] == [False, True]
+    assert sorted(found['ranking']) == [0, 1]

@@ -54,6 +54,7 @@ ROOMY = {'model.routing.cache_capacity': 2.0}  # no token is dropped
 LOOPED = {'model.looped_layers': 'middle:1:1', 'model.loops': 3}
 ALL_LOOPED = {'model.looped_layers': 'all', 'model.loops': 2, 'model.loop_order': 'sequence'}
 TWO = {'model.routing.layers': '1,2'}
+ADAPTERS = {'model.adapters.rank': 3, 'model.adapters.alpha': 2.0}
 RECURSIONS = LOOPED | {
     **{'model.routing.router': 'learned', 'model.routing.layers': 'loops'},
     **{'model.routing.gate': 'sigmoid', 'model.routing.capacity': 0.25},
@@ -200,6 +201,10 @@ CASES = {
     'attention residual grows': (SOURCES_OF_2 | ROUTED | GROWS | FULL_NORM, 'predictor'),
     'attention residual, blocks of 2': (SOURCES_OF_2 | WINDOWS | REORDERED, 'dense'),
     'attention residual, blocks of 3': (SOURCES_OF_3 | ROUTED | ROOMY, 'predictor'),
+    'adapters': (ROUTED | ROOMY | HEAD_NORM | ADAPTERS, 'predictor'),
+    'adapters, looped moda': (ALL_LOOPED | MODA | ADAPTERS, 'dense'),
+    'adapters, experts': (experts(num_routed=3) | REORDERED | ADAPTERS, 'dense'),
+    'adapters, recursions': (RECURSIONS | ROOMY | ADAPTERS, 'predictor'),
     'experts': (experts(layers='every:2', product='ragged_dot'), 'dense'),
     'integrated': (experts(num_noop=3, num_shared=0, scores='sigmoid') | POST, 'dense'),
     'row capacity': (experts(num_routed=3, row_capacity=3) | REORDERED, 'dense'),

@@ -10,7 +10,13 @@ from jax.sharding import NamedSharding
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model import cross_entropy as module
-from moddepth_jax.model.cross_entropy import chunk_size, cross_entropy, token_losses
+from moddepth_jax.model.cross_entropy import (
+    SoftTargets,
+    chunk_size,
+    cross_entropy,
+    distillation,
+    token_losses,
+)
 from moddepth_jax.model.sharding import axis_names, spec
 from moddepth_jax.training.mesh import make_mesh
 from moddepth_jax.training.train_step import init_state, train_step
@@ -152,6 +158,80 @@ def test_no_step_holds_the_logits_of_all_tokens(tied, tiny_config, monkeypatch):
     assert largest_of_step() < everything / 4
 
 
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def soft_losses(x_BTD, params, labels_BT, z_loss, loss_chunk, weight, temperature, other=None):
+    """As `losses`, with the distributions of `other`: hidden states and parameters."""
+
+    def scaled(x_BTD, params):
+        targets = SoftTargets(*other, weight, temperature)
+        total, *parts = distillation(x_BTD, params, labels_BT, z_loss, loss_chunk, targets)
+        return total / 70, (total, *parts)
+
+    return jax.value_and_grad(scaled, (0, 1), has_aux=True)(x_BTD, params)
+
+
+def other_drawn(tied, V=V, B=B):
+    """Hidden states [B, T, 9] and a head of another model over the same ids."""
+    random = np.random.default_rng(3)
+    matrix = random.normal(size=(V, 9) if tied else (9, V)).astype(np.float32)
+    params = {'embedding': matrix} if tied else {'head': {'kernel': matrix}}
+    return jnp.asarray(random.normal(size=(B, T, 9)), jnp.float32), params
+
+
+@pytest.mark.parametrize(('tied', 'temperature'), [(False, 1.0), (True, 2.5)])
+def test_distillation_is_that_of_float64(tied, temperature):
+    """Value and gradients are those of the plain formula, differentiated in float64, in any chunks.
+
+    The other model, of another width, gets no gradients; ignored targets count nothing.
+    """
+    (x_BTD, params, labels_BT), other = drawn(tied), other_drawn(not tied)
+    weight, z_loss, ids = 0.7, 0.1, jnp.maximum(labels_BT, 0)[..., None]
+
+    def plain(x_BTD, params):
+        logits_BTV, other_BTV = (
+            x @ (p['embedding'].T if 'embedding' in p else p['head']['kernel'])
+            for x, p in ((x_BTD, params), other)
+        )
+        log_q_BTV, log_p_BTV = (
+            jax.nn.log_softmax(side / temperature) for side in (logits_BTV, other_BTV)
+        )
+        log_z_BT = jax.nn.logsumexp(logits_BTV, -1)
+        nll_BT = log_z_BT - jnp.take_along_axis(logits_BTV, ids, -1)[..., 0]
+        kl_BT = temperature**2 * jnp.sum(jnp.exp(log_p_BTV) * (log_p_BTV - log_q_BTV), -1)
+        parts = [jnp.where(labels_BT >= 0, side, 0) for side in (nll_BT, log_z_BT, kl_BT)]
+        nll, log_z, kl = parts
+        total = jnp.sum((1 - weight) * nll + z_loss * log_z**2 + weight * kl)
+        return total / 70, (total, *parts)
+
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (x_BTD, params, other))
+        exact, other_given = wide[:2], other
+        other = wide[2]
+        expected = jax.device_get(jax.value_and_grad(plain, (0, 1), has_aux=True)(*exact))
+    for chunk in (ALL_AT_ONCE, 37, 16):
+        found = soft_losses(
+            x_BTD, params, labels_BT, z_loss, chunk, weight, temperature, other_given
+        )
+        assert_close(found, expected, 3e-6)
+
+    def of_other(other):
+        targets = SoftTargets(*other, weight, temperature)
+        return distillation(x_BTD, params, labels_BT, z_loss, 16, targets)[0]
+
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(jax.grad(of_other)(other_given)))
+
+
+@pytest.mark.parametrize('chunk', [16, ALL_AT_ONCE])
+def test_a_model_does_not_diverge_from_itself(chunk):
+    """The divergence and all gradients are exactly 0."""
+    x_BTD, params, labels_BT = drawn(True)
+    (_, (total, *_, kl_BT)), gradients = soft_losses(
+        x_BTD, params, labels_BT, 0.0, chunk, 1.0, 3.0, (x_BTD, params)
+    )
+    assert total == 0 and not np.any(kl_BT)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradients))
+
+
 LAYOUTS = [
     ('tensor=4', False, 4, 52),  # the ids split over all devices
     ('data=2,tensor=2', True, 4, 52),
@@ -169,12 +249,21 @@ def on_four_devices():
         def put(leaf, *names, mesh=mesh):
             return jax.device_put(leaf, NamedSharding(mesh, spec(mesh, names, leaf.shape)))
 
-        stored = jax.tree.map(lambda leaf, names=names: put(leaf, *names), params)
+        other_BTE, other_params = other_drawn(tied, num_ids, rows)
+        soft_alone = soft_losses(
+            x_BTD, params, labels_BT, 0.1, ALL_AT_ONCE, 0.7, 2.0, (other_BTE, other_params)
+        )
+        stored, other_params = jax.tree.map(
+            lambda leaf, names=names: put(leaf, *names), (params, other_params)
+        )
         inputs = put(x_BTD, 'batch', None, None), stored, put(labels_BT, 'batch', None)
         with jax.set_mesh(mesh):
             compiled = losses.lower(*inputs, 0.1, 5).compile()
         several = compiled(*inputs)
         assert_close(several, alone, 1e-6)
+        other = put(other_BTE, 'batch', None, None), other_params
+        with jax.set_mesh(mesh):
+            assert_close(soft_losses(*inputs, 0.1, 5, 0.7, 2.0, other), soft_alone, 2e-6)
         pairs = zip(*map(jax.tree.leaves, (several[1][1], stored)), strict=True)
         assert all(one.sharding.is_equivalent_to(other.sharding, 2) for one, other in pairs)
         moved = collectives(compiled.as_text())

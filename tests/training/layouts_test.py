@@ -140,13 +140,14 @@ def test_every_mesh_trains_as_one_device(name, tiny_config):
         {'model.depth.stream': 'value_attention'},
         {'model.embedding_residual': 'learned', 'model.depth.stream': 'moda'},
         {'model.value_embeddings': 'alternate', 'model.routing.router': 'learned'},
+        {'model.adapters.rank': 4, 'model.adapters.alpha': 64.0},
         {'model.vocab_size': 264, 'training.loss_chunk': 20},
         {'model.vocab_size': 264, 'training.loss_chunk': 20, 'model.tie_embeddings': True},
     ],
     ids=[
         *('micro-batches', 'of experts', 'random', 'depth attention', 'attention residual'),
         *('hyper-connections', 'mhc', 'mudd', 'value attention', 'embedding residual'),
-        'value embeddings',
+        *('value embeddings', 'adapters'),
         *('chunks', 'tied chunks'),
     ],
 )

@@ -222,7 +222,7 @@ def test_an_extension_before_any_decay_is_the_longer_run(
 def skipping(bad_steps):
     """A train step that only counts: its loss is NaN at `bad_steps`."""
 
-    def step(state, batch, stage, loops):
+    def step(state, batch, stage, loops, teacher):
         del stage
         bad = jnp.isin(state.step, jnp.array(bad_steps))
         in_a_row = jnp.where(bad, state.skipped_in_a_row + 1, 0)

@@ -23,7 +23,8 @@ CONFIG['model'] |= {'looped_layers': 'none', 'loops': 1, 'loop_order': 'cycle'}
 CONFIG['model'] |= {'embedding_residual': 'none', 'rope_scaling': 'none', 'attention_bias': 'none'}
 CONFIG['model'] |= {'value_embeddings': 'none'}
 CONFIG['training'] = {'log_every': 10, 'max_unsharded': 0.05, 'loss_chunk': 0, 'extended_from': 0}
-CONFIG['training']['loops'] = []
+CONFIG['training'] |= {'loops': [], 'distill_from': ''}
+CONFIG['training'] |= {'distill_weight': 0.5, 'distill_temperature': 1.0}
 # No cap on selected tokens, and no bound on what is unsharded.
 OLD = {'model.routing.overflow': 'grow', 'training.max_unsharded': 1.0}
 # The knobs of the first version, whose runs have no others. This list never grows: a knob that was

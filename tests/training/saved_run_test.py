@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from flax import traverse_util
 
 from launch import cli
 from moddepth_jax.data.directory import lock_directory
@@ -18,6 +19,7 @@ from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
 from moddepth_jax.training.run_dir import open_workdir
 from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.train_step import init_state
+from tests.saved_run import save_run
 
 NUM_STEPS = 4
 FINGERPRINT = {'corpus_sha256': 'f00d', 'seed': 0}
@@ -173,3 +175,22 @@ def test_a_looped_run_is_read_with_other_loops(tiny_config, tmp_path, original):
         load_run(tmp_path / 'recursions').with_loops(3)
     with pytest.raises(ValueError, match='--loops=3: no block of this run is looped'):
         load_run(original).with_loops(3)
+
+
+def test_a_merged_run_has_the_logits_of_its_adapters(tiny_config, tmp_path):
+    """To 1e-5, in a model without adapters; a run without them is itself."""
+    knobs = {'model.adapters.rank': 2, 'model.adapters.params': ('*/query/*', '*/mlp/*')}
+    hparams = from_config(tiny_config(**knobs))
+    save_run(tmp_path / 'run', hparams)
+    run, tokens_BT = load_run(tmp_path / 'run'), np.arange(12)[None]
+    params = traverse_util.path_aware_map(
+        lambda path, leaf: leaf + 0.1 * (path[-1] == 'b'), run.state.params
+    )
+    run = dataclasses.replace(run, state=run.state.replace(params=params))
+    merged = run.merged
+    assert merged.hparams == from_config(tiny_config(**knobs | {'model.adapters.rank': 0}))
+    before_BTV, after_BTV = (
+        Transformer(of.hparams).apply(of.state.variables, tokens_BT)[0] for of in (run, merged)
+    )
+    np.testing.assert_allclose(before_BTV, after_BTV, atol=1e-5)
+    assert merged.merged is merged

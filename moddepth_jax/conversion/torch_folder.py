@@ -1,0 +1,198 @@
+"""Hugging Face folders of models without a class in transformers, with their own modelling file.
+
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` runs the files of
+`torch_model/`, which a folder gets as they are. None of them is executed here.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moddepth_jax.conversion.families import CONFIG_FILE, OWN_TYPE, family_of
+from moddepth_jax.conversion.hugging_face import (
+    Tensor,
+    check_tensors,
+    common_dtype,
+    read_leaves,
+    write_leaves,
+)
+from moddepth_jax.conversion.tensor_files import TensorFiles
+from moddepth_jax.conversion.transfer_params import abstract_params, in_layer, layer_numbers
+from moddepth_jax.data.directory import read_json
+from moddepth_jax.hparams import Hparams, ModelHparams
+from moddepth_jax.model.transformer import average_shapes, causal_routing, layer_args
+
+SOURCE = pathlib.Path(__file__).parent / 'torch_model'
+MODULES = ('configuration_moddepth.py', 'layers_moddepth.py', 'modeling_moddepth.py')
+GENERATION_FILE = 'generation_config.json'
+# What the modelling file has of the choices of each knob.
+CHOICES = {
+    'depth.stream': ('residual', 'moda', 'value_residual', 'value_attention'),
+    'routing.router': ('learned', 'straight_through', 'norm', 'position', 'none'),
+    'routing.gate': ('raw', 'sigmoid', 'tanh', 'none', 'straight_through'),
+    'routing.causal_rule': ('predictor', 'aux_loss', 'threshold', 'positive', 'dense'),
+    'experts.choice': ('none', 'token', 'expert'),
+}
+_KIND_FIELDS = ('window', 'routed', 'experts', 'slots', 'mixes', 'embeds')  # of LayerKind
+_TOP = {  # of leaves outside of the layers
+    ('embedding',): 'embed_tokens.weight',
+    ('final_norm', 'scale'): 'norm.weight',
+    ('head', 'kernel'): 'lm_head.weight',
+}
+
+
+def kind_of(model: ModelHparams) -> tuple[str, str]:
+    """The model_type that a model is exported as, and why no family has it; '' if one has.
+
+    Raises ValueError as `check_expressible`.
+    """
+    try:
+        return family_of(model), ''
+    except ValueError as error:
+        check_expressible(model)
+        return OWN_TYPE, str(error)
+
+
+def check_expressible(model: ModelHparams):
+    """Raises ValueError, one line, for a model that the modelling file cannot express."""
+    file = MODULES[-1]
+    for knob, known in CHOICES.items():
+        group, name = knob.split('.')
+        value = getattr(getattr(model, group), name)
+        if value not in known:
+            right = f'{file} has no such {name.replace("_", " ")}; it has {", ".join(known)}'
+            raise ValueError(f'model.{knob}={value!r}: {right}')
+    if model.routing.routes_loops:
+        right = f'{file} has no routed loops; it has routed blocks and loops that take all tokens'
+        raise ValueError(f"model.routing.layers='loops': {right}")
+
+
+def tensors_of(hparams: Hparams, averages) -> list[Tensor]:
+    """All tensors of a model and its averages of these names; paths are those of its variables."""
+    numbers, tensors = layer_numbers(hparams.model), []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(hparams)):
+        keys = tuple(key.key for key in path)
+        if keys[0] != 'stack':
+            tensor = _tensor(keys, leaf.shape)
+            tensors.append(tensor._replace(name=_TOP[keys], path=('params', *keys)))
+            continue
+        run, index, name = in_layer(keys)
+        for repeat in range(leaf.shape[0]):
+            tensor = _tensor(name, leaf.shape[1:])
+            number = numbers[run, repeat, index]
+            name_there, place = f'layers.{number}.{tensor.name}', ('params', *keys)
+            tensors.append(tensor._replace(name=name_there, path=place, repeat=repeat))
+    shapes = average_shapes(hparams.model)
+    return tensors + [Tensor(name, shapes[name], ('averages', name)) for name in averages]
+
+
+def _tensor(name, shape):
+    """The Tensor of a leaf by its name in its layer.
+
+    Kernels are matrices [out, in] there, but those of experts, which are parameters as they are.
+    """
+    of_experts = name[0] == 'mlp' and len(shape) == 3
+    if name[-1] == 'kernel' and of_experts:
+        return Tensor('.'.join(name[:-1]), shape, name)
+    if name[-1] == 'kernel':
+        num_in = 2 if name[:2] == ('attention', 'out') else 1
+        shape = int(np.prod(shape[num_in:])), int(np.prod(shape[:num_in]))
+        return Tensor('.'.join((*name[:-1], 'weight')), shape, name, transposed=True)
+    if name[-1] == 'scale':
+        name = (*name[:-1], 'weight')
+    return Tensor('.'.join(name), (int(np.prod(shape)),) if name[-1] == 'bias' else shape, name)
+
+
+def config_of(hparams: Hparams, averages, dtype: str, ids: dict) -> dict:
+    """The config.json of a model, whose averages have these names.
+
+    `hparams` are those of the stage of its training; `ids` bos_token_id, which begins documents,
+    and eos_token_id.
+    """
+    check_expressible(hparams.model)
+    model, context, rule = hparams.model, hparams.data.sequence_length, causal_routing(hparams)
+    kinds = model.depth.stream_class.layer_kinds(model)
+    shapes = average_shapes(model)
+    most = model.routing.max_selected(context, rule) if model.routed_layers else 0
+    return {
+        'architectures': ['ModDepthForCausalLM'],
+        'auto_map': {
+            'AutoConfig': 'configuration_moddepth.ModDepthConfig',
+            'AutoModelForCausalLM': 'modeling_moddepth.ModDepthForCausalLM',
+        },
+        'model_type': OWN_TYPE,
+        'vocab_size': model.vocab_size,
+        'hidden_size': model.d_model,
+        'num_hidden_layers': model.num_blocks,
+        'num_attention_heads': model.num_heads,
+        'num_key_value_heads': model.num_kv_heads,
+        'head_dim': model.head_dim,
+        'max_position_embeddings': context,
+        'initializer_range': model.init_std,
+        'tie_word_embeddings': model.tie_embeddings,
+        'torch_dtype': dtype,
+        **ids,
+        'knobs': dataclasses.asdict(model),
+        'blocks': [{name: getattr(kind, name) for name in _KIND_FIELDS} for kind in kinds],
+        'block_order': list(model.block_order),
+        'causal_rule': rule,
+        'max_selected': most,
+        'averages': {name: list(shapes[name]) for name in averages},
+        'document_separator': None if model.across_documents else ids['bos_token_id'],
+    }
+
+
+def export_model(
+    folder: pathlib.Path, hparams: Hparams, variables: dict, dtype: str, ids: dict
+) -> None:
+    """Writes config.json, *.safetensors and the modelling file; arguments as of `config_of`.
+
+    Raises ValueError as that, and if `variables` lack averages that the causal rule needs.
+    """
+    averages = variables.get('averages', {})
+    config = config_of(hparams, averages, dtype, ids)
+    layer_args(hparams.model, averages, causal_routing(hparams))  # refuses what is missing
+    write_leaves(folder, tensors_of(hparams, averages), variables, dtype)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
+    for name in MODULES:
+        shutil.copyfile(SOURCE / name, folder / name)
+
+
+def suppress_unknown_ids(folder: pathlib.Path, vocab_size: int, tokenizer, ids: dict):
+    """Writes generation_config.json: `generate` draws no id that stands for no text and no end.
+
+    Fields of one that is there are kept; `ids` are those of `config_of`.
+    """
+    known = {*np.flatnonzero(tokenizer.token_bytes_V).tolist(), *tokenizer.stops}
+    unknown = [token for token in range(vocab_size) if token not in known]
+    file = folder / GENERATION_FILE
+    config = {**ids, **({'suppress_tokens': unknown} if unknown else {})}
+    config |= read_json(file, 'remove it from the run') or {}
+    file.write_text(json.dumps(config) + '\n', encoding='utf-8')
+
+
+def import_model(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, dict, str]:
+    """Float32 parameters, averages, and the dtype that holds them exactly, of such a folder.
+
+    Averages that it lacks and does not select by are 0, as those of a new run. Raises ValueError
+    as `check_tensors`, TensorFiles and `layer_args`.
+    """
+    folder, model = pathlib.Path(folder), hparams.model
+    check_expressible(model)
+    shapes = average_shapes(model)
+    with TensorFiles(folder) as files:
+        there = [name for name in shapes if name in files.shapes]
+        tensors = tensors_of(hparams, there)
+        check_tensors(folder, tensors, files)
+        abstract = {name: jax.ShapeDtypeStruct(shapes[name], 'float32') for name in there}
+        wanted = {'params': abstract_params(hparams), 'averages': abstract}
+        variables = read_leaves(files, tensors, wanted)
+        layer_args(model, variables['averages'], causal_routing(hparams))  # refuses what is missing
+        new = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+        return variables['params'], new | variables['averages'], common_dtype(files)
