@@ -86,9 +86,8 @@ def _visible(depth, i, logit):
     if depth.valid_LBT is None:
         return logit
     visible_BT = depth.pick(jax.lax.dynamic_index_in_dim(depth.valid_LBT, i, keepdims=False))
-    return jnp.where(
-        visible_BT.reshape(*visible_BT.shape, *[1] * (logit.ndim - 2)), logit, -jnp.inf
-    )
+    visible_BT = visible_BT.reshape(*visible_BT.shape, *[1] * (logit.ndim - 2))
+    return jnp.where(visible_BT, logit, -jnp.inf)
 
 
 def _buffers(depth):
