@@ -82,8 +82,8 @@ def _visit(params, carry, count, tokens, layer_args, embedded_BTD, *, stack, kin
         if isinstance(module, MixtureOfDepths) and method == 'gathered':
             caught['indices_BC'] = args[3]
         elif isinstance(module, Block) and method == 'read':  # first by the router, of all tokens
-            several = isinstance(result, AttentionInputs)  # then, what the block adds to
-            caught.setdefault('inputs_BTD', args[0].residual_BTD if several else result)
+            several = isinstance(result[0], AttentionInputs)  # then, what the block adds to
+            caught.setdefault('inputs_BTD', args[0].residual_BTD if several else result[0])
         elif isinstance(module, Block) and module.gathered and method == 'delta':
             caught['delta_BCD'] = result[0]
         elif isinstance(module, Block) and not module.gathered and method == '__call__':

@@ -1,6 +1,5 @@
 """Causal self-attention of a block: projections, QK-norm, rotary positions, the kernel."""
 
-import functools
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -60,62 +59,18 @@ class DepthSlots(NamedTuple):
 
     def of_tokens(self):
         """The slots of the tokens that the layer runs on, [L, B, T or C, ...]."""
-        if self.indices_BC is None:
-            return self.slots
-        return self._gather(self.slots)
+        return jax.vmap(self.pick)(self.slots)
 
     @property
     def num_written(self):
         """The number of slots that are written."""
         return jax.tree.leaves(self.slots)[0].shape[0] if self.count is None else self.count
 
-    def visible(self):
-        """bool, the slots that are written and valid, [L, B, T or C]; its axes B and T may be 1."""
-        size = jax.tree.leaves(self.slots)[0].shape[0]
-        visible_LBT = jnp.arange(size)[:, None, None] < self.num_written
-        if self.valid_LBT is None:
-            return visible_LBT
-        valid_LBT = self.valid_LBT if self.indices_BC is None else self._gather(self.valid_LBT)
-        return visible_LBT & valid_LBT
-
-    def _gather(self, sides):
-        gather = jax.vmap(gather_tokens, (0, None))
-        return jax.tree.map(lambda side: gather(side, self.indices_BC), sides)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def read_slots(function, arguments, depth: DepthSlots):
-    """function(arguments, depth), of which the backward pass keeps only the arguments.
-
-    `function` closes over no array. The gradient of the slots is that of `depth.sums` if there are
-    any, in their dtype.
-    """
-    return function(arguments, depth)
-
-
-def _read_slots_forward(function, arguments, depth):
-    return function(arguments, depth), (arguments, depth)
-
-
-def _read_slots_backward(function, residuals, cotangent):
-    arguments, depth = residuals
-
-    def call(arguments, slots):
-        return function(arguments, depth._replace(slots=slots))
-
-    def widened(side):
-        return side.astype(jnp.promote_types(side.dtype, jnp.float32))
-
-    _, vjp = jax.vjp(call, arguments, jax.tree.map(widened, depth.slots))
-    darguments, dslots = vjp(cotangent)
-    like = depth.slots if depth.sums is None else depth.sums
-    dslots = jax.tree.map(lambda d, side: d.astype(side.dtype), dslots, like)
-    if depth.sums is None:
-        return darguments, DepthSlots(dslots)
-    return darguments, DepthSlots(None, sums=dslots)
-
-
-read_slots.defvjp(_read_slots_forward, _read_slots_backward)
+    def pick(self, side_BTX):
+        """Of a slot, or of its validity, that of the tokens that the layer runs on."""
+        if self.indices_BC is None:
+            return side_BTX
+        return jax.tree.map(lambda side: gather_tokens(side, self.indices_BC), side_BTX)
 
 
 SLOTS = (None, 'batch', None, 'kv_heads', None)
@@ -219,7 +174,8 @@ class SelfAttention(nn.Module):
         q_BTNH = self._rotate(q_BTNH, tokens.positions_BT)
         rotated_BTKH = self._norm_and_rotate(k_BTKH, tokens.positions_BT)
         if self.mixes:
-            v_BTKH = self.values(inputs.value_BTD, q_BTNH, rotated_BTKH, v_BTKH, tokens, depth)
+            arguments = inputs.value_BTD, q_BTNH, rotated_BTKH, v_BTKH, tokens, depth
+            v_BTKH, depth = self.values(*arguments)
         keys = slot = KeysValues(rotated_BTKH, v_BTKH)
         if self.hparams.depth.slot_keys == 'unrotated':
             slot = KeysValues(self.slot_key(k_BTKH, tokens.positions_BT), v_BTKH)

@@ -94,7 +94,7 @@ class Block(nn.Module):
         return self.mlp_connection.skip(self.attention_connection.skip(x))
 
     def read(self, x, depth):
-        """What attention reads before its norm: AttentionInputs, or [B, T, D] for all of them."""
+        """What attention reads before its norm, [B, T, D] or AttentionInputs, and `depth`."""
         return _read(self.attention_connection, x, depth)
 
     def skipped_slot_inputs(self, x_BTD, tokens: TokenInfo) -> SlotInputs:
@@ -110,7 +110,7 @@ class Block(nn.Module):
     def _run(self, x_BTD, tokens, view, depth, expert_state):
         """What attention adds, the stream after it, what the mlp adds to that, and the BlockAux."""
         placement = self.hparams.norm_placement
-        inputs = self.read(x_BTD, depth)
+        inputs, depth = self.read(x_BTD, depth)
         if placement == 'pre':
             inputs = jax.tree.map(self.attention_norm, inputs)
         if not isinstance(inputs, AttentionInputs):
@@ -121,7 +121,7 @@ class Block(nn.Module):
         middle_BTD = _add(self.attention_connection, x_BTD, attended_BTD)
         if placement == 'post':
             middle_BTD = self.attention_norm(middle_BTD)
-        read_BTD = _read(self.mlp_connection, middle_BTD, depth)
+        read_BTD, depth = _read(self.mlp_connection, middle_BTD, depth)
         mlp_input_BTD = self.mlp_norm(read_BTD) if placement == 'pre' else read_BTD
         if self.experts:
             real_BT = tokens.segment_ids_BT > 0
@@ -145,7 +145,7 @@ class Block(nn.Module):
 
 
 def _read(connection, x, depth):
-    return x if connection is None else connection.read(x, depth)
+    return (x, depth) if connection is None else connection.read(x, depth)
 
 
 def _add(connection, x, output_BTD):

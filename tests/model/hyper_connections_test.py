@@ -137,8 +137,8 @@ def test_weights_and_sums_are_float32_in_a_bfloat16_model(form, tiny_config):
             module.apply({'params': params}, x, other, method=method)
             for method, other in (('read', None), ('add', output))
         )
-        assert read.dtype == add.dtype == dtype
-        return read, add
+        assert read[0].dtype == add.dtype == dtype
+        return read[0], add
 
     for rounded, wide in zip(run('bfloat16'), run('float32'), strict=True):
         np.testing.assert_array_equal(rounded, wide.astype(jnp.bfloat16))

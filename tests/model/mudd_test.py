@@ -156,7 +156,11 @@ def test_outputs_are_summed_in_float32(static, dtype):
     slots = jnp.asarray(rng.normal(size=(4, 2, 5, 8)), dtype)
     wide = np.asarray(slots, np.float64)
     of_token = np.broadcast_to(weights, (2, 5, 3, 4))
-    found, vjp = jax.vjp(mix_outputs, weights, DepthSlots(slots, sums=np.zeros(slots.shape, 'f4')))
+
+    def mix(weights, depth):
+        return mix_outputs(weights, depth)[0]
+
+    found, vjp = jax.vjp(mix, weights, DepthSlots(slots, sums=np.zeros(slots.shape, 'f4')))
     expected = np.zeros((3, 2, 5, 8))
     dx = rng.normal(size=expected.shape).astype(np.float32)
     dslots, dweights = np.zeros(wide.shape), np.zeros(of_token.shape)
@@ -171,7 +175,7 @@ def test_outputs_are_summed_in_float32(static, dtype):
     np.testing.assert_allclose(depth.sums, dslots, rtol=1e-5, atol=1e-5)
     dweights = dweights.sum(axis=(0, 1)) if static else dweights
     np.testing.assert_allclose(got, dweights, rtol=1e-4, atol=1e-4)
-    _, vjp = jax.vjp(mix_outputs, weights, DepthSlots(slots))
+    _, vjp = jax.vjp(mix, weights, DepthSlots(slots))
     of_slots = vjp(dx)[1].slots
     assert of_slots.dtype == dtype
     np.testing.assert_array_equal(of_slots, depth.sums.astype(dtype))

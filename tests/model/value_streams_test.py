@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.conversion.transfer_params import transfer_params
-from moddepth_jax.model.attention import KeysValues
+from moddepth_jax.model.attention import DepthSlots, KeysValues
 from moddepth_jax.model.decoding import prefill, unroll
 from moddepth_jax.model.flops import forward_breakdown
 from moddepth_jax.model.kv_cache import cache_bytes
@@ -115,52 +115,52 @@ SIZE = {'q': (2, 3, 6, 4), 'own': (2, 3, 2, 4), 'slots': (4, 2, 3, 2, 4)}
 
 
 def draw_mixture(dtype='float32'):
-    """q_BTNH, own KeysValues, slots, and a visible_LBT that hides some."""
+    """q_BTNH, own KeysValues, and DepthSlots of which some are hidden."""
     rng = np.random.default_rng(3)
 
     def draw(name):
         return jnp.asarray(rng.normal(size=SIZE[name]), dtype)
 
     own, slots = (KeysValues(draw(name), draw(name)) for name in ('own', 'slots'))
-    return draw('q'), own, slots, rng.random((4, 2, 3)) < 0.6
+    return draw('q'), own, DepthSlots(slots, jnp.asarray(rng.random((4, 2, 3)) < 0.6))
 
 
 def test_queries_of_zero_read_the_mean_of_the_visible_values():
     """Its own value is one of them, and the only one where no slot is visible."""
-    q_BTNH, own, slots, visible_LBT = draw_mixture()
-    found_BTKH = mix_values(0 * q_BTNH, own, slots, visible_LBT)
+    q_BTNH, own, depth = draw_mixture()
+    found_BTKH, _ = mix_values(0 * q_BTNH, own, depth)
     for b, t in np.ndindex(2, 3):
-        seen = [slots.v_BTKH[i, b, t] for i in range(4) if visible_LBT[i, b, t]]
+        seen = [depth.slots.v_BTKH[i, b, t] for i in range(4) if depth.valid_LBT[i, b, t]]
         mean_KH = np.mean([*seen, own.v_BTKH[b, t]], axis=0)
         np.testing.assert_allclose(found_BTKH[b, t], mean_KH, rtol=1e-5, atol=1e-6)
-    hidden_BTKH = mix_values(q_BTNH, own, slots, np.zeros((4, 1, 1), bool))
+    hidden_BTKH, _ = mix_values(q_BTNH, own, depth._replace(valid_LBT=jnp.zeros((4, 2, 3), bool)))
     np.testing.assert_array_equal(hidden_BTKH, own.v_BTKH)
 
 
 def test_mixtures_do_not_depend_on_the_position():
     """Queries and keys of one token are rotated alike, however far from the start."""
-    q_BTNH, own, slots, visible_LBT = draw_mixture()
+    q_BTNH, own, depth = draw_mixture()
 
     def mixed(first):
         def turned(x_BTNH):
             return apply_rope(x_BTNH, first + jnp.array([[5, 0, 2], [1, 7, 3]]), 100.0)
 
-        keys_LBTKH = jax.vmap(turned)(slots.k_BTKH)
+        slots = depth.slots._replace(k_BTKH=jax.vmap(turned)(depth.slots.k_BTKH))
         own_keys = own._replace(k_BTKH=turned(own.k_BTKH))
-        return mix_values(turned(q_BTNH), own_keys, slots._replace(k_BTKH=keys_LBTKH), visible_LBT)
+        return mix_values(turned(q_BTNH), own_keys, depth._replace(slots=slots))[0]
 
     np.testing.assert_allclose(mixed(0), mixed(1000), rtol=1e-3, atol=1e-4)
-    unrotated = mix_values(q_BTNH, own, slots, visible_LBT)
+    unrotated, _ = mix_values(q_BTNH, own, depth)
     np.testing.assert_allclose(mixed(0), unrotated, rtol=1e-4, atol=1e-5)
 
 
 def test_mixtures_are_formed_in_float32_and_rounded_once():
     """Of values in bfloat16: the same as of the same values in float32, rounded."""
-    *arrays, visible_LBT = draw_mixture('bfloat16')
-    wide = jax.tree.map(lambda side: side.astype('float32'), arrays)
-    found = mix_values(*arrays, visible_LBT)
+    narrow = draw_mixture('bfloat16')
+    wide = jax.tree.map(lambda x: x if x.dtype == bool else x.astype('float32'), narrow)
+    found, _ = mix_values(*narrow)
     assert found.dtype == 'bfloat16'
-    np.testing.assert_array_equal(found, mix_values(*wide, visible_LBT).astype('bfloat16'))
+    np.testing.assert_array_equal(found, mix_values(*wide)[0].astype('bfloat16'))
 
 
 def test_one_layer_without_sources_is_the_plain_model(tiny_config):

@@ -87,7 +87,7 @@ class MixtureOfDepths(Chooser):
         self, x_BTD, tokens: TokenInfo, args: RoutingArgs, depth: DepthSlots | None = None
     ):
         """x'_BTD, BlockAux, the indices [B, C] of its slot inputs (None: all), RoutingRecord."""
-        read_BTD = self.block.read(x_BTD, depth)
+        read_BTD, depth = self.block.read(x_BTD, depth)
         scores_BT, rule_logits_BT, gates_BT = self.decide(read_BTD, tokens, args)
         routing = self.hparams.routing
         num_selected = routing.num_selected(read_BTD.shape[1])
@@ -181,7 +181,7 @@ class MixtureOfDepths(Chooser):
     ):
         """One new token of each row, in the least bucket: x', SlotInputs, CacheUpdate, dropped."""
         batch = tokens.positions_BT.shape[0]
-        read_B1D = self.block.read(x_B1D, depth)
+        read_B1D, _ = self.block.read(x_B1D, depth)
         _, rule_logits_B1, gates_B1 = self.decide(read_B1D, tokens, args)
         wanted_B = active_B & (rule_logits_B1[:, 0] > 0)
         selected_B = wanted_B & (cache.lengths_B < cache.capacity)

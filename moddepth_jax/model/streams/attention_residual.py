@@ -1,6 +1,6 @@
 """The stream `attention_residual`: a sublayer reads a softmax over the outputs of earlier ones."""
 
-import itertools
+import functools
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from moddepth_jax.hparams import DepthHparams, ModelHparams
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
-from moddepth_jax.model.attention import DepthSlots, read_slots
+from moddepth_jax.model.attention import DepthSlots
 from moddepth_jax.model.block import SlotInputs
 from moddepth_jax.model.routing import TokenInfo
+from moddepth_jax.model.slot_reads import join_softmaxes, softmax_over_slots
 from moddepth_jax.model.streams.base import LayerKind, Stream
 
 
@@ -23,45 +24,34 @@ class Sources(NamedTuple):
     closed: tuple[jax.Array, ...] = ()  # [B, T, D] each, those that the block has completed
 
 
-def mix_sources(query_D, slots_LBTD, visible_LBT, newer, epsilon):
-    """sum_i p_i v_i with p = softmax_i(query . v_i / rms(v_i)), [B, T, D] in float32 or wider.
+def score_source(epsilon, query_D, v_BTD):
+    """The logit query . v / rms(v), [B, T], and the value v of a source."""
+    dot_BT = jnp.einsum('btd,d->bt', v_BTD, query_D, precision='highest')
+    square_BT = jnp.einsum('btd,btd->bt', v_BTD, v_BTD, precision='highest') / v_BTD.shape[-1]
+    return dot_BT * jax.lax.rsqrt(square_BT + epsilon), v_BTD
 
-    Attention Residuals (arXiv 2603.15031). All of it is computed in that dtype.
+
+def mix_sources(epsilon, query_D, newer, depth: DepthSlots | None = None):
+    """sum_i p_i v_i with p = softmax_i(query . v_i / rms(v_i)), [B, T, D], and `depth`, threaded.
+
+    Attention Residuals (arXiv 2603.15031). All of it is computed in float32 or wider.
 
     Args:
-      query_D: the query, times the scale of the key norm.
-      slots_LBTD: earlier sources; None: none.
-      visible_LBT: bool, whether they take part; its axes may be 1.
-      newer: a tuple of other sources [B, T, D], which all take part.
       epsilon: of the key norm.
+      query_D: the query, times the scale of the key norm.
+      newer: a tuple of sources [B, T, D] of the tokens that the layer runs on.
+      depth: earlier sources, of which those that a token sees take part; None: none.
     """
     dtype = jnp.promote_types(newer[0].dtype, jnp.float32)
-    stacks = [source[None] for source in newer]
-    if slots_LBTD is not None:
-        stacks = [slots_LBTD, *stacks]
-    stacks = [stack_LBTD.astype(dtype) for stack_LBTD in stacks]
-
-    def logits_of(v_LBTD):
-        dot_LBT = jnp.einsum('lbtd,d->lbt', v_LBTD, query_D.astype(dtype), precision='highest')
-        return dot_LBT * jax.lax.rsqrt(jnp.mean(v_LBTD * v_LBTD, axis=-1) + epsilon)
-
-    logits = [logits_of(stack_LBTD) for stack_LBTD in stacks]
-    if slots_LBTD is not None:
-        logits[0] = jnp.where(visible_LBT, logits[0], -jnp.inf)
-    p_LBT = jax.nn.softmax(jnp.concatenate(logits), axis=0)
-    ends = list(itertools.accumulate(len(stack) for stack in stacks))[:-1]
-    parts = zip(jnp.split(p_LBT, ends), stacks, strict=True)
-    return sum(jnp.sum(p_LBT[..., None] * v_LBTD, axis=0) for p_LBT, v_LBTD in parts)
-
-
-def mix_slots(epsilon, query_D, newer, depth: DepthSlots):
-    """`mix_sources` over the visible slots of the tokens that the layer runs on."""
-
-    def mix(arguments, depth):
-        query_D, newer = arguments
-        return mix_sources(query_D, depth.of_tokens(), depth.visible(), newer, epsilon)
-
-    return read_slots(mix, (query_D, newer), depth)
+    query_D, score = query_D.astype(dtype), functools.partial(score_source, epsilon)
+    parts = []
+    for v_BTD in newer:
+        logit_BT, v_BTD = score(query_D, v_BTD.astype(dtype))
+        parts.append((v_BTD, logit_BT))
+    if depth is not None:
+        *part, depth = softmax_over_slots(score, query_D, depth)
+        parts.append(part)
+    return join_softmaxes(parts), depth
 
 
 class SourceReader(nn.Module):
@@ -76,14 +66,11 @@ class SourceReader(nn.Module):
         self.scale = self.param('scale', nn.initializers.ones, width)
 
     def read(self, sources: Sources, depth: DepthSlots | None):
-        """What the sublayer reads before its norm, [B, T, D]."""
+        """What the sublayer reads before its norm, [B, T, D], and `depth`, threaded."""
         newer = (*sources.closed, sources.newest_BTD)
-        query_D, epsilon = self.query * self.scale, self.hparams.norm_eps
-        if depth is None:
-            x_BTD = mix_sources(query_D, None, None, newer, epsilon)
-        else:
-            x_BTD = mix_slots(epsilon, query_D, newer, depth)
-        return x_BTD.astype(sources.newest_BTD.dtype)
+        query_D = self.query * self.scale
+        x_BTD, depth = mix_sources(self.hparams.norm_eps, query_D, newer, depth)
+        return x_BTD.astype(sources.newest_BTD.dtype), depth
 
     def add(self, sources: Sources, output_BTD) -> Sources:
         """The sources after the sublayer."""
@@ -119,7 +106,8 @@ class AttentionResidual(Stream):
     def read(self, x_BTD, depth: DepthSlots | None):
         if self.kind.part == 'block':
             return Sources(x_BTD), depth, depth
-        return self.reader.read(Sources(x_BTD), depth), None, depth
+        x_BTD, depth = self.reader.read(Sources(x_BTD), depth)
+        return x_BTD, None, depth
 
     def write(self, y, slot_inputs: SlotInputs, tokens: TokenInfo, slot_key):
         if self.kind.part == 'exit':

@@ -48,11 +48,12 @@ class Stream(nn.Module):
     has_ends = False  # whether the embedding writes a slot and the final norm reads once more
     reads_outputs = False  # whether slots are block outputs [B, T, D], not keys and values
     # The module, made in SelfAttention of layers whose kind `mixes`, that is called with
-    # (x_BTD, q_BTNH, k_BTKH, v_BTKH, tokens, depth) and returns the values to attend to and store.
+    # (x_BTD, q_BTNH, k_BTKH, v_BTKH, tokens, depth) and returns the values to attend to and store,
+    # and `depth`, threaded.
     value_mixer = None
     # The module, made in Block for attention and for the mlp with (hparams, opens), by which each
-    # reads what the stream carries (attention an array, or AttentionInputs) and joins its output to
-    # that; None: x, and x + output.
+    # reads what the stream carries (attention an array, or AttentionInputs; and `depth`, threaded)
+    # and joins its output to that; None: x, and x + output.
     connection = None
     gates_state = False  # whether a gate scales the change of x, or the outputs of a connection
     attends = False  # whether slots are read by attention over depth

@@ -95,7 +95,7 @@ class HyperConnection(nn.Module):
         weights = self._weights('read', x_BTSD)
         weights_BTS = jnp.broadcast_to(weights, x_BTSD.shape[:3])
         x_BTD = jnp.einsum('btsd,bts->btd', x_BTSD, weights_BTS, precision='highest')
-        return x_BTD.astype(x_BTE.dtype)
+        return x_BTD.astype(x_BTE.dtype), depth
 
     def add(self, x_BTE, output_BTD):
         """The streams after the sublayer: X_i mixed, and its output times a weight of each."""

@@ -12,10 +12,11 @@ from kernels_pallas.xla.sequence import dot
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
-from moddepth_jax.model.attention import AttentionInputs, DepthSlots, read_slots
+from moddepth_jax.model.attention import AttentionInputs, DepthSlots
 from moddepth_jax.model.block import SlotInputs
 from moddepth_jax.model.layers import rms_norm
 from moddepth_jax.model.routing import TokenInfo
+from moddepth_jax.model.slot_reads import sum_slots
 from moddepth_jax.model.streams.base import LayerKind, Stream
 
 LETTERS = 'qkvr'  # the readers: queries, keys, values, and the residual sum
@@ -47,15 +48,10 @@ def weights_of_slots(weights, count, size: int):
 def mix_outputs(weights, depth: DepthSlots):
     """Sums of the slots, [C, B, T, D], weighted by [B, T, C, L] or by [C, L] for all tokens.
 
-    In the dtype of the weights; gradients as of `read_slots`.
+    In the dtype of the weights; also `depth`, threaded.
     """
-    letters = 'btcl' if weights.ndim == 4 else 'cl'
-
-    def mix(weights, depth):
-        slots_LBTD = depth.slots.astype(weights.dtype)
-        return jnp.einsum(f'{letters},lbtd->cbtd', weights, slots_LBTD, precision='highest')
-
-    return read_slots(mix, weights, depth)
+    shape = *depth.slots.shape[1:3], *weights.shape[-2:]
+    return sum_slots(jnp.transpose(jnp.broadcast_to(weights, shape), (3, 2, 0, 1)), depth)
 
 
 class WaysConnection(nn.Module):
@@ -66,7 +62,7 @@ class WaysConnection(nn.Module):
 
     def read(self, x: Ways | jax.Array, depth: DepthSlots | None):
         """What the sublayer reads before its norm: AttentionInputs, or of the mlp an array."""
-        return AttentionInputs(*x[:3]) if isinstance(x, Ways) else x
+        return AttentionInputs(*x[:3]) if isinstance(x, Ways) else x, depth
 
     def add(self, x: Ways | jax.Array, output_BTD):
         """The sum after the sublayer, [B, T, D]."""
@@ -106,7 +102,8 @@ class Mudd(Stream):
     def read(self, x_BTD, depth: DepthSlots | None):
         count = len(depth.slots) if depth.count is None else depth.count
         weights = weights_of_slots(self._weights(x_BTD), count, len(depth.slots))
-        ways = list(mix_outputs(weights, depth).astype(x_BTD.dtype))
+        ways, depth = mix_outputs(weights, depth)
+        ways = list(ways.astype(x_BTD.dtype))
         if self.kind.part == 'exit':
             return ways[0], None, depth
         own = self.hparams.depth.mudd_ways

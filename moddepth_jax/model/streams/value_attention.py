@@ -1,43 +1,43 @@
 """The stream `value_attention`: layers mix their values with those that earlier layers stored."""
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import DepthHparams, ModelHparams
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
-from moddepth_jax.model.attention import DepthSlots, KeysValues, read_slots
+from moddepth_jax.model.attention import DepthSlots, KeysValues
 from moddepth_jax.model.block import SlotInputs
 from moddepth_jax.model.routing import TokenInfo
+from moddepth_jax.model.slot_reads import join_softmaxes, softmax_over_slots
 from moddepth_jax.model.streams.base import Stream
 
 
-def mix_values(q_BTNH, own: KeysValues, slots: KeysValues, visible_LBT):
-    """The values of a layer mixed with earlier ones of their tokens, [B, T, K, H], dtype of own.
+def score_values(q_BTKH, slot: KeysValues):
+    """The logit q . k of a slot, [B, T, K], and its value."""
+    return jnp.einsum('btkh,btkh->btk', q_BTKH, slot.k_BTKH, precision='highest'), slot.v_BTKH
+
+
+def mix_values(q_BTNH, own: KeysValues, depth: DepthSlots):
+    """The values of a layer mixed with earlier ones of their tokens, and `depth`, threaded.
 
     sum_i p_i v_i with p = softmax_i(q . k_i / sqrt(H)) over the visible slots and the layer's own
-    keys and values, q the mean of the queries of a group (Depth-Attention, arXiv 2606.05014). All
-    of it is computed in float32 or wider.
+    keys and values, q the mean of the queries of a group (Depth-Attention, arXiv 2606.05014),
+    [B, T, K, H] in the dtype of `own`. All of it is computed in float32 or wider.
 
     Args:
       q_BTNH: queries of the layer, as its attention uses them.
       own: keys and values of the layer, [B, T, K, H].
-      slots: keys and mixed values of earlier layers, [L, B, T, K, H].
-      visible_LBT: bool, the slots that take part; its axes B and T may be 1.
+      depth: keys and mixed values of earlier layers.
     """
     dtype = jnp.promote_types(own.v_BTKH.dtype, jnp.float32)
-    k_BTKH, v_BTKH = (side.astype(dtype) for side in own)
-    k_LBTKH, v_LBTKH = (side.astype(dtype) for side in slots)
-    batch, length, kv_heads, width = k_BTKH.shape
+    batch, length, kv_heads, width = own.k_BTKH.shape
     q_BTKGH = q_BTNH.astype(dtype).reshape(batch, length, kv_heads, -1, width)
-    q_1BTKH = jnp.mean(q_BTKGH, axis=3)[None] / width**0.5
-    logits_LBTK = jnp.sum(q_1BTKH * k_LBTKH, axis=-1)
-    logits_LBTK = jnp.where(visible_LBT[..., None], logits_LBTK, -jnp.inf)
-    own_1BTK = jnp.sum(q_1BTKH * k_BTKH[None], axis=-1)
-    p_LBTK = jax.nn.softmax(jnp.concatenate([logits_LBTK, own_1BTK]), axis=0)[..., None]
-    mixed_BTKH = jnp.sum(p_LBTK[:-1] * v_LBTKH, axis=0) + p_LBTK[-1] * v_BTKH
-    return mixed_BTKH.astype(own.v_BTKH.dtype)
+    q_BTKH = jnp.mean(q_BTKGH, axis=3) / width**0.5
+    logit_BTK, v_BTKH = score_values(q_BTKH, KeysValues(*(side.astype(dtype) for side in own)))
+    *earlier, depth = softmax_over_slots(score_values, q_BTKH, depth)
+    mixed_BTKH = join_softmaxes([earlier, (v_BTKH, logit_BTK)])
+    return mixed_BTKH.astype(own.v_BTKH.dtype), depth
 
 
 def is_source(layer, reader, stride: int, recent: int):
@@ -58,16 +58,15 @@ class MixValues(nn.Module):
     @nn.compact
     def __call__(self, x_BTD, q_BTNH, k_BTKH, v_BTKH, tokens: TokenInfo, depth: DepthSlots):
         stride, recent = stride_of(self.hparams), self.hparams.depth.recent_layers
-
-        def mix(arguments, depth):
-            visible_LBT = depth.visible()
-            if recent:  # slots are those of all layers
-                layer_L = jnp.arange(len(visible_LBT))
-                source_L = is_source(layer_L, depth.num_written, stride, recent)
-                visible_LBT &= source_L[:, None, None]
-            return mix_values(*arguments, depth.of_tokens(), visible_LBT)
-
-        return read_slots(mix, (q_BTNH, KeysValues(k_BTKH, v_BTKH)), depth)
+        given_LBT = depth.valid_LBT
+        if recent:  # slots are those of all layers
+            layer_L = jnp.arange(len(depth.slots.k_BTKH))
+            source_L11 = is_source(layer_L, depth.num_written, stride, recent)[:, None, None]
+            valid_LBT = True if given_LBT is None else given_LBT
+            shape = depth.slots.k_BTKH.shape[:3]
+            depth = depth._replace(valid_LBT=jnp.broadcast_to(source_L11 & valid_LBT, shape))
+        mixed_BTKH, depth = mix_values(q_BTNH, KeysValues(k_BTKH, v_BTKH), depth)
+        return mixed_BTKH, depth._replace(valid_LBT=given_LBT)
 
 
 @STREAMS.register('value_attention')

@@ -17,7 +17,7 @@ SPARSE_LAYERS = 3
 
 
 class AddFirstValues(nn.Module):
-    """w_1 V_1 + w_2 X W_V, [B, T, K, H], by `model.depth.value_mix`; `shared`: V_1 alone."""
+    """w_1 V_1 + w_2 X W_V by `model.depth.value_mix` (`shared`: V_1 alone), and `depth`."""
 
     hparams: ModelHparams
 
@@ -26,11 +26,11 @@ class AddFirstValues(nn.Module):
         first_BTKH = depth.of_tokens()[0]
         mix = self.hparams.depth.value_mix
         if mix == 'shared':
-            return first_BTKH.astype(k_BTKH.dtype)
+            return first_BTKH.astype(k_BTKH.dtype), depth
         weights = SPARSE if mix == 'sparse' else (0.5, 0.5)
         if mix == 'learned':
             weights = self.param('weights', nn.initializers.constant(0.5), (2,))
-        return add_first_values(first_BTKH, v_BTKH, weights)
+        return add_first_values(first_BTKH, v_BTKH, weights), depth
 
 
 def add_first_values(first_BTKH, v_BTKH, weights):
