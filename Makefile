@@ -111,7 +111,7 @@ PLACED := dense_post,wider_post,moda_attention_post,moda_post,dense_reordered,mo
 AT_STEPS := --config=configs/moda.py --steps=600 --config.evaluation.every=0 \
     --config.evaluation.final_batches=256
 BY_DEPTH := $(AT_STEPS) --variants=dense,wider,$(MODA),depth_attention,dense_average,average,mod,mod_moda,mod_moda_masked,$(PLACED)
-DEEP := dense,wider,moda_attention,moda,average,dense_post,wider_post,moda_attention_post,moda_post
+DEEP := dense,wider,moda_attention,moda,average,attnres,hyper,dense_post,wider_post,moda_attention_post,moda_post
 study-moda: .venv/installed
 	$(call isoflop,/8x64) $(BY_DEPTH) --sizes=8x64 --seeds=$(EIGHT)
 	$(call isoflop,/24x64) $(AT_STEPS) --variants=$(DEEP) --sizes=24x64 --seeds=$(EIGHT)
