@@ -9,15 +9,25 @@ import operator
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import scipy.stats
 
 from moddepth_jax.analysis import depth_mass as depth_mass_lib
 from moddepth_jax.analysis import token_classes
-from moddepth_jax.analysis.layer_walk import entropies, layer_deltas, relative_change
+from moddepth_jax.analysis.layer_walk import (
+    entropies,
+    layer_deltas,
+    relative_change,
+    root_mean_square,
+)
 from moddepth_jax.analysis.signal_dilution import Moments, moments, probe_r2
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.model.transformer import causal_routing
+from moddepth_jax.model.cross_entropy import cross_entropy
+from moddepth_jax.model.stack import Stack, unstack_layers
+from moddepth_jax.model.transformer import Transformer, causal_routing
+from moddepth_jax.training.losses import IGNORED, masked_labels
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 MEASURES = {}  # name: function of Observations that returns a JSON value
@@ -26,6 +36,7 @@ MEASURES = {}  # name: function of Observations that returns a JSON value
 class TokenArrays(NamedTuple):
     """Arrays of N real tokens, of L blocks of which R are routed."""
 
+    input_rms_LN: np.ndarray  # root of the mean square of what the block, or its router, reads
     change_LN: np.ndarray  # |delta| / |input| of the block, without the gate
     gates_LN: np.ndarray  # the factor on the delta
     selected_LN: np.ndarray  # bool, tokens that the block processed
@@ -112,6 +123,7 @@ def _observe_batch(variables, hparams, batch, routing):
     if hparams.model.routed_layers:
         scores_RBT = deltas.records.routing.scores_BT
     arrays = TokenArrays(
+        input_rms_LN=root_mean_square(deltas.inputs_LBTD),
         change_LN=relative_change(deltas.inputs_LBTD, deltas.deltas_LBTD),
         gates_LN=deltas.gates_LBT,
         selected_LN=deltas.selected_LBT,
@@ -130,10 +142,12 @@ def _observe_batch(variables, hparams, batch, routing):
 def layers(observed: Observations) -> list[dict]:
     """For each block, over the tokens that it processed.
 
-    `delta_over_input`: |block(x) - x| / |x| without the gate, `added_over_input`: the same with it,
-    `score_correlation`: Spearman's, of delta_over_input with the router's score; `probe_r2`: fitted
-    on the first, third, .. batch and scored on the others (low: the signal is diluted);
-    `probe_tokens`: [fitted on, scored on], which must far exceed the model's width.
+    `input_rms`: the root of the mean square of what the block reads before its norm, which shows
+    how the stream grows along depth; `delta_over_input`: |block(x) - x| / |x| without the gate,
+    `added_over_input`: the same with it, `score_correlation`: Spearman's, of delta_over_input with
+    the router's score; `probe_r2`: fitted on the first, third, .. batch and scored on the others
+    (low: the signal is diluted); `probe_tokens`: [fitted on, scored on], which must far exceed the
+    model's width.
     """
     tokens, routed = observed.tokens, observed.hparams.model.routed_layers
     halves = zip(observed.fitted_L, observed.scored_L, strict=True)
@@ -145,6 +159,7 @@ def layers(observed: Observations) -> list[dict]:
             'layer': layer,
             'routed': layer in routed,
             'tokens': int(selected_N.sum()),
+            'input_rms': _mean(tokens.input_rms_LN[layer, selected_N]),
             'delta_over_input': spread(change_N),
             'added_over_input': spread(np.abs(tokens.gates_LN[layer, selected_N]) * change_N),
             'score_correlation': None,
@@ -156,6 +171,47 @@ def layers(observed: Observations) -> list[dict]:
             row['score_correlation'] = rank_correlation(change_N, score_N)
         rows.append(row)
     return rows
+
+
+@measure()
+def gradient_norms(observed: Observations) -> list[float]:
+    """For each block that runs, the norm of the gradient of the loss for its parameters.
+
+    The mean loss over the targets, in nats, with the routing of the end of training. Of a looped
+    block it is that of all its loops.
+    """
+    hparams, routing = observed.hparams, observed.hparams.stages[-1].routing
+    parts = [
+        _gradients(observed.variables, batch, hparams=hparams, routing=routing)
+        for batch in observed.batches
+    ]
+    gradients, targets = jax.tree.map(lambda *sides: np.sum(sides, axis=0), *parts)
+    layers = unstack_layers(Stack(hparams.model, routing), gradients)
+    return [
+        float(optax.tree.norm(of_layer) / targets)
+        for kind, of_layer in layers
+        if kind.part == 'block'
+    ]
+
+
+@functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
+def _gradients(variables, batch, *, hparams, routing):
+    """Of the sum of the losses for the parameters of the stack, and the number of targets."""
+    labels_BT = masked_labels(batch)
+
+    def loss(stack):
+        params = variables['params'] | {'stack': stack}
+        tokens = batch['tokens_BT'], batch['segment_ids_BT']
+        x_BTD, _ = Transformer(hparams).apply(
+            variables | {'params': params},
+            *tokens,
+            routing,
+            rngs={'routing': jax.random.key(0)},
+            method='hidden_states',
+        )
+        return cross_entropy(x_BTD, params, labels_BT, 0.0, hparams.training.loss_chunk)[0]
+
+    return jax.grad(loss)(variables['params']['stack']), jnp.sum(labels_BT != IGNORED)
 
 
 @measure(routed_only=True)

@@ -221,12 +221,13 @@ def entropies(logits_BTV):
     return -jnp.sum(jnp.exp(log_p_BTV) * log_p_BTV, axis=-1)
 
 
-@jax.jit
 def relative_change(inputs_LBTD, deltas_LBTD):
     """float32 (or wider) [L, B, T]: |delta| / |input| of each token in each block, L2 norms."""
+    return root_mean_square(deltas_LBTD) / root_mean_square(inputs_LBTD)
 
-    def norm(x_LBTD):
-        wide = jnp.promote_types(x_LBTD.dtype, jnp.float32)
-        return jnp.sqrt(jnp.sum(x_LBTD.astype(wide) ** 2, axis=-1))
 
-    return norm(deltas_LBTD) / norm(inputs_LBTD)
+@jax.jit
+def root_mean_square(x_LBTD):
+    """float32 (or wider) [L, B, T], over the width."""
+    wide = jnp.promote_types(x_LBTD.dtype, jnp.float32)
+    return jnp.sqrt(jnp.mean(x_LBTD.astype(wide) ** 2, axis=-1))

@@ -39,7 +39,10 @@ MAY_DIFFER = (  # between a finished run and the plan: no result depends on them
     'evaluation.every',
     'evaluation.num_batches',
 )
-MEASURED = ('dense', 'mod', 'random', 'moda', 'mod_moda', 'dense_post', 'moda_post')  # variants
+MEASURED = (  # variants
+    *('dense', 'mod', 'random', 'moda', 'mod_moda', 'dense_post', 'moda_post'),
+    *('attnres', 'hyper'),
+)
 _MEASURED_BATCHES = 32  # held-out ones
 
 

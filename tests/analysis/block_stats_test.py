@@ -4,6 +4,7 @@ import json
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from moddepth_jax.analysis.block_stats import (
@@ -13,7 +14,8 @@ from moddepth_jax.analysis.block_stats import (
 from moddepth_jax.data.corpus import Corpus
 from moddepth_jax.data.pipeline import HeldOut
 from moddepth_jax.hparams import DataHparams
-from tests.model.cases import MODA, random_variables, small_hparams
+from moddepth_jax.model.transformer import Transformer
+from tests.model.cases import ALL_LOOPED, MODA, random_variables, small_hparams
 
 T = 16
 TEXT = b'import math\nx = 777\nfor word in "ab cd":  # a\n    print(word, 12345)\n\n'
@@ -85,7 +87,7 @@ def test_measures_of_a_dense_model(tiny_config):
     mass = result['depth_mass']
     assert (mass['layers'], mass['slots']) == (['0', '1', '2'], ['0a', '0f', '1a', '1f'])
     assert mass['depth'][0] == 0 < min(mass['depth'][1:]) and np.shape(mass['by_slot']) == (3, 4)
-    assert min(mass['first_token']) > 0
+    assert min(mass['first_token']) > 0 and min(result['gradient_norms']) > 0
 
 
 def test_the_gate_is_in_what_is_added_and_not_in_the_delta(tiny_config):
@@ -97,6 +99,32 @@ def test_the_gate_is_in_what_is_added_and_not_in_the_delta(tiny_config):
     assert dense['delta_over_input'] == dense['added_over_input']
     assert routed['delta_over_input'] != routed['added_over_input']
     assert dense['score_correlation'] is None and -1 <= routed['score_correlation'] <= 1
+
+
+@pytest.mark.parametrize('knobs', [{}, ALL_LOOPED], ids=['dense', 'looped'])
+def test_norms_along_depth_are_those_of_one_plain_gradient(knobs, tiny_config):
+    """Of all held-out rows at once, by the logits; the first block reads the embedded tokens."""
+    hparams = small_hparams(tiny_config, {'model.vocab_size': 257, 'model.num_layers': 3}, knobs)
+    variables = random_variables(hparams, np.zeros((1, T), np.int32))
+    held_out = _held_out(7)
+    result = block_stats(variables, hparams, held_out, 4)
+    rows = [held_out.held_out_batch(i) for i in range(4)]
+    batch = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+    tokens, real_BT = (batch['tokens_BT'], batch['segment_ids_BT']), batch['segment_ids_BT'] > 0
+
+    def loss(params):
+        logits_BTV, _ = Transformer(hparams).apply({'params': params}, *tokens)
+        nll_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch['labels_BT'])
+        return jax.numpy.sum(nll_BT * real_BT) / real_BT.sum()
+
+    gradients = jax.device_get(jax.grad(loss)(variables['params'])['stack'])
+    leaves = jax.tree.leaves(gradients['run_0']['layer_0'])
+    squares = np.sum([(leaf.reshape(3, -1) ** 2).sum(1) for leaf in leaves], axis=0)
+    expected = np.sqrt(squares)[list(hparams.model.block_order)]
+    np.testing.assert_allclose(result['gradient_norms'], expected, rtol=1e-4)
+    embedded_ND = variables['params']['embedding'][batch['tokens_BT'][real_BT]]
+    rms = np.sqrt(np.mean(np.square(embedded_ND), axis=-1)).mean()
+    assert result['layers'][0]['input_rms'] == pytest.approx(rms, rel=1e-4)
 
 
 def test_one_batch_is_not_enough(tiny_config):
