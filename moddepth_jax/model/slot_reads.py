@@ -54,8 +54,8 @@ def join_softmaxes(parts):
 def sum_slots(weights_LCBT, depth: DepthSlots):
     """Sums [C, B, T, D] of all written slots [B, T, D] with a weight for each token, and `depth`.
 
-    In the dtype of the weights, float32 or wider; those of slots from `depth.num_written` on are
-    not read. `depth` as of `softmax_over_slots`.
+    Weights of [L, C, 1, 1] are those of all tokens. In their dtype, float32 or wider; those of
+    slots from `depth.num_written` on are not read. `depth` as of `softmax_over_slots`.
     """
     total_CBTD, buffers = _sum(weights_LCBT, depth)
     return total_CBTD, _threaded(depth, buffers)
@@ -161,19 +161,19 @@ def _sum_forward(weights_LCBT, depth):
         weights_CBT = jax.lax.dynamic_index_in_dim(weights_LCBT, i, keepdims=False)
         return total_CBTD + weights_CBT[..., None] * _slot(depth, i)[None]
 
-    shape = *weights_LCBT.shape[1:], depth.slots.shape[-1]
-    total_CBTD = jnp.zeros(shape, weights_LCBT.dtype)
+    total_CBTD = jnp.zeros((weights_LCBT.shape[1], *depth.slots.shape[1:]), weights_LCBT.dtype)
     total_CBTD = jax.lax.fori_loop(0, depth.num_written, add, total_CBTD)
     return (total_CBTD, _buffers(depth)), (weights_LCBT, depth)
 
 
 def _sum_backward(residuals, cotangents):
     (weights_LCBT, depth), (dsum_CBTD, dslots) = residuals, cotangents
+    shared = tuple(axis - 1 for axis in (2, 3) if weights_LCBT.shape[axis] == 1)
 
     def add(i, carry):
         dweights_LCBT, dslots = carry
         weights_CBT = jax.lax.dynamic_index_in_dim(weights_LCBT, i, keepdims=False)
-        dweights_CBT = _dot(dsum_CBTD, _slot(depth, i)[None])
+        dweights_CBT = _dot(dsum_CBTD, _slot(depth, i)[None]).sum(shared, keepdims=True)
         dslot_BTD = jnp.sum(weights_CBT[..., None] * dsum_CBTD, axis=0)
         return _add(dweights_LCBT, dweights_CBT, i), _add(dslots, dslot_BTD, i)
 

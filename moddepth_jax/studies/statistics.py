@@ -1,5 +1,6 @@
 """What a few seeds can decide: t intervals, p-values over a table by Holm, power beforehand."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -125,10 +126,16 @@ def _power(effect, seeds, level):
 
 def detectable(spread: float, seeds: int, level: float) -> float:
     """The difference that `seeds` decide with a chance of POWER, at a two-sided level."""
+    return spread * _detectable_effect(seeds, level)
+
+
+@functools.cache  # a table of claims asks for the same few again and again
+def _detectable_effect(seeds, level):
+    """The same, in standard deviations."""
     if seeds < 2:
         return math.inf
     most = 10 * float(scipy.stats.t.isf(level / 2, seeds - 1))
-    return spread * scipy.optimize.brentq(lambda e: _power(e, seeds, level) - POWER, 0, most)
+    return scipy.optimize.brentq(lambda e: _power(e, seeds, level) - POWER, 0, most)
 
 
 def seeds_needed(difference: float, spread: float, level: float) -> int | None:

@@ -5,9 +5,9 @@ import re
 import subprocess
 import time
 
-from tests.faults.runs import NUM_STEPS, Runs
+from tests.faults.runs import Runs
 
-FIRST_CHECKPOINT = 20
+FIRST_CHECKPOINT, NUM_STEPS = 20, 120
 
 
 def test_killed_then_terminated_it_ends_bit_equal(tmp_path):
@@ -18,7 +18,7 @@ def test_killed_then_terminated_it_ends_bit_equal(tmp_path):
     """
     seed = random.SystemRandom().randrange(10**6)
     print(f'kills drawn from seed {seed}')  # a failure shows it
-    draw, runs = random.Random(seed), Runs(tmp_path)
+    draw, runs = random.Random(seed), Runs(tmp_path, training__num_steps=NUM_STEPS)
 
     def kill_soon(process):
         time.sleep(draw.uniform(0, 0.03))
@@ -29,7 +29,7 @@ def test_killed_then_terminated_it_ends_bit_equal(tmp_path):
         return int(step)
 
     runs.finish('unbroken')
-    kill, stop = draw.randrange(FIRST_CHECKPOINT, 120), draw.randrange(160, 260)
+    kill, stop = draw.randrange(FIRST_CHECKPOINT, 50), draw.randrange(60, 90)
     status, out, err = runs.interrupt('broken', kill, kill_soon)
     assert (status, err) == (-9, ''), f'kill at {kill}'
     assert 'resuming' not in out
@@ -37,7 +37,7 @@ def test_killed_then_terminated_it_ends_bit_equal(tmp_path):
     assert FIRST_CHECKPOINT <= resumed_step(out) < NUM_STEPS
     assert status == 128 + 15
     assert err == 'SIGTERM: stopping after this step, then saving\n'
-    (stopped,) = re.findall(r'SIGTERM: stopped and saved at step (\d+) of 300; the same', out)
+    (stopped,) = re.findall(r'SIGTERM: stopped and saved at step (\d+) of 120; the same', out)
     assert stop <= int(stopped) < NUM_STEPS
     assert resumed_step(runs.finish('broken')) == int(stopped)
     expected = runs.result('unbroken')

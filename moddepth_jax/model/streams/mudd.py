@@ -50,8 +50,8 @@ def mix_outputs(weights, depth: DepthSlots):
 
     In the dtype of the weights; also `depth`, threaded.
     """
-    shape = *depth.slots.shape[1:3], *weights.shape[-2:]
-    return sum_slots(jnp.transpose(jnp.broadcast_to(weights, shape), (3, 2, 0, 1)), depth)
+    weights_BTCL = weights.reshape(*(weights.shape[:-2] or (1, 1)), *weights.shape[-2:])
+    return sum_slots(jnp.transpose(weights_BTCL, (3, 2, 0, 1)), depth)
 
 
 class WaysConnection(nn.Module):
