@@ -121,8 +121,8 @@ def _draw(logits_BV, keys_B, lengths_B, tokenizer, **how):
     return _replicate(sample(keys_B, logits_BV, **how))
 
 
-_unrolled = jax.jit(unroll, static_argnums=(1, 2))
-_write = jax.jit(update_cache, donate_argnums=0)
+unrolled_variables = jax.jit(unroll, static_argnums=(1, 2))
+write_tokens = jax.jit(update_cache, donate_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, 'num_samples', *_SIZES))
@@ -139,7 +139,7 @@ def _start(unrolled, batch, keys_B, *, num_samples, tokenizer, temperature, top_
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
 def _step(unrolled, cache, token_B, active_B, keys_B, *, hparams, routing, tokenizer, **draw):
-    """The token after `token_B` of each row, and what `_write` needs."""
+    """The token after `token_B` of each row, and what `write_tokens` needs."""
     separate = tokenizer is not None and not hparams.model.across_documents
     begins_B = token_B == (tokenizer.separator if separate else -1)
     logits_BV, entries, dropped_B = decode_step(
@@ -206,7 +206,7 @@ def generate(
     capacity = min(context, -(-length // _CAPACITY_STEP) * _CAPACITY_STEP)
     first_capacity = routed_capacity = min(capacity, model.routing.cache_size(context, routing))
     grows = bool(model.routed_layers) and model.routing.overflow == 'grow'
-    unrolled = ahead.call(_unrolled, variables, hparams, routing)
+    unrolled = ahead.call(unrolled_variables, variables, hparams, routing)
     static = {'hparams': hparams, 'routing': routing, 'tokenizer': tokenizer, **draw}
     seed_P = np.broadcast_to(np.asarray(seed, np.uint32), len(prompts))
     keys_B = _row_keys(seed_P, num_samples)
@@ -218,7 +218,7 @@ def generate(
     active_B = np.ones(len(rows), bool)
     if ahead.is_abstract(cache):
         _, update = ahead.call(_step, unrolled, cache, token_B, active_B, keys_B, **static)
-        ahead.call(_write, cache, *update)
+        ahead.call(write_tokens, cache, *update)
         return None
     room = 0  # steps until a routed block's cache may be full, where it grows
     for left in reversed(range(num_tokens)):
@@ -237,7 +237,7 @@ def generate(
                 routed_capacity = min(capacity, 2 * routed_capacity)
             cache, room = resize_cache(cache, routed_capacity), routed_capacity - used
         token_B, update = _step(unrolled, cache, token_B, active_B, keys_B, **static)
-        cache, room = _write(cache, *update), room - 1
+        cache, room = write_tokens(cache, *update), room - 1
     return Generation(
         [np.array(row, np.int32) for row in rows],
         [not running for running in active_B.tolist()],

@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.inference.generate import unrolled_variables, write_tokens
 from moddepth_jax.model.cross_entropy import token_losses
+from moddepth_jax.model.decoding import decode_step, prefill
+from moddepth_jax.model.kv_cache import resize_cache
 from moddepth_jax.model.layers import lm_head
 from moddepth_jax.model.transformer import Transformer, causal_routing, check_causal
 
@@ -41,6 +44,10 @@ class _Request(NamedTuple):
     @property
     def start(self):
         return len(self.tokens) - len(self.labels)
+
+    @property
+    def context(self):
+        return self.tokens[: self.start + 1]
 
     def places(self, first):
         """Where the labels stand in a row whose labels begin at `first`."""
@@ -74,6 +81,35 @@ def _score_batch(
     return jax.lax.fori_loop(0, num_blocks, of_block, zeros)
 
 
+@functools.partial(jax.jit, static_argnames=('hparams', 'routing', 'capacity', 'routed_capacity'))
+def _read_contexts(
+    unrolled, tokens_BT, segment_ids_BT, context_O, label_O, *, capacity, routed_capacity, **how
+):
+    """Of each option: log p of its first token, whether that is the likeliest, and its cache."""
+    batch = tokens_BT, segment_ids_BT
+    sizes = {'capacity': capacity, 'routed_capacity': routed_capacity}
+    read = prefill(unrolled, *batch, **sizes, **how)
+    logits_OV, cache = jax.tree.map(lambda side_BX: side_BX[context_O], read)
+    if routed_capacity is None:
+        cache = resize_cache(cache, capacity)
+    return *_of_labels(logits_OV, label_O), cache
+
+
+@functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
+def _read_token(unrolled, cache, token_O, label_O, active_O, *, hparams, routing):
+    """The same after one more token of each active option, and what `write_tokens` needs."""
+    begins_O = jnp.zeros_like(active_O)
+    logits_OV, updates, dropped_O = decode_step(
+        unrolled, cache, token_O, begins_O, active_O, hparams=hparams, routing=routing
+    )
+    return *_of_labels(logits_OV, label_O), (updates, begins_O, dropped_O, active_O)
+
+
+def _of_labels(logits_OV, label_O):
+    nll_O1, _, _ = token_losses(logits_OV[:, None], label_O[:, None])
+    return -nll_O1[:, 0], label_O == jnp.argmax(logits_OV, axis=-1)
+
+
 def row_lengths(hparams: Hparams) -> list[int]:
     """Ascending lengths that rows are padded to: powers of two, and the model's context."""
     context = hparams.data.sequence_length
@@ -101,15 +137,15 @@ def _checked(hparams, requests):
         yield _Request(before[cut:] + labels[:-1], labels, cut)
 
 
-def _shared_rows(requests):
-    """Lists of requests by number, longest rows first.
+def _shared_rows(requests, numbers):
+    """Lists of requests, some of them by number, longest rows first.
 
     A request that is a prefix of another (an option of one token, a text's beginning) shares its
     row, since a prediction depends only on the tokens up to it.
     """
     rows = []
     # In this order a row is followed by its prefixes.
-    for i in sorted(range(len(requests)), key=lambda i: requests[i].tokens, reverse=True):
+    for i in sorted(numbers, key=lambda i: requests[i].tokens, reverse=True):
         tokens = requests[i].tokens
         fits = rows and len(rows[-1]) < _MAX_PARTS
         if fits and requests[rows[-1][0]].tokens[: len(tokens)] == tokens:
@@ -147,8 +183,10 @@ def score(
 ) -> list[Score]:
     """Scores each continuation given its context, in the order of the requests.
 
-    Rows are sorted by length and padded to one of `row_lengths`, for each of which a program is
-    compiled. A row is one document. Its batch changes nothing but rounding.
+    A context of several continuations is read once, and they go on from its cache, token by token.
+    Others are read in one pass. Rows are sorted by length and padded to one of `row_lengths`, for
+    each of which programs are compiled. A row is one document. Its batch changes nothing but
+    rounding.
 
     `requests` are pairs of token id sequences, context and continuation, of one token at least; the
     left of a context that does not fit `data.sequence_length` is removed. `routing` is a causal
@@ -164,29 +202,126 @@ def score(
     if batch_size < 1:
         raise ValueError(f'batch_size={batch_size}: must be 1 or more')
     requests = list(_checked(hparams, requests))
-    rows, scores = _shared_rows(requests), [None] * len(requests)
-    lengths, running = row_lengths(hparams), collections.deque()
+    how = {'batch_size': batch_size, 'hparams': hparams, 'routing': routing}
+    scores, running = [None] * len(requests), collections.deque()
 
     def finish():
-        batch, first_B, results = running.popleft()
-        log_p_BTM, best_BTM = map(np.asarray, results)
-        for b, row in enumerate(batch):
-            for m, i in enumerate(row):
-                at = b, requests[i].places(first_B[b]), m
-                total = float(log_p_BTM[at].sum(dtype=np.float64))
-                scores[i] = Score(total, bool(best_BTM[at].all()), requests[i].cut)
+        found = running.popleft()()
+        for i, log_p, best in found:
+            total = float(log_p.sum(dtype=np.float64))
+            scores[i] = Score(total, bool(best.all()), requests[i].cut)
         if on_scored is not None:
-            on_scored(sum(map(len, batch)))
+            on_scored(len(found))
 
+    for batch in itertools.chain(
+        _from_contexts(variables, requests, **how), _in_one_pass(variables, requests, **how)
+    ):
+        running.append(batch)
+        if len(running) == _IN_FLIGHT:
+            finish()
+    while running:
+        finish()
+    return scores
+
+
+def _in_one_pass(variables, requests, *, batch_size, hparams, routing):
+    """Starts batches of rows; yields functions that wait for (number, log p, best) of requests."""
+    alone = set(range(len(requests))) - set(itertools.chain(*_questions(requests)))
+    rows, lengths = _shared_rows(requests, alone), row_lengths(hparams)
     for begin in range(0, len(rows), batch_size):
         batch = rows[begin : begin + batch_size]
         of_rows = [[requests[i] for i in row] for row in batch]
         length = next(length for length in lengths if length >= len(of_rows[0][0].tokens))
         arrays = _arrays(of_rows, batch_size, length)
         results = _score_batch(variables, *arrays, hparams=hparams, routing=routing)
-        running.append((batch, arrays[2], results))
-        if len(running) == _IN_FLIGHT:
-            finish()
-    while running:
-        finish()
-    return scores
+
+        def wait(batch=batch, first_B=arrays[2], results=results):
+            log_p_BTM, best_BTM = map(np.asarray, results)
+            places = [
+                (i, (b, requests[i].places(first_B[b]), m))
+                for b, row in enumerate(batch)
+                for m, i in enumerate(row)
+            ]
+            return [(i, log_p_BTM[at], best_BTM[at]) for i, at in places]
+
+        yield wait
+
+
+def _from_contexts(variables, requests, *, batch_size, hparams, routing):
+    """The same for continuations that share a context, which is read once for a batch of them."""
+    if not (questions := _questions(requests)):
+        return
+    routes, how = hparams.model.routing, {'hparams': hparams, 'routing': routing}
+    grows = bool(hparams.model.routed_layers) and routes.overflow == 'grow'
+    routed_capacity = routes.cache_size(hparams.data.sequence_length, routing)
+    unrolled = unrolled_variables(variables, hparams, routing)
+    for batch in _batches(questions, requests, batch_size):
+        of_questions = [[requests[i] for i in options] for options in batch]
+        longest = max(len(options[0].context) for options in of_questions)
+        most = max(len(one.tokens) for one in itertools.chain(*of_questions))
+        length = next(length for length in row_lengths(hparams) if length >= longest)
+        capacity = max(length, -(-most // _MIN_LENGTH) * _MIN_LENGTH)
+        *contexts, labels_OS, active_OS = _option_arrays(of_questions, batch_size, length)
+        sizes = {'capacity': capacity}
+        sizes['routed_capacity'] = None if grows else min(capacity, routed_capacity)
+        *found, cache = _read_contexts(unrolled, *contexts, labels_OS[:, 0], **sizes, **how)
+        results = [found]
+        for step in range(1, labels_OS.shape[1]):
+            tokens = labels_OS[:, step - 1], labels_OS[:, step], active_OS[:, step]
+            *found, update = _read_token(unrolled, cache, *tokens, **how)
+            results.append(found)
+            cache = write_tokens(cache, *update)
+
+        def wait(batch=batch, active_OS=active_OS, results=results):
+            log_p_OS, best_OS = (np.stack(side, axis=1) for side in zip(*results, strict=True))
+            numbered = enumerate(itertools.chain(*batch))
+            return [(i, log_p_OS[o, active_OS[o]], best_OS[o, active_OS[o]]) for o, i in numbered]
+
+        yield wait
+
+
+def _option_arrays(questions, batch_size, length):
+    """tokens_BT and segment_ids_BT of contexts; of each option its context and labels_OS."""
+    size = 1 << (len(questions) - 1).bit_length()  # few shapes
+    tokens_BT = np.zeros((size, length), np.int32)
+    segment_ids_BT, context_O = np.zeros_like(tokens_BT), np.zeros(batch_size, np.int32)
+    steps = max(len(one.labels) for options in questions for one in options)
+    labels_OS = np.zeros((batch_size, steps), np.int32)
+    active_OS, o = np.zeros((batch_size, steps), bool), 0
+    for b, options in enumerate(questions):
+        context = options[0].context
+        tokens_BT[b, : len(context)], segment_ids_BT[b, : len(context)] = context, 1
+        for one in options:
+            context_O[o], labels_OS[o, : len(one.labels)] = b, one.labels
+            active_OS[o, : len(one.labels)] = True
+            o += 1
+    return tokens_BT, segment_ids_BT, context_O, labels_OS, active_OS
+
+
+def _questions(requests):
+    """Lists of requests by number: those of one context, where it pays to read it once.
+
+    A token costs twice as much in a step as in a pass, as measured on a CPU.
+    """
+    by_context = collections.defaultdict(list)
+    for i, request in enumerate(requests):
+        by_context[request.context].append(i)
+
+    def pays(context, options):
+        sizes = [len(requests[i].labels) for i in options if len(requests[i].labels) > 1]
+        return (len(sizes) - 1) * len(context) > sum(sizes)
+
+    return [options for context, options in by_context.items() if pays(context, options)]
+
+
+def _batches(questions, requests, batch_size):
+    """Lists of questions, longest contexts first, of at most batch_size options in all."""
+    batches, room = [], 0
+    for options in sorted(questions, key=lambda one: len(requests[one[0]].context), reverse=True):
+        while options:
+            if not room:
+                batches.append([])
+                room = batch_size
+            batches[-1].append(options[:room])
+            options, room = options[room:], room - len(batches[-1][-1])
+    return batches

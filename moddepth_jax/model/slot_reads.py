@@ -156,30 +156,38 @@ def _dot(a, b):
 _softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
-def _sum_forward(weights_LCBT, depth):
+def _sum_forward(weights_LC, depth):
+    weights_LCBT = _of_all_tokens(weights_LC, depth)
+
     def add(i, total_CBTD):
         weights_CBT = jax.lax.dynamic_index_in_dim(weights_LCBT, i, keepdims=False)
         return total_CBTD + weights_CBT[..., None] * _slot(depth, i)[None]
 
-    total_CBTD = jnp.zeros((weights_LCBT.shape[1], *depth.slots.shape[1:]), weights_LCBT.dtype)
+    shape = *weights_LCBT.shape[1:], depth.slots.shape[-1]
+    total_CBTD = jnp.zeros(shape, weights_LCBT.dtype)
     total_CBTD = jax.lax.fori_loop(0, depth.num_written, add, total_CBTD)
-    return (total_CBTD, _buffers(depth)), (weights_LCBT, depth)
+    return (total_CBTD, _buffers(depth)), (weights_LC, depth)
+
+
+def _of_all_tokens(weights_LC, depth):
+    """[L, C, B, T]: a backward pass keeps those that are shared as they are."""
+    return jnp.broadcast_to(weights_LC, (*weights_LC.shape[:2], *depth.slots.shape[1:3]))
 
 
 def _sum_backward(residuals, cotangents):
-    (weights_LCBT, depth), (dsum_CBTD, dslots) = residuals, cotangents
-    shared = tuple(axis - 1 for axis in (2, 3) if weights_LCBT.shape[axis] == 1)
+    (weights_LC, depth), (dsum_CBTD, dslots) = residuals, cotangents
+    weights_LCBT, sum_over_tokens = jax.vjp(lambda w: _of_all_tokens(w, depth), weights_LC)
 
     def add(i, carry):
         dweights_LCBT, dslots = carry
         weights_CBT = jax.lax.dynamic_index_in_dim(weights_LCBT, i, keepdims=False)
-        dweights_CBT = _dot(dsum_CBTD, _slot(depth, i)[None]).sum(shared, keepdims=True)
+        dweights_CBT = _dot(dsum_CBTD, _slot(depth, i)[None])
         dslot_BTD = jnp.sum(weights_CBT[..., None] * dsum_CBTD, axis=0)
         return _add(dweights_LCBT, dweights_CBT, i), _add(dslots, dslot_BTD, i)
 
     start = jnp.zeros_like(weights_LCBT), dslots
     dweights_LCBT, dslots = jax.lax.fori_loop(0, depth.num_written, add, start)
-    return dweights_LCBT, _cotangent(depth, dslots)
+    return *sum_over_tokens(dweights_LCBT), _cotangent(depth, dslots)
 
 
 _sum.defvjp(_sum_forward, _sum_backward)

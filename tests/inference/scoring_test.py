@@ -26,7 +26,7 @@ def questions(context):
     """Questions of 11 tokens with options of several lengths, and rows as long as the context."""
     draw = np.random.default_rng(0)
     requests = []
-    for options in [(1, 1, 1, 1, 1), (4, 4), (1, 4)]:
+    for options in [(1, 1, 1, 1, 1), (4, 4), (1, 4), (3, 1, 5, 2, 2)]:
         question = [256, *draw.integers(0, 256, 10)]
         requests += [(question, draw.integers(0, 256, length)) for length in options]
     requests.append((draw.integers(0, 256, 4), draw.integers(0, 256, context - 3)))
@@ -47,7 +47,7 @@ def test_scores_are_those_by_hand(small_model, by_hand, name):
         for got, (log_likelihood, greedy) in zip(found, want, strict=True):
             assert got.log_likelihood == pytest.approx(log_likelihood, abs=1e-5, rel=1e-5)
             assert got.greedy == greedy
-        assert [one.cut for one in found] == [0] * 10 + [60 + 3 - context - 1, 0]
+        assert [one.cut for one in found] == [0] * 15 + [60 + 3 - context - 1, 0]
 
 
 def test_the_likeliest_tokens_are_greedy(small_model):
@@ -84,6 +84,23 @@ def test_what_begins_another_row_is_read_from_it(small_model, monkeypatch):
     score(variables, hparams, [*options, (context[:3], [3]), (context, [7])], batch_size=3)
     assert rows == [1, 2]
     assert shared[3] == score(variables, hparams, [(context[:3], [3])], batch_size=3)[0]
+
+
+def test_a_context_of_several_options_is_read_once(small_model, monkeypatch):
+    """Two of its options a batch; not where the options are as long as the context."""
+    read, real = [], scoring._read_contexts
+
+    def counted(unrolled, tokens_BT, segment_ids_BT, *rest, **how):
+        read.append(int(segment_ids_BT.sum()))
+        return real(unrolled, tokens_BT, segment_ids_BT, *rest, **how)
+
+    monkeypatch.setattr(scoring, '_read_contexts', counted)
+    done, requests = [], [([256, *range(9)], [i, 2, 3]) for i in range(4)]
+    how = {'batch_size': 2, 'on_scored': done.append}
+    score(*small_model('dense'), [*requests, ([1, 2, 3], [4]), ([1, 2, 3], [5])], **how)
+    assert (read, done) == ([10, 10], [2, 2, 2])
+    score(*small_model('dense'), [([1, 2, 3], [i, 2, 3]) for i in range(2)])
+    assert read == [10, 10]
 
 
 @pytest.mark.parametrize(
