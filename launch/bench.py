@@ -6,6 +6,7 @@
   python -m launch.bench depth --depths=8,16,32,64
   python -m launch.bench experts --shapes=1024x256x704x64x6,4096x256x512x8x2
   python -m launch.bench attention --lengths=4096 --slots=16,64 --implementations=cudnn,xla
+  python -m launch.bench paper --kv_heads=8 --widths=64,128
   python -m launch.bench scoring --size=6x128 --repeats=11
 
 What is compared is timed in turn. moddepth_jax.benchmarks.registry lists the benchmarks.

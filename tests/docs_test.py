@@ -193,6 +193,7 @@ RULES = (
     ('launch.claims', '', 'reads what is committed'),
     ('launch.compare', '', 'reads two small runs'),
     ('launch.backends', '', 'traces only'),
+    ('launch.bench paper', '', 'runs nothing'),
     ('launch.dry_run table', '', 'reads what is committed'),
     ('launch.isoflop --config=configs/study.py --budgets=6e11', '--dry_run', 'plans only'),
     ('launch.isoflop', '--dry_run', 'plans only; tests/launch/isoflop_test.py runs it'),

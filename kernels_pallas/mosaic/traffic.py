@@ -1,0 +1,110 @@
+"""Bytes that the Hopper kernels move between global and shared memory, from the sizes of a call.
+
+What TMA copies inside its arrays, and the logsumexps and deltas that are loaded, not the scalars
+of a block; without masks, `slot_rows_BT`, documents or a window of the sequence. traffic_test.py
+compares all of it with what the interpreter moves.
+"""
+
+from typing import NamedTuple
+
+from kernels_pallas.mosaic import slot_loader
+from kernels_pallas.mosaic.common import CHUNK, OCTET, round_up
+from kernels_pallas.mosaic.fused_body import KEYS, ROWS, SLOTS, TILES
+from kernels_pallas.mosaic.fused_body import Sizes as TileSizes
+
+FLOAT = 4  # bytes of a logsumexp or a delta
+
+
+class Traffic(NamedTuple):
+    """Bytes of one call of a kernel."""
+
+    slots: int  # depth slots read
+    sums: int = 0  # the slots' gradients, read and written
+    own: int = 0  # what one block reads or writes alone: queries and outputs, or keys of dk and dv
+    shared: int = 0  # what several blocks read, mostly from the L2 cache
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+def _rows_of_slots(sizes: slot_loader.Sizes, num_slots: int) -> int:
+    """Rows of slots that are copied for an item, in chunks of 64 and in sixteens of a chunk."""
+    first = max(num_slots - sizes.window, 0) if sizes.window else 0
+    base, most = first // OCTET * OCTET, min(CHUNK, round_up(sizes.slots, 16))
+    starts = range(base, num_slots, CHUNK)
+    reach = [min(max(round_up(num_slots - start, 16), 16), most) for start in starts]
+    return sum(min(rows, sizes.slots - start) for rows, start in zip(reach, starts, strict=True))
+
+
+def depth_forward(sizes: slot_loader.Sizes, num_slots: int, o_bytes: int = 2) -> Traffic:
+    """Of `depth.depth_forward`; o_bytes: of a number of the sequence's output."""
+    item_size, heads = sizes.dtype.itemsize, sizes.heads * sizes.width
+    slots = 2 * _rows_of_slots(sizes, num_slots) * sizes.width * item_size
+    queries = heads * (item_size + 2 * o_bytes) + 2 * sizes.columns * FLOAT
+    return Traffic(sizes.items * slots, own=sizes.items * queries)
+
+
+def depth_backward(sizes: slot_loader.Sizes, num_slots: int, sum_bytes: int = 2) -> Traffic:
+    """Of `depth.depth_backward`; sum_bytes: of a number of the slots' gradients."""
+    item_size, heads = sizes.dtype.itemsize, sizes.heads * sizes.width
+    side = 2 * _rows_of_slots(sizes, num_slots) * sizes.width
+    queries = 3 * heads * item_size + 2 * sizes.columns * FLOAT
+    parts = side * item_size, 2 * side * sum_bytes, queries
+    return Traffic(*(sizes.items * part for part in parts))
+
+
+def _tiles(sizes: TileSizes, batch: int):
+    """(groups of heads that a block works on, in all rows; T rounded up; tiles of all of those)."""
+    columns = batch * sizes.kv_heads * sizes.pieces
+    return columns, round_up(sizes.length, OCTET), columns * sizes.blocks * TILES
+
+
+def _keys(sizes, batch):
+    """Keys and values that blocks of queries copy, each up to its last query."""
+    columns, even, _ = _tiles(sizes, batch)
+    tokens = TILES * sizes.tokens
+    ends = (min(token + tokens, sizes.length) for token in range(0, sizes.length, tokens))
+    rows = sum(min(round_up(end, KEYS), even) for end in ends)
+    return 2 * columns * rows * sizes.width * 2
+
+
+def fused_forward(sizes: TileSizes, batch: int, held: int, num_slots: int, slot_window: int = 0):
+    """`Traffic` of `fused.fused_forward` of 16-bit arrays, of L = `held` slots; 0: the sequence."""
+    columns, even, tiles = _tiles(sizes, batch)
+    first = max(num_slots - slot_window, 0) if slot_window else 0
+    chunks = range(first // SLOTS * SLOTS, num_slots, SLOTS)
+    held = round_up(held, OCTET) if sizes.by_row else held
+    rows = sum(min(SLOTS, held - start) for start in chunks) * sizes.tokens
+    queries = columns * sizes.heads * (1 + sizes.own_query)
+    results = batch * sizes.kv_heads * sizes.group
+    return Traffic(
+        2 * tiles * rows * sizes.width * 2,
+        own=(queries + results) * even * sizes.width * 2 + tiles * ROWS * FLOAT,
+        shared=_keys(sizes, batch),
+    )
+
+
+def sequence_backward_q(sizes: TileSizes, batch: int) -> Traffic:
+    """Of the kernel of `sequence.sequence_backward` that sums dq, of 16-bit arrays."""
+    columns, even, tiles = _tiles(sizes, batch)
+    queries = 2 * columns * sizes.heads + batch * sizes.kv_heads * sizes.group
+    scalars = 2 * tiles * ROWS * FLOAT
+    own = queries * even * sizes.width * 2 + scalars
+    return Traffic(0, own=own, shared=_keys(sizes, batch))
+
+
+def sequence_backward_kv(sizes: TileSizes, batch: int) -> Traffic:
+    """Of the kernel that sums dk and dv: `shared` are queries and cotangents, once a block of keys.
+
+    Each of a block's two warpgroups loads the logsumexps and deltas.
+    """
+    even, end, shared = round_up(sizes.length, OCTET), (sizes.length - 1) // sizes.tokens + 1, 0
+    for key in range(0, sizes.length, KEYS):
+        begin = key // sizes.tokens
+        rows = (min(end * sizes.tokens, even) - begin * sizes.tokens) * ROWS // sizes.tokens
+        shared += 2 * rows * sizes.width * 2 + (end - begin) * TILES * 2 * ROWS * FLOAT
+    heads = batch * sizes.kv_heads
+    own = heads * 4 * even * sizes.width * 2
+    return Traffic(0, own=own, shared=heads * sizes.pieces * shared)

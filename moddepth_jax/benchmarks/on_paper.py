@@ -1,0 +1,121 @@
+"""What attention over sequence and slots must take on Hopper: bytes, and a model of time.
+
+Nothing here is measured by us. Times of cuDNN follow from published rates; our kernels' from the
+bytes that kernels_pallas/mosaic/traffic.py counts, and from published rates of Mosaic kernels.
+"""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from kernels_pallas.mosaic import traffic
+from kernels_pallas.mosaic.fused_body import ROWS, SLOTS, TILES
+from kernels_pallas.mosaic.fused_body import Sizes as TileSizes
+from kernels_pallas.mosaic.slot_loader import Sizes
+from moddepth_jax.benchmarks.attention_cases import LENGTHS, Case, depth_bytes, flops
+from moddepth_jax.benchmarks.attention_report import COPY_TARGET
+from moddepth_jax.training.tables import Table
+
+COPY = COPY_TARGET * 4.3e12  # bytes a second: that share of an H200's copy bandwidth
+# FLOPs a second of causal attention, published for an H100 (T = 16k, bfloat16), by width.
+CUDNN, MOSAIC = {64: 538e12, 128: 645e12}, {64: 502e12, 128: 636e12}
+# Of both passes of cuDNN at H = 64, by T (published); wider heads are taken to gain as forward.
+CUDNN_BOTH = {4096: 370e12, 16384: 432e12, 65536: 441e12}
+# Slots held and written; None: all.
+SLOTS_HELD = ((16, None), (24, None), (48, None), (64, None), (64, 33))
+
+
+class Bytes(NamedTuple):
+    """Bytes of the depth phase of a case, with gradients of its own: fresh, not added to others."""
+
+    forward: float  # of the kernel
+    backward: float  # of the kernel
+    zeros: float  # with which XLA fills the gradients before the kernel adds to them
+    around: float  # XLA's: delta, the sum of both dq, logsumexps and deltas by item
+
+
+def tile_sizes(case: Case) -> TileSizes:
+    """Sizes of the fused kernel, without documents or windows; with any number of stages."""
+    flags = dict.fromkeys(('documents', 'own_query', 'by_token', 'by_row', 'interpret'), False)
+    group = case.heads // case.kv_heads
+    return TileSizes(
+        case.length, case.kv_heads, group, case.width, stages=8, window=0, factor=1.0, **flags
+    )
+
+
+def count_bytes(case: Case) -> Bytes:
+    """Bytes of the depth phase of a case of whole octets of slots."""
+    group = case.heads // case.kv_heads
+    sizes = Sizes(
+        *(case.batch, case.length, case.kv_heads, group, case.width, case.slots, case.length),
+        *(jnp.dtype(case.dtype), False, False, 0),
+    )
+    forward = traffic.depth_forward(sizes, case.visible)
+    backward = traffic.depth_backward(sizes, case.visible)
+    queries = case.batch * case.length * case.heads * case.width * 2
+    zeros = 2 * case.slots * queries // group
+    # Reads o, do, two dq; writes one. The scalars are read and written twice forward, and backward.
+    around = 5 * queries + 4 * sizes.items * (sizes.columns + group) * traffic.FLOAT
+    return Bytes(forward.total, backward.total, zeros, around)
+
+
+def over_cudnn(case: Case) -> dict[str, float]:
+    """Modelled time of both passes over plain cuDNN's, less 1, of the ideal, split and fused forms.
+
+    `ideal`: cuDNN, and the least bytes of the slots. `split`: cuDNN and our depth kernels. `fused`:
+    as split, with a fused forward pass that hides its slots' bytes under its products, or these
+    under the bytes; its slots are products of whole 64 x 64 tiles at the kernel's rate.
+    """
+    plain = flops(case, 0, True) / (CUDNN_BOTH[case.length] * CUDNN[case.width] / CUDNN[64])
+    forward = flops(case, 0, False) / CUDNN[case.width]
+    sizes, counts = tile_sizes(case), count_bytes(case)
+    tiles = case.batch * case.kv_heads * sizes.pieces * sizes.blocks * TILES
+    products = 4 * tiles * sizes.parts * math.ceil(case.visible / SLOTS) * ROWS**2 * case.width
+    moved = traffic.fused_forward(sizes, case.batch, case.slots, case.visible)
+    compute = (flops(case, 0, False) + products) / MOSAIC[case.width]
+    fused = max(compute, (moved.slots + moved.own) / COPY)
+    ideal = depth_bytes(case, False) + depth_bytes(case, True)
+    added = {
+        'ideal': ideal / COPY,
+        'split': sum(counts) / COPY,
+        'fused': fused - forward + (sum(counts) - counts.forward) / COPY,
+    }
+    return {name: seconds / plain for name, seconds in added.items()}
+
+
+def _row(case):
+    """The cells of a case: bytes over the ideal, and time over cuDNN's at each length."""
+    counts, ideal = count_bytes(case), [depth_bytes(case, backward) for backward in (False, True)]
+    shares = counts.forward / ideal[0], counts.backward / ideal[1], sum(counts) / sum(ideal)
+    cells = [f'{share:.2f}' for share in shares]
+    for length in LENGTHS.values():
+        added = over_cudnn(case._replace(length=length))
+        cells += [f'{100 * share:+.0f}' for share in added.values()]
+    return cells
+
+
+def paper(*, kv_heads: list[int] | None = None, widths: list[int] | None = None):
+    """Bytes of the Hopper kernels and times over cuDNN that follow from them; nothing is run.
+
+    At 64 query heads, T = 4k, 16k and 64k, and 16 to 64 slots, in bfloat16.
+
+    Args:
+      kv_heads: that divide 64. Default: 8,32,64.
+      widths: of a head, 64 or 128. Default: 64,128.
+    """
+    lines = {}
+    for few, width in itertools.product(kv_heads or (8, 32, 64), widths or CUDNN):
+        if 64 % few or few < 2:
+            raise ValueError(f'--kv_heads={few}: must be one of 2, 4, 8, 16, 32, 64')
+        if width not in CUDNN:
+            raise ValueError(f'--widths={width}: must be one of {", ".join(map(str, CUDNN))}')
+        for held, written in SLOTS_HELD:
+            case = Case(4096, kv_heads=few, width=width, slots=held, written=written)
+            slots = f'{held}' if written is None else f'{written} of {held}'
+            lines[f'{64 // few}, {width}, {slots}'] = _row(case)
+    heads = ['G, H, slots', 'forward', 'backward', 'all']
+    heads += [f'{name} {form}' for name in LENGTHS for form in ('ideal', 'split', 'fused')]
+    title = 'bytes of the depth phase over the ideal; % of time over plain cuDNN, by a model'
+    yield {'lines': lines}, [Table(title, heads, lines)]

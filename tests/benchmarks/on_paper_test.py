@@ -1,0 +1,37 @@
+"""The model of time: its ideal is what the targets say, and the documented table is its result."""
+
+import pytest
+
+from moddepth_jax.benchmarks import on_paper
+from moddepth_jax.benchmarks.attention_cases import Case, depth_bytes
+from moddepth_jax.benchmarks.attention_report import TARGETS
+from moddepth_jax.training.tables import to_markdown
+from tests.documented import read
+
+
+def test_the_ideal_is_the_target():
+    """Plain cuDNN and the least bytes of 64 slots, at 90% of copy bandwidth, to one percent."""
+    for length, target in TARGETS.items():
+        assert on_paper.over_cudnn(Case(length))['ideal'] == pytest.approx(target - 1, abs=0.01)
+
+
+def test_no_form_moves_fewer_bytes_than_the_ideal():
+    """Both passes of the kernels read all that is visible; the forward pass within 5% at G = 8."""
+    for held, written in on_paper.SLOTS_HELD:
+        for few in (8, 32, 64):
+            case = Case(4096, kv_heads=few, slots=held, written=written)
+            counts = on_paper.count_bytes(case)
+            forward, backward = (depth_bytes(case, way) for way in (False, True))
+            assert forward < counts.forward and backward < counts.backward
+            # Slots are read in sixteens.
+            assert written or counts.forward < 1.05 * forward
+
+
+def test_the_page_has_the_table():
+    """docs/depth_attention.md shows the rows that the command prints."""
+    ((_, (table,)),) = on_paper.paper()
+    page = read('docs/depth_attention.md')
+    assert '\n'.join(to_markdown(table)) in page
+    for few, width in ((3, 64), (8, 96)):
+        with pytest.raises(ValueError, match='must be one of'):
+            list(on_paper.paper(kv_heads=[few], widths=[width]))

@@ -1,0 +1,134 @@
+"""The bytes that kernels are said to move are those that the interpreter moves."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kernels_pallas.backends import Parts
+from kernels_pallas.joint_softmax import SequenceMask, Slots, Static
+from kernels_pallas.mosaic import depth, fused, sequence, slot_loader, traffic
+from tests.kernels.depth_backends_test import interpreted
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """[shape, dtype, bytes read, bytes written] of each array in global memory, by its number."""
+    from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    memory, found = shared_memory.GPUSharedMemory, {}
+    read, store = memory.get_buffer_content, memory.store_buffer_content
+    space = shared_memory.get_memory_space_idx(plgpu.GMEM)
+
+    def count(key, access, result, which, size):
+        if key.memory_space_id == space and access.shape:  # not the few scalars of a block
+            row = found.setdefault(key.buffer_id, [tuple(result[1].shape), result[1].dtype, 0, 0])
+            row[which] += size
+        return result
+
+    def counted_read(self, key, access, *args, **kwargs):
+        result = read(self, key, access, *args, **kwargs)
+        by_a_kernel = args and args[0] is not None and result[0] is not None
+        return count(key, access, result, 2, result[0].nbytes if by_a_kernel else 0)
+
+    def counted_store(self, key, access, value, *args, **kwargs):
+        result = store(self, key, access, value, *args, **kwargs)
+        return count(key, access, result, 3, value.nbytes)
+
+    monkeypatch.setattr(memory, 'get_buffer_content', counted_read)
+    monkeypatch.setattr(memory, 'store_buffer_content', counted_store)
+    return found
+
+
+def arrays(T, K, G, H, L=0, B=1):
+    """(q, k, lse, slots' side) of ones."""
+    side = jnp.ones((L, B, T, K, H), jnp.bfloat16)
+    q, k = (jnp.ones((B, T, heads, H), jnp.bfloat16) for heads in (K * G, K))
+    return q, k, jnp.zeros((B, K * G, T)), side
+
+
+def totals(moved, kind):
+    """Bytes read and written, by kind(shape, dtype, bytes written) of the array."""
+    found = {}
+    for shape, dtype, read, written in moved.values():
+        name = kind(shape, dtype, written)
+        found[name] = found.get(name, 0) + read + written
+    moved.clear()
+    return found
+
+
+# T, K, G, H, slots held, num_slots, slot_window, B
+DEPTH = [
+    (3, 2, 2, 64, 9, 5, 0, 1),
+    (2, 1, 8, 128, 70, 66, 0, 1),
+    (2, 2, 3, 64, 72, 40, 33, 2),
+    (2, 1, 12, 64, 24, 24, 0, 1),
+]
+
+
+@interpreted
+@pytest.mark.parametrize(('T', 'K', 'G', 'H', 'L', 'num', 'window', 'B'), DEPTH)
+def test_depth_moves_what_is_said(moved, T, K, G, H, L, num, window, B):
+    """Slots and sums in sixteens of the visible; queries, outputs and logsumexps once."""
+    wide = jnp.bfloat16 if G == 2 else jnp.float32  # of the sequence's output and of the sums
+    q, _, lse, side = arrays(T, K, G, H, L, B)
+    slots, bytes_of = Slots(side, side, jnp.int32(num)), jnp.dtype(wide).itemsize
+    sizes = slot_loader.Sizes.of(q, slots, window)
+
+    def kind(shape, dtype, written):
+        by_slot = len(shape) == 3 and shape[1] == B * T * K and shape[0] == sizes.slots
+        return ('sums' if written else 'slots') if by_slot else 'own'
+
+    jax.block_until_ready(
+        depth.depth_forward(q, q.astype(wide), lse, slots, window, 1.0, interpret=True)
+    )
+    said = traffic.depth_forward(sizes, num, bytes_of)
+    assert totals(moved, kind) == {'slots': said.slots, 'own': said.own}
+    sums = (side.astype(wide),) * 2
+    jax.block_until_ready(
+        depth.depth_backward(q, q, lse, lse, slots, sums, window, 1.0, interpret=True)
+    )
+    said = traffic.depth_backward(sizes, num, bytes_of)
+    assert totals(moved, kind) == {'slots': said.slots, 'sums': said.sums, 'own': said.own}
+
+
+# T, K, G, H, slots held, num_slots, B
+TILES = [
+    (8, 1, 8, 64, 9, 5, 1),
+    (17, 1, 3, 64, 24, 17, 1),
+    (20, 1, 12, 128, 7, 7, 1),
+    (150, 1, 1, 64, 8, 8, 1),
+]
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize(('T', 'K', 'G', 'H', 'L', 'num', 'B'), TILES)
+def test_tiles_move_what_is_said(moved, monkeypatch, T, K, G, H, L, num, B):
+    """Fused forward, dq, and dk with dv: each array's bytes, where T, L and G divide nothing."""
+    q, k, lse, side = arrays(T, K, G, H, L, B)
+    static = Static(0, True, 0, 1.0, False, Parts('mosaic_gpu', 'mosaic_gpu_fused', interpret=True))
+    slots, found, run_kernel = Slots(side, side, jnp.int32(num)), {}, fused.run_kernel
+
+    def run(name, *arguments):
+        def kind(shape, dtype, written):
+            if name == 'sequence_backward_kv' and dtype == jnp.float32:
+                return 'shared'
+            return {5: 'shared', 6: 'slots'}.get(len(shape), 'own')
+
+        results = jax.block_until_ready(run_kernel(name, *arguments))
+        found[name] = totals(moved, kind)
+        return results
+
+    monkeypatch.setattr(fused, 'run_kernel', run)
+    fused.fused_forward(q, k, k, None, None, slots, static)
+    sequence.sequence_backward(q, k, k, SequenceMask(None, None), static, q, q, lse, lse)
+    sizes = [fused.make_sizes(q, k, None, *rest, static) for rest in ((None, slots), (q, None))]
+    said = {
+        'fused_forward': traffic.fused_forward(sizes[0], B, L, num),
+        'sequence_backward_q': traffic.sequence_backward_q(sizes[1], B),
+        'sequence_backward_kv': traffic.sequence_backward_kv(sizes[1], B),
+    }
+    for name, bytes_ in said.items():
+        kinds = {key: size for key, size in bytes_._asdict().items() if size}
+        assert found[name] == kinds, name
