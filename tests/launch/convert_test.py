@@ -118,6 +118,7 @@ def test_a_folder_is_complete_or_not_there(fails, tmp_path):
     assert (tmp_path / 'new' / 'file').exists() != fails
 
 
+@pytest.mark.slow
 def test_a_routed_run_goes_out_and_comes_back_as_it_was(tiny_config, tmp_path):
     """With a modelling file, knobs and averages; the second folder has the bytes of the first."""
     routed = {'model.routing.router': 'learned', 'model.depth.stream': 'moda'}

@@ -37,7 +37,9 @@ from tests.model.cases import (
 )
 
 
-@pytest.mark.parametrize(('routing', 'kv_heads'), [({}, 1), (ROUTED, 2)])
+@pytest.mark.parametrize(
+    ('routing', 'kv_heads'), [({}, 1), pytest.param(ROUTED, 2, marks=pytest.mark.slow)]
+)
 def test_streams_add_parameters_by_formula(routing, kv_heads, tiny_config):
     """D = 16, L = 4, H = 4, K heads of keys, G = 4 / K: none that nothing reads."""
 
