@@ -9,11 +9,11 @@ python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_mod \\
     --config.model.routing.capacity_stages=1:0.2 --config.training.num_steps=2000
 
 python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_looped \\
-    --config=runs/smol/config.json --share_layers=average --config.model.num_layers=12 \\
+    --config=runs/smol/config.json --from_layers=average --config.model.num_layers=12 \\
     --config.model.looped_layers=middle:3:3 --config.model.loops=4
 
 --from_workdir also starts a run with other data or other knobs of training from the parameters of
-any run, at its newest checkpoint or at --step; --drop_blocks=2,5 leaves out blocks of a dense run.
+any run, at its newest checkpoint or at --step; --from_layers=0,1,3 also leaves out blocks.
 The folder of --from_hf holds config.json and *.safetensors of a model of a family that
 docs/convert.md lists, or of an export from here. A dense run of the same kind is exported as one of
 that family, others with PyTorch code of their own, which transformers runs with
@@ -37,14 +37,13 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run, new but fo
 FROM_HF = flags.DEFINE_string('from_hf', None, 'Folder of a Hugging Face model to import.')
 TO_HF = flags.DEFINE_string('to_hf', None, 'New folder for --workdir as a Hugging Face model.')
 FROM_WORKDIR = flags.DEFINE_string('from_workdir', None, 'Run whose parameters --workdir gets.')
-DROP_BLOCKS = flags.DEFINE_list('drop_blocks', [], 'Blocks, such as 2,5, that --workdir lacks.')
 cli.define_step()
 DTYPE = flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16', 'float16'], 'Of --to_hf.')
-SHARE = flags.DEFINE_string(
-    'share_layers',
+LAYERS = flags.DEFINE_string(
+    'from_layers',
     None,
-    'How blocks of a looped model are made of layers of a dense --from_workdir: average, first, '
-    'last, or a layer for each block, as 0,2,3.',
+    'The layers of a dense --from_workdir that blocks are made from: one for each block, as 0,2,3; '
+    'of a looped model also average, first or last of those in its places.',
 )
 SEPARATOR = flags.DEFINE_string('separator', None, 'Token that starts documents of --from_hf.')
 TOKENIZERS = ('tokenizer.json', 'tokenizer.model')
@@ -198,12 +197,8 @@ def _name_separator(folder, tokenizer):
 
 
 def _from_run():
-    from moddepth_jax.conversion.share_layers import shared_layers
-    from moddepth_jax.conversion.transfer_params import (
-        check_convertible,
-        keeps_adapters,
-        without_blocks,
-    )
+    from moddepth_jax.conversion.from_layers import with_layers
+    from moddepth_jax.conversion.transfer_params import check_convertible, keeps_adapters
     from moddepth_jax.conversion.upcycle import upcycle
     from moddepth_jax.data.pipeline import make_dataset
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
@@ -213,21 +208,13 @@ def _from_run():
     from moddepth_jax.training.trainable import check_trainable
 
     source, hparams = FROM_WORKDIR.value, from_config(CONFIG.value)
-    before, dropped = read_hparams(source)[0], _dropped_blocks(hparams)
-    if dropped and SHARE.value is not None:
-        right = 'cannot be given with --share_layers, which may list the layers that stay'
-        raise ValueError(f'--drop_blocks={",".join(DROP_BLOCKS.value)}: {right}')
+    before = read_hparams(source)[0]
     check_trainable(hparams)
     keeps = keeps_adapters(before, hparams)
-    smaller = without_blocks(before if keeps else before.without_adapters, dropped)
-    left = smaller.model.num_layers
-    if dropped and hparams.model.num_layers != left:
-        found = f'--drop_blocks={",".join(DROP_BLOCKS.value)}: leaves {left} blocks'
-        raise ValueError(f'{found}; set --config.model.num_layers={left}')
-    if SHARE.value is None:
-        check_convertible(smaller, hparams)
-    else:
-        shared_layers(before.model, hparams.model, SHARE.value)
+    given = before if keeps else before.without_adapters
+    if LAYERS.value is not None:
+        given, _ = with_layers(given, hparams, LAYERS.value)
+    check_convertible(given, hparams)
     tokenizer = tokenizer_of(before.data, source)
     check_teacher(hparams, tokenizer)
     if hparams.data.tokenizer not in ('prepared', before.data.tokenizer, tokenizer.name):
@@ -236,7 +223,7 @@ def _from_run():
     run = cli.load_saved_run(source)
     run = run if keeps else run.merged
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
-    params, averages, note = upcycle(run, hparams, dataset, measure_loss, SHARE.value, dropped)
+    params, averages, note = upcycle(run, hparams, dataset, measure_loss, LAYERS.value)
     if dtype := first_checkpoint.read_note(source).get('dtype'):
         note['dtype'] = dtype
     files = sorted((pathlib.Path(source) / first_checkpoint.SOURCE_FILES).glob('*'))
@@ -246,17 +233,6 @@ def _from_run():
     print(f'  first step  {note["first_loss"]:.4f}  {note["difference"]:+.4f}: {note["why"]}')
     if 'loss_at_last_capacity' in note:
         print(f'  untrained at the last capacity  {note["loss_at_last_capacity"]:.4f}')
-
-
-def _dropped_blocks(hparams):
-    """The numbers of --drop_blocks, of a run that adds nothing else."""
-    text = ','.join(DROP_BLOCKS.value)
-    if not all(number.strip().isdecimal() for number in DROP_BLOCKS.value):
-        raise ValueError(f'--drop_blocks={text}: must be numbers of blocks, such as 2,5')
-    if text and (hparams.model.routed_layers or hparams.model.depth.stream != 'residual'):
-        right = 'makes a dense run; convert that one to add routing or a depth stream'
-        raise ValueError(f'--drop_blocks={text}: {right}')
-    return tuple(map(int, DROP_BLOCKS.value))
 
 
 def measure_loss(params, averages, hparams, dataset):
@@ -286,15 +262,12 @@ def main(_):
     if given == ['from_workdir'] and defaulted:
         wanted = f'--config={FROM_WORKDIR.value}/config.json and the knobs that change'
         raise ValueError(f'--from_workdir={FROM_WORKDIR.value}: needs {wanted}')
-    if given != ['from_workdir'] and SHARE.value is not None:
-        raise ValueError(f'--share_layers={SHARE.value}: belongs to --from_workdir')
+    if given != ['from_workdir'] and LAYERS.value is not None:
+        raise ValueError(f'--from_layers={LAYERS.value}: belongs to --from_workdir')
     if given != ['to_hf']:
         first_checkpoint.check_new_folder('workdir', workdir)
         if DTYPE.value is not None:
             raise ValueError(f'--dtype={DTYPE.value}: belongs to --to_hf; parameters are float32')
-        if given == ['from_hf'] and DROP_BLOCKS.value:
-            text = ','.join(DROP_BLOCKS.value)
-            raise ValueError(f'--drop_blocks={text}: belongs to --from_workdir')
         if given == ['from_hf'] and flags.FLAGS.step is not None:
             raise ValueError(f'--step={flags.FLAGS.step}: belongs to a run, and not to --from_hf')
     elif list(config_file.overrides()) or not defaulted:

@@ -307,13 +307,13 @@ def family_of(model: ModelHparams, first: str | None = None) -> str:
     """
     for wrong, what, name in (
         (model.routed_layers, f'routing.router={model.routing.router!r}', 'routed blocks'),
-        (model.depth.stream != 'residual', f'depth.stream={model.depth.stream!r}', 'depth stream'),
+        (model.depth.stream != 'residual', f'depth.stream={model.depth.stream!r}', 'depth streams'),
         (model.expert_layers, f'experts.choice={model.experts.choice!r}', 'such experts'),
         (model.looped, f'looped_layers={model.looped_layers!r}', 'looped blocks'),
         (
             model.embedding_residual != 'none',
             f'embedding_residual={model.embedding_residual!r}',
-            'embedding residual',
+            'embedding residuals',
         ),
         (
             model.value_embeddings != 'none',

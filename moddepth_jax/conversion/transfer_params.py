@@ -15,7 +15,7 @@ from moddepth_jax.model.stack import Stack
 from moddepth_jax.model.stack_scan import empty_slots
 from moddepth_jax.model.transformer import (
     MAX_INIT_LENGTH,
-    Transformer,
+    abstract_variables,
     init_layer,
     init_loop_routers,
     random_row_info,
@@ -63,29 +63,9 @@ def check_convertible(source: Hparams, target: Hparams):
         if after[name] != was and not may_differ:
             right = 'a conversion only adds routing and a depth stream'
             if name in ('num_layers', 'looped_layers', 'loops') and not source.model.looped:
-                right += ', or makes a looped model of a dense one by --share_layers'
+                right += ', or makes blocks from layers of a dense run by --from_layers'
             found = f'model.{name}={after[name]!r}: is {was!r} in the run that is converted'
             raise ValueError(f'{found}; {right}')
-
-
-def without_blocks(source: Hparams, dropped: tuple[int, ...]) -> Hparams:
-    """A dense model with fewer blocks, which keep their order.
-
-    Raises ValueError, one line, for a number that is no block, and for a model whose blocks are not
-    all alike.
-    """
-    model, all_dropped = source.model, ','.join(map(str, dropped))
-    if not dropped:
-        return source
-    left = model.num_layers - len({*dropped})
-    if not {*dropped} <= {*range(model.num_layers)} or len({*dropped}) < len(dropped) or not left:
-        right = f'must be different numbers from 0 to {model.num_layers - 1}, and not all of them'
-        raise ValueError(f'dropped blocks {all_dropped}: {right}')
-    kinds = {*Stack(model, 'top_c').stored_kinds}
-    if len(kinds) > 1 or model.looped or model.looks_ahead or model.depth.stream != 'residual':
-        right = 'all blocks must be alike and dense, of the residual stream; drop them first'
-        raise ValueError(f'dropped blocks {all_dropped}: {right}')
-    return dataclasses.replace(source, model=dataclasses.replace(model, num_layers=left))
 
 
 def keeps_adapters(source: Hparams, target: Hparams) -> bool:
@@ -101,9 +81,7 @@ def keeps_adapters(source: Hparams, target: Hparams) -> bool:
 
 def abstract_params(hparams: Hparams):
     """Shapes and dtypes of the parameters of a model."""
-    tokens_BT = jax.ShapeDtypeStruct((1, hparams.data.sequence_length), 'int32')
-    key = jax.eval_shape(jax.random.key, 0)  # no program for a key
-    return jax.eval_shape(Transformer(hparams).init, key, tokens_BT)['params']
+    return abstract_variables(hparams)['params']
 
 
 def layer_numbers(model: ModelHparams) -> dict[tuple[int, int, int], int]:
@@ -126,18 +104,13 @@ def in_layer(keys: tuple) -> tuple[int, int, tuple]:
     return int(run.removeprefix('run_')), int(index.removeprefix('layer_')), tuple(name)
 
 
-def transfer_params(
-    source: ModelHparams, params: dict, target: Hparams, dropped: tuple[int, ...] = ()
-) -> tuple[dict, list[str]]:
+def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tuple[dict, list[str]]:
     """Parameters of the target: leaves of the source bit for bit, new ones initialized.
-
-    Without the blocks of the source that are `dropped`, of `without_blocks`.
 
     `check_convertible` accepts both; the source has no adapters, or the target the same. Also
     returns the names of the leaves that are new, such as stack.run_1.layer_0.router.w.
     """
     numbers, found = layer_numbers(source), {}
-    kept = [number for number in range(source.num_layers) if number not in dropped]
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         keys, leaf = _keys(path), np.asarray(leaf)  # on the host: no program per shape
         if keys[0] != 'stack':
@@ -145,9 +118,7 @@ def transfer_params(
             continue
         i, j, name = in_layer(keys)
         for repeat in range(len(leaf)):
-            number = numbers[i, repeat, j]
-            if number not in dropped:  # those of an entry and an exit are negative
-                found[kept.index(number) if number >= 0 else number, name] = leaf[repeat]
+            found[numbers[i, repeat, j], name] = leaf[repeat]
     numbers, runs = layer_numbers(target.model), Stack(target.model, 'top_c').stored_runs
     new, fresh, routers = [], {}, {}
     if target.model.routing.routes_loops:

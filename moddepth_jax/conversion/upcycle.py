@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
+from moddepth_jax.conversion.from_layers import explain_layers, take_layers, with_layers
 from moddepth_jax.conversion.init_from_dense import (
     STRENGTHS,
     TOKENS_PER_WIDTH,
@@ -13,12 +14,7 @@ from moddepth_jax.conversion.init_from_dense import (
     fit_slots,
     layer_moments,
 )
-from moddepth_jax.conversion.share_layers import explain_sharing, share_layers, shared_layers
-from moddepth_jax.conversion.transfer_params import (
-    check_convertible,
-    transfer_params,
-    without_blocks,
-)
+from moddepth_jax.conversion.transfer_params import check_convertible, transfer_params
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.adapters import ADAPTER
 from moddepth_jax.model.transformer import average_shapes
@@ -27,26 +23,20 @@ _SAME = 1e-3  # nats: a first loss this close to the dense one counts as the sam
 
 
 def upcycle(
-    run,
-    hparams: Hparams,
-    dataset,
-    measure_loss: Callable,
-    share: str | None = None,
-    dropped: tuple[int, ...] = (),
+    run, hparams: Hparams, dataset, measure_loss: Callable, how: str | None = None
 ) -> tuple[dict, dict, dict]:
     """Parameters and averages of a new run before its first step, and what convert.json says.
 
     `run` is a SavedRun that `check_convertible` accepts, else a ValueError; `measure_loss` takes
     parameters, averages, hparams and dataset, and returns the held-out nats per target as training
-    counts them. `share` is the `how` of `share_layers`; None: the new model has all blocks but
-    those that are `dropped`, of `without_blocks`.
+    counts them. `how` is that of `with_layers`; None: the new model has all blocks as they are.
     """
     source, given, errors, note = run.hparams, run.state.params, {}, {}
-    if share is not None:
-        source, given = share_layers(source, given, hparams, share)
-        note['layers_of_block'] = shared_layers(run.hparams.model, hparams.model, share)
-    check_convertible(without_blocks(source, dropped), hparams)
-    params, new = transfer_params(source.model, given, hparams, dropped)
+    if how is not None:
+        given = take_layers(source, given, hparams, how)
+        source, note['layers_of_block'] = with_layers(source, hparams, how)
+    check_convertible(source, hparams)
+    params, new = transfer_params(source.model, given, hparams)
     averages = {name: jnp.zeros(shape) for name, shape in average_shapes(hparams.model).items()}
     averages |= {name: leaf for name, leaf in run.state.averages.items() if name in averages}
     dense_loss = functools.partial(measure_loss, run.state.params, run.state.averages, run.hparams)
@@ -89,8 +79,6 @@ def upcycle(
     if changing or not (new or run.hparams.model.routed_layers):
         layers = note.get('layers_of_block')
         note['why'] = explain_difference(hparams, errors, abs(first - dense) <= _SAME, layers)
-    if dropped:
-        note |= {'why': f'without blocks {", ".join(map(str, dropped))}', 'dropped': dropped}
     if len(hparams.stages) > 1:
         last = hparams.at(hparams.stages[-1])
         note['loss_at_last_capacity'] = measure_loss(params, averages, last, dataset)
@@ -102,10 +90,10 @@ def explain_difference(
 ) -> str:
     """Why the first loss is not that of the dense model; `errors` are those of `fit_routers`.
 
-    `layers_of_block` are the `shared_layers` of a model that became a looped one.
+    `layers_of_block` are those of `with_layers`, if the blocks are made from layers.
     """
     model, stage = hparams.model, hparams.stages[0]
-    reasons = [] if layers_of_block is None else [explain_sharing(layers_of_block)]
+    reasons = [] if layers_of_block is None else [explain_layers(layers_of_block)]
     if model.routing.routes_loops:
         reasons.append('tokens leave the loops, each of which has a gate of its own')
     if model.routed_layers and not model.routing.routes_loops and stage.capacity < 1:

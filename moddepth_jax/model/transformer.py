@@ -116,6 +116,13 @@ class Transformer(nn.Module):
         return self.param('loop_routers', init_loop_routers, self.hparams, length)
 
 
+def abstract_variables(hparams: Hparams) -> dict:
+    """Shapes and dtypes of the variables of a Transformer; nothing is compiled."""
+    key = jax.eval_shape(jax.random.key, 0)
+    tokens_BT = jax.ShapeDtypeStruct((1, hparams.data.sequence_length), 'int32')
+    return jax.eval_shape(Transformer(hparams).init, key, tokens_BT)
+
+
 def init_loop_routers(key, hparams: Hparams, length: int):
     """Parameters of the routers of all loops, initialized on a random row like embeddings."""
     model = hparams.model
@@ -257,9 +264,8 @@ def check_attention(hparams: Hparams):
     name = hparams.model.attention
     if name in ('auto', 'reference', 'xla'):
         return
-    tokens_BT = jax.ShapeDtypeStruct((1, hparams.data.sequence_length), 'int32')
     try:
-        jax.eval_shape(Transformer(hparams).init, jax.random.key(0), tokens_BT)
+        abstract_variables(hparams)
     except ValueError as error:
         raise ValueError(f'model.attention={name!r}: {error}') from None
 

@@ -146,19 +146,27 @@ def read_earlier(results, description: dict) -> Earlier:
 
 
 def check_earlier(earlier: Earlier, run: Planned, hparams: Hparams, steps: int):
-    """Raises ValueError, one line, if an earlier run is not the one that is planned."""
-    row = earlier.rows.get(run.name)
-    if row is None:
-        return
-    flops = train_step_flops(hparams)
-    for name, old, new in (
-        ('steps', row['steps'], steps),
-        ('FLOPs of a step', row['flops_per_step'], flops),
-        ('source of the data', earlier.content['corpus'], hparams.data.source),
-    ):
-        if old != new:
-            found = f'{run.name} has {name} {old!r} there and {new!r} in this study'
-            raise ValueError(f'--results: {found}; use another folder')
+    """Raises ValueError, one line, if earlier runs of a model and budget are not as planned.
+
+    Compared are their steps, FLOPs and source of data: other knobs are not on record.
+    """
+    planned = run.variant, run.trained, run.budget
+    rows = [
+        row
+        for row in earlier.rows.values()
+        if (row['variant'], row['size'], row['budget']) == planned
+    ]
+    new = rows and {
+        'steps': steps,
+        'flops_per_step': train_step_flops(hparams),
+        'corpus': hparams.data.source,
+    }
+    for row in rows:
+        for name, value in new.items():
+            old = (row | earlier.content)[name]
+            if old != value:
+                found = f'{row["run"]} has {name} {old!r} there and {value!r} in this study'
+                raise ValueError(f'--results: {found}; use another folder')
 
 
 class Progress(NamedTuple):
@@ -207,7 +215,9 @@ def collect(
         hparams, place = hparams_of(run), run_directory(directory, run.name)
         if (summary := read_summary(place)) is None:
             sources.append(earlier.content)
-            rows.append(_row(run, hparams.model) | _results(earlier.rows[run.name]))
+            row, old = _row(run, hparams.model), earlier.rows[run.name]
+            known = (*row, 'size_of_mod')
+            rows.append(row | {name: old[name] for name in old if name not in known})
         else:
             check_run(directory, run, hparams)
             sources.append(summary)
@@ -271,7 +281,7 @@ def _row(run, model):
 
 
 def _of_summary(model, summary, curve):
-    """What it says after it."""
+    """What it says after the run."""
     names = ('parameters', 'active_parameters', 'flops_per_step', 'total_flops', 'epochs')
     row = {name: summary.get(name) for name in names}  # summaries of older runs lack the second
     row['steps'], row['skipped_steps'] = summary['final_step'], summary['skipped_steps']
@@ -281,12 +291,6 @@ def _of_summary(model, summary, curve):
     row['rule'] = model.routing.causal_rule if model.routed_layers else None
     row |= {'routing': summary['routing'], 'experts': summary['experts'], 'curve': curve}
     return row | {'state_sha256': summary['state_sha256']}
-
-
-def _results(row):
-    """The part of a row that `_of_summary` wrote."""
-    names = list(row)
-    return {name: row[name] for name in names[names.index('parameters') :]}
 
 
 def training_curve(rows: list[dict], points: int = CURVE_POINTS) -> list[list[float]]:

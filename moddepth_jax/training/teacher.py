@@ -8,7 +8,7 @@ import jax
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, tokenizer_of
 from moddepth_jax.hparams import Hparams, Stage
 from moddepth_jax.model.flops import forward_flops, train_step_flops
-from moddepth_jax.model.transformer import Transformer, causal_routing
+from moddepth_jax.model.transformer import Transformer, abstract_variables, causal_routing
 from moddepth_jax.training.run_dir import build_stored, read_config
 
 
@@ -73,9 +73,7 @@ def abstract_teacher(hparams: Hparams) -> Teacher | None:
     teacher = teacher_hparams(hparams)
     if teacher is None:
         return None
-    tokens_BT = jax.ShapeDtypeStruct((1, teacher.data.sequence_length), 'int32')
-    variables = jax.eval_shape(Transformer(teacher).init, jax.random.key(0), tokens_BT)
-    return Teacher(variables, teacher)
+    return Teacher(abstract_variables(teacher), teacher)
 
 
 def step_flops(hparams: Hparams, stage: Stage | None = None, loops: int = 0) -> float:

@@ -3,11 +3,10 @@
 import difflib
 import fnmatch
 
-import jax
 from flax import traverse_util
 
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.model.transformer import Transformer
+from moddepth_jax.model.transformer import abstract_variables
 
 ALL = ('*',)
 
@@ -52,10 +51,7 @@ def check_trainable(hparams: Hparams):
     Or of model.adapters.params without a matrix.
     """
     if hparams.optimizer.trainable not in ((), ALL) or hparams.model.adapters.rank:
-        tokens_BT = jax.ShapeDtypeStruct((1, hparams.data.sequence_length), 'int32')
-        key = jax.eval_shape(jax.random.key, 0)  # no program for a key
-        shapes = jax.eval_shape(Transformer(hparams).init, key, tokens_BT)
-        split_params(shapes['params'], hparams.optimizer.trainable)
+        split_params(abstract_variables(hparams)['params'], hparams.optimizer.trainable)
 
 
 def _nearest(pattern, names):

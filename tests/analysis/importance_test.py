@@ -6,7 +6,7 @@ import pytest
 
 from moddepth_jax.analysis.importance import PARTS, block_importance, check_importance, skip_parts
 from moddepth_jax.analysis.layer_walk import layer_deltas
-from moddepth_jax.conversion.transfer_params import transfer_params, without_blocks
+from moddepth_jax.conversion.from_layers import take_layers, with_layers
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.evaluate import eval_step, evaluate
@@ -39,8 +39,9 @@ def test_the_cost_of_a_block_is_the_loss_without_it(tiny_config):
             name: base[name] for name in ('loss', 'bits_per_byte', 'targets')
         }
         for layer, row in enumerate(found['blocks']):
-            assert without_blocks(hparams, (layer,)) == smaller
-            params, _ = transfer_params(hparams.model, variables['params'], smaller, (layer,))
+            others = ','.join(str(n) for n in range(3) if n != layer)
+            assert with_layers(hparams, smaller, others)[0] == smaller
+            params = take_layers(hparams, variables['params'], smaller, others)
             wanted = loss({'params': params}, smaller)
             assert row['layer'] == layer and not row['routed']
             for name, cost in (('loss', 'cost'), ('bits_per_byte', 'cost_bits')):

@@ -9,7 +9,6 @@ from moddepth_jax.conversion.transfer_params import (
     check_convertible,
     keeps_adapters,
     transfer_params,
-    without_blocks,
 )
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.stack import Stack, unstack_layers
@@ -166,37 +165,6 @@ def test_adapters_stay_if_all_parameters_do(tiny_config):
     for target in (rank, routed, some, source.without_adapters):
         assert not keeps_adapters(source, target)
         check_convertible(source.without_adapters, target)
-
-
-def test_dropped_blocks_are_gone_and_the_others_in_order(tiny_config):
-    source = from_config(tiny_config(**DENSE['olmo2'] | {'model.num_layers': 5}))
-    target = without_blocks(source, (3, 0))
-    check_convertible(target, from_config(tiny_config(**DENSE['olmo2'] | {'model.num_layers': 3})))
-    given = random_params(source)
-    params, new = transfer_params(source.model, given, target, (3, 0))
-    (before, rest), (after, rest_after) = by_layer(source, given), by_layer(target, params)
-    jax.tree.map(np.testing.assert_array_equal, rest, rest_after)
-    assert not new and len(after) == 3
-    for number, layer in zip((1, 2, 4), after, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, before[number], layer)
-
-
-@pytest.mark.parametrize(
-    ('knobs', 'dropped', 'words'),
-    [
-        ({}, (4,), 'dropped blocks 4: must be different numbers from 0 to 3'),
-        ({}, (1, 1), 'dropped blocks 1,1: must be different numbers'),
-        ({}, (0, 1, 2, 3), 'and not all of them'),
-        ({'model.windows': (0, 8)}, (1,), 'dropped blocks 1: all blocks must be alike'),
-        (ROUTED | {'model.routing.layers': 'every:1'}, (1,), 'dense, of the residual stream'),
-        (SOURCES, (1,), 'dense, of the residual stream'),
-    ],
-    ids=str,
-)
-def test_blocks_that_cannot_be_dropped_are_refused(knobs, dropped, words, tiny_config):
-    with pytest.raises(ValueError) as caught:
-        without_blocks(from_config(tiny_config(**{'model.num_layers': 4} | knobs)), dropped)
-    assert words in str(caught.value) and '\n' not in str(caught.value)
 
 
 def test_capacity_one_without_a_gate_is_the_dense_model(tiny_config):

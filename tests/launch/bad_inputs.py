@@ -154,7 +154,6 @@ COMMANDS = {
             '--from_workdir=dense --workdir=new --config=dense/config.json --config.model.d_ff=32',
             ['model.d_ff=32: is 64 in the run that is converted'],
         ),
-        ('--from_hf=hf --workdir=new --drop_blocks=1', ['drop_blocks=1: belongs to --from_work']),
         (
             '--from_hf=meta/Llama --workdir=new',
             ['no such folder', 'hf download meta/Llama --local-'],
@@ -162,16 +161,18 @@ COMMANDS = {
         ('--workdir=run --to_hf=run', ['--to_hf=run: holds', 'new or empty']),
     ],
     'convert --from_workdir=dense --workdir=new --config=dense/config.json': [
-        ('--drop_blocks=one', ['--drop_blocks=one: must be numbers of blocks']),
-        ('--drop_blocks=1', ['--drop_blocks=1: leaves 1 blocks; set --config.model.num_layers=1']),
-        ('--drop_blocks=7', ['dropped blocks 7: must be different numbers from 0 to 1']),
-        ('--drop_blocks=1 --config.model.depth.stream=moda', ['=1: makes a dense run']),
+        (
+            '--from_layers=one',
+            ['=one: must be average, first, last, or 2 layers (model.num_layers'],
+        ),
+        ('--from_layers=0,7', ['--from_layers=0,7: must be', 'from 0 to 1']),
+        ('--config.model.num_layers=1', ['blocks from layers of a dense run by --from_layers']),
         ('--config.training.distill_from=gone', ["distill_from='gone': holds no config.json"]),
         ('--config.model.adapters.rank=2 --config.model.adapters.params=x', ['no matrix has such']),
     ],
     'convert --from_hf=hf --workdir=new': [
         ('--dtype=float32', ['belongs to --to_hf']),
-        ('--share_layers=first', ['--share_layers=first: belongs to --from_workdir']),
+        ('--from_layers=first', ['--from_layers=first: belongs to --from_workdir']),
         ('--config.model.d_model=32', ['d_model=32: is 16 in', 'leave it out']),
         ('--config.model.routing.router=learned', ['comes in dense; --from_workdir adds routing']),
     ],

@@ -1,10 +1,10 @@
-"""A dense model becomes a looped one: equal layers are the same function, picks have the bits."""
+"""Blocks from layers of a dense model: equal layers are the same function, picks have the bits."""
 
 import jax
 import numpy as np
 import pytest
 
-from moddepth_jax.conversion.share_layers import explain_sharing, share_layers, shared_layers
+from moddepth_jax.conversion.from_layers import explain_layers, take_layers, with_layers
 from moddepth_jax.conversion.transfer_params import check_convertible, transfer_params
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.stack import Stack, unstack_layers
@@ -42,17 +42,21 @@ def pair(make_config, knobs, **changes):
     return source, target
 
 
+def build(source, params, target, how):
+    return with_layers(source, target, how)[0], take_layers(source, params, target, how)
+
+
 @pytest.mark.parametrize('name', PATTERNS)
 def test_blocks_are_means_or_picks_of_the_layers_they_stand_for(name, tiny_config):
     """A pick has the bits of its layer; the embedding, the head and the last norm are kept."""
     knobs, layers_of_block = PATTERNS[name]
     source, target = pair(tiny_config, knobs)
-    assert shared_layers(source.model, target.model, 'average') == layers_of_block
+    assert with_layers(source, target, 'average')[1] == layers_of_block
     given = random_params(source)
     before, loops = layers_of(source, given), target.model.block_order
     every = ','.join(str(layers[1 % len(layers)]) for layers in layers_of_block)
     for how, pick in {'first': 0, 'last': -1, every: 1}.items():
-        shared, params = share_layers(source, given, target, how)
+        shared, params = build(source, given, target, how)
         check_convertible(shared, target)
         params, new = transfer_params(shared.model, params, target)
         assert not new
@@ -64,7 +68,7 @@ def test_blocks_are_means_or_picks_of_the_layers_they_stand_for(name, tiny_confi
         jax.tree.map(
             np.testing.assert_array_equal, *({n: p[n] for n in rest} for p in (params, given))
         )
-    _, params = share_layers(source, given, target, 'average')
+    _, params = build(source, given, target, 'average')
     for block, found in zip(loops, layers_of(target, params), strict=True):
         some = [before[layer] for layer in layers_of_block[block]]
         jax.tree.map(
@@ -82,7 +86,7 @@ def test_a_model_of_equal_layers_becomes_the_same_function(how, tiny_config):
     given['stack'] = jax.tree.map(
         lambda leaf: jax.numpy.broadcast_to(leaf[:1], leaf.shape), given['stack']
     )
-    shared, params = share_layers(source, given, target, how)
+    shared, params = build(source, given, target, how)
     params, _ = transfer_params(shared.model, params, target)
     for found, wanted in zip(layers_of(target, params), layers_of(source, given), strict=True):
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
@@ -95,17 +99,33 @@ def test_the_blocks_of_a_list_need_no_layer_for_each_place(tiny_config):
     """A run of six layers becomes one of four blocks, of which eight run."""
     source, target = pair(tiny_config, MIDDLE, **{'model.num_layers': 6})
     given = random_params(source)
-    shared, params = share_layers(source, given, target, '0,2,3,5')
+    shared, params = build(source, given, target, '0,2,3,5')
     before, after = layers_of(source, given), layers_of(shared, params)
     picked = [before[layer] for layer in (0, 2, 3, 2, 3, 2, 3, 5)]
     jax.tree.map(np.testing.assert_array_equal, after, picked)
 
 
+def test_blocks_can_be_dropped(tiny_config):
+    """The others stay, in order, also where windows differ."""
+    windows = {'model.windows': (0, 8, 0, 8, 0)}
+    source = from_config(tiny_config(**windows | {'model.num_layers': 5}))
+    fewer = {'model.num_layers': 3, 'model.windows': (8, 0, 0)}
+    target = from_config(tiny_config(**fewer))
+    given = random_params(source)
+    smaller, params = build(source, given, target, '1,2,4')
+    check_convertible(smaller, target)
+    params, new = transfer_params(smaller.model, params, target)
+    before, after = layers_of(source, given), layers_of(target, params)
+    assert not new
+    jax.tree.map(np.testing.assert_array_equal, after, [before[layer] for layer in (1, 2, 4)])
+
+
 def test_the_words_name_the_layers():
-    text = explain_sharing([(0,), (1, 3)])
+    text = explain_layers([(0,), (1, 3)])
     assert text == 'block 0 is layer 0, block 1 the mean of layers 1, 3 of the run'
 
 
+LOOPED = {'model.looped_layers': 'all', 'model.loops': 2}
 EXPERTS = {'model.experts.choice': 'token', 'model.experts.layers': '1,2'}
 REFUSED = {
     'depth': ('average', {'model.num_layers': 6}, {}, 'a run of 8 layers, as many as run in the'),
@@ -118,6 +138,7 @@ REFUSED = {
         {'model.looped_layers': 'none', 'model.loops': 1},
         'set model.looped',
     ),
+    'looped already': ('first', LOOPED, {}, 'must be without loops'),
     'routed': ('first', {'model.routing.router': 'norm'}, {}, 'must be dense, of the stream'),
     'windows': (
         'average',
@@ -134,6 +155,6 @@ def test_what_cannot_be_shared_is_refused_in_one_line(name, tiny_config):
     how, of_source, of_target, words = REFUSED[name]
     target = from_config(tiny_config(**MIDDLE | of_target))
     source = from_config(tiny_config(**{'model.num_layers': 8} | of_source))
-    with pytest.raises(ValueError, match=r'^--share_layers=[^\n]*$') as caught:
-        share_layers(source, random_params(source), target, how)
+    with pytest.raises(ValueError, match=r'^--from_layers=[^\n]*$') as caught:
+        with_layers(source, target, how)
     assert words in str(caught.value)

@@ -1,0 +1,119 @@
+"""Makes the blocks of a model from layers of a dense one: fewer of them, or blocks that loop."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from moddepth_jax.hparams import Hparams, ModelHparams
+from moddepth_jax.model.stack import Stack, unstack_layers
+from moddepth_jax.model.streams import layer_kinds
+
+HOW = ('average', 'first', 'last')
+
+
+def with_layers(
+    source: Hparams, target: Hparams, how: str
+) -> tuple[Hparams, list[tuple[int, ...]]]:
+    """The source with the blocks and loops of the target, and the layers that each block is of.
+
+    All else of the model is the source's.
+
+    Args:
+      source: dense and without loops; for a word with as many blocks as the target runs.
+      target: its `block_order` says which block stands for which of these layers.
+      how: average of all layers that a looped block stands for, or the first or the last of them
+        (Bae et al. 2024, arXiv 2410.20672, section 2.2); or one layer for each block, as 0,3,5,11.
+
+    Raises:
+      ValueError: one line, for a word or list that does not fit the two models, for layers that
+        differ in kind from their block, and for a mean of experts.
+    """
+    layers_of_block = _layers_of_blocks(source.model, target.model, how)
+    names = ('num_layers', 'looped_layers', 'loops', 'loop_order', 'windows')
+    blocks = {name: getattr(target.model, name) for name in names}
+    result = dataclasses.replace(source, model=dataclasses.replace(source.model, **blocks))
+    _check_kinds(source.model, result.model, layers_of_block, how)
+    return result, layers_of_block
+
+
+def take_layers(source: Hparams, params: dict, target: Hparams, how: str) -> dict:
+    """The parameters of `with_layers`, of those of the source.
+
+    A block of one layer has its bits; of several, their mean in float64. Equal layers become the
+    same function.
+    """
+    result, layers_of_block = with_layers(source, target, how)
+    on_host = jax.tree.map(np.asarray, params['stack'])
+    layers = [layer for _, layer in unstack_layers(Stack(source.model, 'top_c'), on_host)]
+    blocks = [jax.tree.map(_mean, *(layers[n] for n in some)) for some in layers_of_block]
+    stack = {}
+    for i, numbers in enumerate(Stack(result.model, 'top_c').layer_numbers):
+        of_run = [[blocks[n] for n in of_place] for of_place in numbers.T]
+        stack[f'run_{i}'] = {
+            f'layer_{j}': jax.tree.map(lambda *leaves: np.stack(leaves), *repeats)
+            for j, repeats in enumerate(of_run)
+        }
+    return params | {'stack': jax.tree.map(jax.numpy.asarray, stack)}
+
+
+def _refuse(how, why):
+    raise ValueError(f'--from_layers={how}: {why}')
+
+
+def _layers_of_blocks(source: ModelHparams, target: ModelHparams, how):
+    if source.routed_layers or source.depth.stream != 'residual':
+        _refuse(how, 'the run that is converted must be dense, of the stream residual')
+    if source.looped:
+        _refuse(how, 'the run that is converted must be without loops')
+    if how not in HOW:
+        layers = how.split(',')
+        known = all(layer.isdecimal() and int(layer) < source.num_layers for layer in layers)
+        if not known or len(layers) != target.num_layers:
+            right = f'must be {", ".join(HOW)}, or {target.num_layers} layers (model.num_layers) '
+            _refuse(how, right + f'from 0 to {source.num_layers - 1}')
+        return [(int(layer),) for layer in layers]
+    if not target.looped:
+        right = 'needs blocks that stand for several layers: set model.looped_layers and '
+        _refuse(how, right + 'model.loops, or name a layer for each block')
+    if source.num_layers != target.num_blocks:
+        right = f'needs a run of {target.num_blocks} layers, as many as run in the new model, and '
+        right += f'has one of {source.num_layers}; or name a layer for each block'
+        _refuse(how, right)
+    order = np.array(target.block_order)
+    places = [np.flatnonzero(order == block).tolist() for block in range(target.num_layers)]
+    chosen = {'average': slice(None), 'first': slice(1), 'last': slice(-1, None)}[how]
+    return [tuple(of_block[chosen]) for of_block in places]
+
+
+def _mean(*leaves):
+    if len(leaves) == 1:
+        return leaves[0]
+    return np.mean(np.stack(leaves), axis=0, dtype=np.float64).astype(leaves[0].dtype)
+
+
+def _check_kinds(source, result, layers_of_block, how):
+    if source.experts.choice == 'expert':
+        _refuse(how, 'the run has experts that choose, whose thresholds are those of each layer')
+    if source.experts.choice != 'none' and how == 'average':
+        right = 'must be a pick of layers: experts of several layers have no common order'
+        _refuse(how, right)
+    given, wanted = layer_kinds(source), Stack(result, 'top_c').stored_kinds
+    for block, layers in enumerate(layers_of_block):
+        for layer in layers:
+            pairs = zip(wanted[block]._asdict().items(), given[layer], strict=True)
+            differ = [field for (field, one), other in pairs if one != other]
+            if differ:
+                right = f'block {block} cannot be layer {layer} of the run: they differ in '
+                _refuse(how, right + ', '.join(differ))
+
+
+def explain_layers(layers_of_block: list[tuple[int, ...]]) -> str:
+    """Which layers the blocks are, in words."""
+    blocks = [
+        f'block {block} is layer {layers[0]}'
+        if len(layers) == 1
+        else f'block {block} the mean of layers {", ".join(map(str, layers))}'
+        for block, layers in enumerate(layers_of_block)
+    ]
+    return ', '.join(blocks) + ' of the run'
