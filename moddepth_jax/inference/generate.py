@@ -146,7 +146,7 @@ def _step(unrolled, cache, token_B, active_B, keys_B, *, hparams, routing, token
         unrolled, cache, token_B, begins_B, active_B, hparams=hparams, routing=routing
     )
     next_B = _draw(logits_BV, keys_B, cache.lengths_B + 1, tokenizer=tokenizer, **draw)
-    return next_B, (entries, begins_B, dropped_B, active_B)
+    return next_B, (entries, begins_B[:, None], dropped_B, active_B[:, None])
 
 
 def _pad(prompts, tokenizer, most):
