@@ -3,6 +3,8 @@
 Layers are unrolled: XLA would copy every cache of a scan at every token.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -93,6 +95,15 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
     documents_B = jnp.argmax(tokens.segment_ids_BT == last_id_B1, axis=1).astype(jnp.int32)
     cache = Cache(tuple(caches), lengths_B, documents_B, dropped_B)
     return lm_head(_final(unrolled, hparams, x_B1D), unrolled)[:, 0], cache
+
+
+def empty_cache(unrolled, batch: int, *, hparams, routing, capacity: int, routed_capacity):
+    """A Cache of no tokens for `batch` rows; capacities as of `prefill`, where None: `capacity`."""
+    tokens_BT = jax.ShapeDtypeStruct((batch, capacity), jnp.int32)
+    how = {'hparams': hparams, 'routing': routing, 'capacity': capacity}
+    run = functools.partial(prefill, **how, routed_capacity=routed_capacity)
+    _, shapes = jax.eval_shape(run, unrolled, tokens_BT, tokens_BT)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def extend(unrolled, cache: Cache, tokens_BT, begins_BT, active_BT, *, hparams, routing: str):
