@@ -136,13 +136,13 @@ def update_cache(cache: Cache, updates, begins_BT, dropped_B, active_BT) -> Cach
             layer = layer._replace(v_BKHS=put(layer.v_BKHS, update.keys.v_BTKH))
         if layer.lengths_B is not None:
             positions_BS = put(layer.positions_BS, positions_BT)
-            lengths_B = layer.lengths_B + jnp.sum(writes_BT, axis=1)
+            lengths_B = layer.lengths_B + jnp.sum(writes_BT, axis=1, dtype=jnp.int32)
             layer = layer._replace(positions_BS=positions_BS, lengths_B=lengths_B)
         elif layer.taken_BE is not None:
             layer = layer._replace(taken_BE=update.taken_BE)
         layers.append(layer)
     documents_BT = documents_of(cache, begins_BT & active_BT)
-    lengths_B = cache.lengths_B + jnp.sum(active_BT, axis=1)
+    lengths_B = cache.lengths_B + jnp.sum(active_BT, axis=1, dtype=jnp.int32)
     return Cache(tuple(layers), lengths_B, documents_BT[:, -1], cache.dropped_B + dropped_B)
 
 

@@ -128,9 +128,10 @@ def decode_chunks(model):
     return out, cache
 
 
-# Their queries and keys are not normed, or they sum many random streams: float32 rounds each of the
+# Queries and keys are not normed, or blocks add up much: float32 rounds each of the
 # two by 1e-5 already.
-IN_FLOAT64 = ('attention stream', 'value embeddings, hyper-connections')
+IN_FLOAT64 = ('attention stream', 'value embeddings, hyper-connections', 'value embeddings grow')
+IN_FLOAT64 += ('adapters, looped moda',)
 FAST = ('value residual', 'shared values', 'attention residual', 'mudd', 'embedding residual')
 FAST += ('value embeddings, moda', 'recursions')
 FAST += (
