@@ -5,6 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+_QUERIES = 32  # of a row whose scores exist at a time
+
 
 def check_slot_sides(slot_window: int, **sides):
     """Raises ValueError for slot keys without values or the reverse, or a negative window."""
@@ -80,7 +82,25 @@ def decode_attention(
     return jax.lax.fori_loop(0, num_rows, one, jnp.zeros_like(q_CTNH))
 
 
-def _attend(
+def _attend(k_BKHS, v_BKHS, q_BTNH, k_BTKH, v_BTKH, *by_query):
+    """`_attend_block` by _QUERIES of the T tokens at a time: their scores stay in a CPU's cache."""
+    length = q_BTNH.shape[1]
+    if length <= _QUERIES or length % _QUERIES:
+        return _attend_block(k_BKHS, v_BKHS, q_BTNH, k_BTKH, v_BTKH, *by_query)
+    axes = 1, 1, 1, 1, 2, 2, 2  # of the tokens: queries, two masks, slot queries, slots
+    sides = list(zip((q_BTNH, *by_query), axes[: 1 + len(by_query)], strict=True))
+
+    def block(i):
+        q, *others = (
+            jax.lax.dynamic_slice_in_dim(side, i * _QUERIES, _QUERIES, axis) for side, axis in sides
+        )
+        return _attend_block(k_BKHS, v_BKHS, q, k_BTKH, v_BTKH, *others)
+
+    o_XBQNH = jax.lax.map(block, jnp.arange(length // _QUERIES))
+    return jnp.moveaxis(o_XBQNH, 0, 1).reshape(q_BTNH.shape)
+
+
+def _attend_block(
     k_BKHS, v_BKHS, q_BTNH, k_BTKH, v_BTKH, visible_BTS, visible_BTT, q_depth_BTNH=None, *slots
 ):
     """One softmax over a row's cache, its new tokens and their slots (keys, values, a mask).

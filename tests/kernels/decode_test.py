@@ -141,19 +141,26 @@ def test_half_slots_and_negative_windows_are_refused(slots, named):
         decode_eagerly(*draw(3), **slots)
 
 
-def test_tokens_of_a_row_see_each_other_as_masked(backend):
-    """Three tokens at once are three at a time alone, the earlier ones in the cache."""
+@pytest.mark.parametrize('queries', [1, 32])
+def test_tokens_of_a_row_see_each_other_as_masked(queries, backend, monkeypatch):
+    """Three tokens at once, or in blocks, are three alone, the earlier ones in the cache."""
+    monkeypatch.setattr('kernels_pallas.decode._QUERIES', queries)
     q, k, v, *cache, visible = draw(3)
     one_row = [jnp.swapaxes(side[:3], 0, 1) for side in (q, k, v)]
     cache, visible = [side[:1] for side in cache], visible[:1]
     visible_CTS, own_CTT = jnp.tile(visible[:, None], (1, 3, 1)), np.tri(3, dtype=bool)[None]
     own_CTT[0, 2, 0] = False
-    found = decode_eagerly(*one_row, *cache, visible_CTS, own_CTT)
+    k_depth, v_depth, mask = (jnp.moveaxis(side[:, :3], 1, 2) for side in draw_slots(3))
+    slots = k_depth, v_depth, jnp.asarray(mask)
+    found = decode_eagerly(*one_row, *cache, visible_CTS, own_CTT, None, *slots)
     for token in range(3):
         earlier = [jnp.moveaxis(side[:, :token], 1, 3) for side in one_row[1:]]
         grown = [jnp.concatenate(sides, axis=3) for sides in zip(cache, earlier, strict=True)]
         seen = np.concatenate([visible, own_CTT[:, token, :token]], axis=1)
-        alone = decode_attention(*(side[:, token : token + 1] for side in one_row), *grown, seen)
+        now = [side[:, :, token : token + 1] for side in slots]
+        alone = decode_attention(
+            *(side[:, token : token + 1] for side in one_row), *grown, seen, None, *now
+        )
         np.testing.assert_allclose(found[:, token], alone[:, 0], rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match='3 new tokens of a row need visible_CTT'):
         decode_eagerly(*one_row, *cache, visible_CTS)
