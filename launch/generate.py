@@ -38,6 +38,9 @@ TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Lower is safer, 0 takes th
 TOP_K = flags.DEFINE_integer('top_k', 0, 'Draw from this many of the likeliest tokens; 0: all.')
 TOP_P = flags.DEFINE_float('top_p', 1.0, 'Draw from the likeliest tokens of this probability.')
 SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.', lower_bound=0, upper_bound=2**32 - 1)
+PREFILL_CHUNK = flags.DEFINE_integer(
+    'prefill_chunk', 0, 'Read prompts by so many tokens at a time, in less memory; 0: at once.'
+)
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Texts for each prompt.', lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer('batch_size', 32, 'Texts written at a time.', lower_bound=1)
 ROUTING = cli.define_routing('aux_loss, predictor, threshold or dense')
@@ -129,7 +132,7 @@ def _read_prompts():
 
 def _request(run, tokenizer, texts):
     """The arguments of `generate` except the model; raises as it does."""
-    from moddepth_jax.inference.generate import check_request
+    from moddepth_jax.inference.generate import check_chunk, check_request
     from moddepth_jax.model.transformer import causal_routing, check_causal
 
     prompts = []
@@ -149,9 +152,10 @@ def _request(run, tokenizer, texts):
         'num_samples': NUM_SAMPLES.value,
     }
     check_request(run.hparams, **request)
+    check_chunk(PREFILL_CHUNK.value)
     routing = ROUTING.value or causal_routing(run.hparams)
     check_causal(run.hparams, routing)
-    return request | {'routing': routing}
+    return request | {'routing': routing, 'prefill_chunk': PREFILL_CHUNK.value}
 
 
 def _write(run, tokenizer, prompts, **request):

@@ -95,8 +95,9 @@ class _Decoder:
     def __call__(self):
         token_B = self.random.integers(0, self.vocab_size, len(self.begins_B)).astype(np.int32)
         next_B, entries, dropped_B = self.read(self.cache, token_B)
-        self.cache = self.write(self.cache, entries, self.begins_B, dropped_B, self.active_B)
-        self.selected += [e.selected_B for e in entries if e.selected_B is not None]
+        each = self.begins_B[:, None], dropped_B, self.active_B[:, None]
+        self.cache = self.write(self.cache, entries, *each)
+        self.selected += [e.selected_BT for e in entries if e.selected_BT is not None]
         return next_B, self.cache
 
 

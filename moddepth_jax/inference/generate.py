@@ -12,8 +12,9 @@ from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.inference.sampling import check_sampling, sample
 from moddepth_jax.model import ahead
-from moddepth_jax.model.decoding import decode_step, prefill, unroll
-from moddepth_jax.model.kv_cache import longest_routed_row, resize_cache, update_cache
+from moddepth_jax.model.decoding import decode_step, empty_cache, extend, prefill, unroll
+from moddepth_jax.model.kv_cache import Cache, longest_routed_row, resize_cache, update_cache
+from moddepth_jax.model.layers import lm_head
 from moddepth_jax.model.transformer import causal_routing, check_causal
 
 _MIN_LENGTH = 16  # prompts are padded to powers of two: few shapes, few compilations
@@ -89,6 +90,13 @@ def check_request(
     check_sampling(temperature, **cuts)
 
 
+def check_chunk(prefill_chunk: int):
+    """Raises ValueError if prompts cannot be read by so many tokens at a time."""
+    _check_integers('prefill_chunk', [prefill_chunk])
+    if prefill_chunk < 0:
+        raise ValueError(f'prefill_chunk={prefill_chunk}: must be 0 (one pass) or more')
+
+
 def _check_integers(name, values):
     try:
         list(map(operator.index, values))
@@ -122,13 +130,19 @@ def _draw(logits_BV, keys_B, lengths_B, tokenizer, **how):
 
 
 unrolled_variables = jax.jit(unroll, static_argnums=(1, 2))
-write_tokens = jax.jit(update_cache, donate_argnums=0)
+_write = jax.jit(update_cache, donate_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, 'num_samples', *_SIZES))
 def _start(unrolled, batch, keys_B, *, num_samples, tokenizer, temperature, top_p, top_k, **how):
-    """The first new token of each row, and the cache of its prompt."""
-    prompts = prefill(unrolled, *batch, **how)
+    """The first new token of each row, and the cache of its prompt.
+
+    `batch` is that of `prefill`, or what `_in_chunks` returns.
+    """
+    if isinstance(batch[1], Cache):
+        prompts = lm_head(batch[0], unrolled)[:, 0], batch[1]
+    else:
+        prompts = prefill(unrolled, *batch, **how)
     repeat = functools.partial(jnp.repeat, repeats=num_samples, axis=0)
     logits_BV, cache = jax.tree.map(repeat, prompts)
     first_B = jnp.arange(len(keys_B)) % num_samples == 0
@@ -137,16 +151,48 @@ def _start(unrolled, batch, keys_B, *, num_samples, tokenizer, temperature, top_
     return _draw(logits_BV, keys_B, cache.lengths_B, tokenizer, **draw), cache
 
 
+_empty = jax.jit(empty_cache, static_argnums=1, static_argnames=('hparams', 'routing', *_SIZES))
+
+
+@functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
+def _chunk(unrolled, cache, x_B1D, tokens_BT, begins_BT, active_BT, *, hparams, routing):
+    """What `lm_head` reads of the last token of each row so far, and what `_write` needs."""
+    inputs = unrolled, cache, tokens_BT, begins_BT, active_BT
+    x_BTD, updates, dropped_B = extend(*inputs, hparams=hparams, routing=routing)
+    last_B1 = jnp.maximum(jnp.sum(active_BT, axis=1, keepdims=True) - 1, 0)
+    last_B1D = jnp.take_along_axis(x_BTD, last_B1[..., None], axis=1)
+    x_B1D = jnp.where(active_BT[:, :1, None], last_B1D, x_B1D)
+    return x_B1D, (updates, begins_BT, dropped_B, active_BT)
+
+
+def _in_chunks(unrolled, batch, size, *, hparams, routing, **sizes):
+    """What `lm_head` reads of the last token of each prompt, and the cache of the prompts."""
+    tokens_BT, segment_ids_BT = batch
+    rows, longest = len(tokens_BT), int((segment_ids_BT > 0).sum(axis=1).max())
+    tokens_BT, segment_ids_BT = (np.pad(side, ((0, 0), (0, size))) for side in batch)
+    begins_BT = np.diff(segment_ids_BT, axis=1, prepend=1) > 0
+    begins_BT &= not hparams.model.across_documents
+    how = {'hparams': hparams, 'routing': routing}
+    cache = ahead.call(_empty, unrolled, rows, **how, **sizes)
+    x_B1D = np.zeros((rows, 1, hparams.model.d_model), hparams.model.dtype)
+    for first in range(0, longest, size):
+        part = np.s_[:, first : first + size]
+        inputs = tokens_BT[part], begins_BT[part], segment_ids_BT[part] > 0
+        x_B1D, update = ahead.call(_chunk, unrolled, cache, x_B1D, *inputs, **how)
+        cache = ahead.call(_write, cache, *update)
+    return x_B1D, cache
+
+
 @functools.partial(jax.jit, static_argnames=_STATIC)
 def _step(unrolled, cache, token_B, active_B, keys_B, *, hparams, routing, tokenizer, **draw):
-    """The token after `token_B` of each row, and what `write_tokens` needs."""
+    """The token after `token_B` of each row, and what `_write` needs."""
     separate = tokenizer is not None and not hparams.model.across_documents
     begins_B = token_B == (tokenizer.separator if separate else -1)
     logits_BV, entries, dropped_B = decode_step(
         unrolled, cache, token_B, begins_B, active_B, hparams=hparams, routing=routing
     )
     next_B = _draw(logits_BV, keys_B, cache.lengths_B + 1, tokenizer=tokenizer, **draw)
-    return next_B, (entries, begins_B, dropped_B, active_B)
+    return next_B, (entries, begins_B[:, None], dropped_B, active_B[:, None])
 
 
 def _pad(prompts, tokenizer, most):
@@ -178,13 +224,16 @@ def generate(
     routing: str | None = None,
     tokenizer: Tokenizer | None = None,
     stop: bool = True,
+    prefill_chunk: int = 0,
     on_tokens=None,
 ) -> Generation | None:
     """Continues prompts by up to `num_tokens` tokens each.
 
-    The prompts run in one causally routed pass; then each token costs one step, in which a routed
-    block computes and caches only the rows it selects. A row's draws (see `sample`) depend on
-    `seed`, the number of its sample and its positions: other rows change nothing but rounding.
+    The prompts run in one causally routed pass, or with `prefill_chunk` in passes of so many tokens
+    each, which need less memory and change nothing but rounding. Then each token costs one step, in
+    which a routed block computes and caches only the rows it selects. A row's draws (see `sample`)
+    depend on `seed`, the number of its sample and its positions: other rows change nothing but
+    rounding.
 
     All processes of a mesh in the context (`jax.set_mesh`) share the work and get every text.
     `prompts` are sequences of one token id at least; the longest and `num_tokens` fit the context.
@@ -201,6 +250,7 @@ def generate(
     check_causal(hparams, routing)
     draw = {'temperature': temperature, 'top_p': top_p, 'top_k': top_k}
     check_request(hparams, prompts, num_tokens, seed=seed, num_samples=num_samples, **draw)
+    check_chunk(prefill_chunk)
     context, model = hparams.data.sequence_length, hparams.model
     length = max(map(len, prompts)) + num_tokens
     capacity = min(context, -(-length // _CAPACITY_STEP) * _CAPACITY_STEP)
@@ -213,12 +263,15 @@ def generate(
     sizes = {'capacity': capacity, 'routed_capacity': None if grows else routed_capacity}
     batch = _pad(prompts, tokenizer, capacity)
     first = {'num_samples': num_samples, **sizes, **static}
+    if prefill_chunk:
+        how = {'hparams': hparams, 'routing': routing}
+        batch = _in_chunks(unrolled, batch, prefill_chunk, **how, **sizes)
     token_B, cache = ahead.call(_start, unrolled, batch, keys_B, **first)
     rows = [list(prompt) for prompt in prompts for _ in range(num_samples)]
     active_B = np.ones(len(rows), bool)
     if ahead.is_abstract(cache):
         _, update = ahead.call(_step, unrolled, cache, token_B, active_B, keys_B, **static)
-        ahead.call(write_tokens, cache, *update)
+        ahead.call(_write, cache, *update)
         return None
     room = 0  # steps until a routed block's cache may be full, where it grows
     for left in reversed(range(num_tokens)):
@@ -237,7 +290,7 @@ def generate(
                 routed_capacity = min(capacity, 2 * routed_capacity)
             cache, room = resize_cache(cache, routed_capacity), routed_capacity - used
         token_B, update = _step(unrolled, cache, token_B, active_B, keys_B, **static)
-        cache, room = write_tokens(cache, *update), room - 1
+        cache, room = _write(cache, *update), room - 1
     return Generation(
         [np.array(row, np.int32) for row in rows],
         [not running for running in active_B.tolist()],

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.inference.generate import unrolled_variables, write_tokens
+from moddepth_jax.inference.generate import unrolled_variables
 from moddepth_jax.model.cross_entropy import token_losses
-from moddepth_jax.model.decoding import decode_step, prefill
+from moddepth_jax.model.decoding import extend, prefill
 from moddepth_jax.model.kv_cache import resize_cache
 from moddepth_jax.model.layers import lm_head
 from moddepth_jax.model.transformer import Transformer, causal_routing, check_causal
@@ -20,6 +20,7 @@ from moddepth_jax.model.transformer import Transformer, causal_routing, check_ca
 _MIN_LENGTH = 16  # rows are padded to powers of two: few shapes, few compilations
 _MAX_PARTS = 4  # continuations that one row can score
 _BLOCK = 16  # positions whose logits exist at a time: those of a long row may not fit
+_OPTION_STEP = 4  # to a multiple of it options are padded, after their first token
 _IN_FLIGHT = 2  # batches on the device, so that it does not wait for the host
 
 
@@ -81,33 +82,44 @@ def _score_batch(
     return jax.lax.fori_loop(0, num_blocks, of_block, zeros)
 
 
-@functools.partial(jax.jit, static_argnames=('hparams', 'routing', 'capacity', 'routed_capacity'))
-def _read_contexts(
-    unrolled, tokens_BT, segment_ids_BT, context_O, label_O, *, capacity, routed_capacity, **how
+@functools.partial(jax.jit, static_argnames=('hparams', 'routing', 'routed_capacity'))
+def _score_options(
+    unrolled,
+    tokens_BT,
+    segment_ids_BT,
+    context_O,
+    labels_OS,
+    active_OS,
+    *,
+    hparams,
+    routing,
+    routed_capacity,
 ):
-    """Of each option: log p of its first token, whether that is the likeliest, and its cache."""
-    batch = tokens_BT, segment_ids_BT
-    sizes = {'capacity': capacity, 'routed_capacity': routed_capacity}
-    read = prefill(unrolled, *batch, **sizes, **how)
-    logits_OV, cache = jax.tree.map(lambda side_BX: side_BX[context_O], read)
+    """log p of the labels, float32, and whether each is the likeliest token, [S, O].
+
+    Of options O, each of one of the contexts [B, T], which are read once. `routed_capacity` is that
+    of the caches of routed blocks, None if they grow.
+    """
+    how, length = {'hparams': hparams, 'routing': routing}, tokens_BT.shape[1]
+    sizes = {'capacity': length, 'routed_capacity': routed_capacity}
+    read = prefill(unrolled, tokens_BT, segment_ids_BT, **sizes, **how)
+    first_OV, cache = jax.tree.map(lambda side_BX: side_BX[context_O], read)
     if routed_capacity is None:
-        cache = resize_cache(cache, capacity)
-    return *_of_labels(logits_OV, label_O), cache
+        cache = resize_cache(cache, length + labels_OS.shape[1])
+    begins_OS = jnp.zeros_like(active_OS[:, 1:])
+    x_OSD, _, _ = extend(unrolled, cache, labels_OS[:, :-1], begins_OS, active_OS[:, 1:], **how)
 
+    def of_labels(logits_OV, label_O):
+        nll_O1, _, _ = token_losses(logits_OV[:, None], label_O[:, None])
+        return -nll_O1[:, 0], label_O == jnp.argmax(logits_OV, axis=-1)
 
-@functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
-def _read_token(unrolled, cache, token_O, label_O, active_O, *, hparams, routing):
-    """The same after one more token of each active option, and what `write_tokens` needs."""
-    begins_O = jnp.zeros_like(active_O)
-    logits_OV, updates, dropped_O = decode_step(
-        unrolled, cache, token_O, begins_O, active_O, hparams=hparams, routing=routing
-    )
-    return *_of_labels(logits_OV, label_O), (updates, begins_O, dropped_O, active_O)
+    def of_place(place):  # one after another: logits of all at once may not fit
+        x_OD, label_O = place
+        return of_labels(lm_head(x_OD[:, None], unrolled)[:, 0], label_O)
 
-
-def _of_labels(logits_OV, label_O):
-    nll_O1, _, _ = token_losses(logits_OV[:, None], label_O[:, None])
-    return -nll_O1[:, 0], label_O == jnp.argmax(logits_OV, axis=-1)
+    rest = jax.lax.map(of_place, (jnp.moveaxis(x_OSD, 1, 0), labels_OS[:, 1:].T))
+    first = of_labels(first_OV, labels_OS[:, 0])
+    return tuple(jnp.concatenate([a[None], b]) for a, b in zip(first, rest, strict=True))
 
 
 def row_lengths(hparams: Hparams) -> list[int]:
@@ -183,8 +195,8 @@ def score(
 ) -> list[Score]:
     """Scores each continuation given its context, in the order of the requests.
 
-    A context of several continuations is read once, and they go on from its cache, token by token.
-    Others are read in one pass. Rows are sorted by length and padded to one of `row_lengths`, for
+    A context of several continuations is read once, and they go on from its cache. Others are read
+    in one pass. Rows are sorted by length and padded to one of `row_lengths`, for
     each of which programs are compiled. A row is one document. Its batch changes nothing but
     rounding.
 
@@ -258,22 +270,14 @@ def _from_contexts(variables, requests, *, batch_size, hparams, routing):
     for batch in _batches(questions, requests, batch_size):
         of_questions = [[requests[i] for i in options] for options in batch]
         longest = max(len(options[0].context) for options in of_questions)
-        most = max(len(one.tokens) for one in itertools.chain(*of_questions))
         length = next(length for length in row_lengths(hparams) if length >= longest)
-        capacity = max(length, -(-most // _MIN_LENGTH) * _MIN_LENGTH)
-        *contexts, labels_OS, active_OS = _option_arrays(of_questions, batch_size, length)
-        sizes = {'capacity': capacity}
-        sizes['routed_capacity'] = None if grows else min(capacity, routed_capacity)
-        *found, cache = _read_contexts(unrolled, *contexts, labels_OS[:, 0], **sizes, **how)
-        results = [found]
-        for step in range(1, labels_OS.shape[1]):
-            tokens = labels_OS[:, step - 1], labels_OS[:, step], active_OS[:, step]
-            *found, update = _read_token(unrolled, cache, *tokens, **how)
-            results.append(found)
-            cache = write_tokens(cache, *update)
+        arrays = _option_arrays(of_questions, batch_size, length)
+        most = length + arrays[-1].shape[1]  # tokens of a row
+        how['routed_capacity'] = None if grows else min(most, routed_capacity)
+        results = _score_options(unrolled, *arrays, **how)
 
-        def wait(batch=batch, active_OS=active_OS, results=results):
-            log_p_OS, best_OS = (np.stack(side, axis=1) for side in zip(*results, strict=True))
+        def wait(batch=batch, active_OS=arrays[-1], results=results):
+            log_p_OS, best_OS = (np.asarray(side).T for side in results)
             numbered = enumerate(itertools.chain(*batch))
             return [(i, log_p_OS[o, active_OS[o]], best_OS[o, active_OS[o]]) for o, i in numbered]
 
@@ -285,7 +289,8 @@ def _option_arrays(questions, batch_size, length):
     size = 1 << (len(questions) - 1).bit_length()  # few shapes
     tokens_BT = np.zeros((size, length), np.int32)
     segment_ids_BT, context_O = np.zeros_like(tokens_BT), np.zeros(batch_size, np.int32)
-    steps = max(len(one.labels) for options in questions for one in options)
+    most = max(len(one.labels) for options in questions for one in options)
+    steps = 1 + -(-max(1, most - 1) // _OPTION_STEP) * _OPTION_STEP
     labels_OS = np.zeros((batch_size, steps), np.int32)
     active_OS, o = np.zeros((batch_size, steps), bool), 0
     for b, options in enumerate(questions):
@@ -299,19 +304,15 @@ def _option_arrays(questions, batch_size, length):
 
 
 def _questions(requests):
-    """Lists of requests by number: those of one context, where it pays to read it once.
-
-    A token costs twice as much in a step as in a pass, as measured on a CPU.
-    """
+    """Lists of requests by number: those of one context, if several of them have several tokens."""
     by_context = collections.defaultdict(list)
     for i, request in enumerate(requests):
         by_context[request.context].append(i)
 
-    def pays(context, options):
-        sizes = [len(requests[i].labels) for i in options if len(requests[i].labels) > 1]
-        return (len(sizes) - 1) * len(context) > sum(sizes)
+    def longer(options):
+        return sum(len(requests[i].labels) > 1 for i in options)
 
-    return [options for context, options in by_context.items() if pays(context, options)]
+    return [options for options in by_context.values() if longer(options) > 1]
 
 
 def _batches(questions, requests, batch_size):

@@ -22,12 +22,13 @@ def model_segment_ids(hparams: ModelHparams, segment_ids_BT):
 
 
 class KVView(NamedTuple):
-    """The cached keys and values that one new token of each row, or of some rows, sees."""
+    """The cached keys and values, and the new ones, that new tokens of all or some rows see."""
 
     k_BKHS: jax.Array
     v_BKHS: jax.Array
-    visible_CS: jax.Array  # bool, the cache entries that each token sees
-    rows_C: jax.Array | None = None  # row of each token, B and above (last) for none; None: C = B
+    visible_CTS: jax.Array  # bool, the cache entries that each token sees
+    visible_CTT: jax.Array  # bool, the new tokens that each token sees, itself always
+    rows_C: jax.Array | None = None  # rows of the cache, B and above (last) for none; None: C = B
 
 
 class AttentionInputs(NamedTuple):
@@ -162,7 +163,7 @@ class SelfAttention(nn.Module):
         view: KVView | None = None,
         depth: DepthSlots | None = None,
     ):
-        """Attend to the cache `view` if T = 1, without it to each other; and to `depth`.
+        """Attend to each other, to the cache of `view` if there is one, and to `depth`.
 
         Returns the output, KeysValues of tokens (no values if it has no projection for them) and
         of their depth slots, and `depth`, threaded.
@@ -248,10 +249,10 @@ class SelfAttention(nn.Module):
         self.sow('intermediates', 'sequence', sown)
         return attend(self.hparams, q_BTNH, *keys, depth, options)
 
-    def _over_cache(self, q_B1NH, keys, view, depth):
+    def _over_cache(self, q_BTNH, keys, view, depth):
         if depth is None:
-            return decode_attention(q_B1NH, *keys, *view)
-        slot_window, q_depth_B1NH = self.hparams.depth.slot_window, self._slot_query(q_B1NH)
+            return decode_attention(q_BTNH, *keys, *view)
+        slot_window, q_depth_BTNH = self.hparams.depth.slot_window, self._slot_query(q_BTNH)
         return decode_attention(
-            q_B1NH, *keys, *view, *depth.slots, depth.valid_LBT, slot_window, q_depth_B1NH
+            q_BTNH, *keys, *view, *depth.slots, depth.valid_LBT, slot_window, q_depth_BTNH
         )

@@ -3,13 +3,15 @@
 Layers are unrolled: XLA would copy every cache of a scan at every token.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.embedding_residual import embedded_input
-from moddepth_jax.model.kv_cache import Cache, cache_from_prefill
+from moddepth_jax.model.kv_cache import Cache, cache_from_prefill, documents_of
 from moddepth_jax.model.layers import embed, lm_head, rms_norm
 from moddepth_jax.model.mod.mixture_of_recursions import Recursions
 from moddepth_jax.model.routing import gather_tokens, mask_to_indices, static_sizes
@@ -41,10 +43,9 @@ def _embed(unrolled, hparams, tokens_BT):
     return hparams.model.depth.stream_class.enter(hparams.model, x_BTD)
 
 
-def _logits(unrolled, hparams, x_B1D):
-    x_B1D = hparams.model.depth.stream_class.leave(hparams.model, x_B1D)
-    scale_D, epsilon = unrolled['final_norm']['scale'], hparams.model.norm_eps
-    return lm_head(rms_norm(x_B1D, scale_D, epsilon), unrolled)[:, 0]
+def _final(unrolled, hparams, x_BTD):
+    x_BTD = hparams.model.depth.stream_class.leave(hparams.model, x_BTD)
+    return rms_norm(x_BTD, unrolled['final_norm']['scale'], hparams.model.norm_eps)
 
 
 def layers_of(unrolled, hparams, routing, sizes=()):
@@ -93,48 +94,55 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
     last_id_B1 = jnp.take_along_axis(tokens.segment_ids_BT, last_B[:, None], axis=1)
     documents_B = jnp.argmax(tokens.segment_ids_BT == last_id_B1, axis=1).astype(jnp.int32)
     cache = Cache(tuple(caches), lengths_B, documents_B, dropped_B)
-    return _logits(unrolled, hparams, x_B1D), cache
+    return lm_head(_final(unrolled, hparams, x_B1D), unrolled)[:, 0], cache
 
 
-def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams, routing: str):
-    """float32 logits_BV after one more token of each row; CacheUpdates of blocks; dropped_B.
+def empty_cache(unrolled, batch: int, *, hparams, routing, capacity: int, routed_capacity):
+    """A Cache of no tokens for `batch` rows; capacities as of `prefill`, where None: `capacity`."""
+    tokens_BT = jax.ShapeDtypeStruct((batch, capacity), jnp.int32)
+    how = {'hparams': hparams, 'routing': routing, 'capacity': capacity}
+    run = functools.partial(prefill, **how, routed_capacity=routed_capacity)
+    _, shapes = jax.eval_shape(run, unrolled, tokens_BT, tokens_BT)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
-    Writes nothing. `begins_B`: tokens that begin a document; `active_B`: rows that may be selected.
+
+def extend(unrolled, cache: Cache, tokens_BT, begins_BT, active_BT, *, hparams, routing: str):
+    """What `lm_head` reads [B, T, D] of T more tokens of each row; CacheUpdates; dropped_B.
+
+    Writes nothing. `begins_BT`: tokens that begin a document. `active_BT`: those that exist, the
+    first of each row; what is computed of the others means nothing, and no cache will hold them.
     """
     check_causal(hparams, routing)
-    documents_B = jnp.where(begins_B, cache.lengths_B, cache.documents_B)
-    token_B1 = token_B[:, None]
-    tokens = token_info(hparams, token_B1, positions_BT=cache.lengths_B[:, None])
-    x_B1D = _embed(unrolled, hparams, token_B1)
-    embedded_B1D = embedded_input(hparams.model, x_B1D)
-    # Slots of the new token alone: a query sees those of its own position, so none is kept.
-    written, updates, dropped_B = [], [], jnp.zeros_like(token_B)
+    documents_BT = documents_of(cache, begins_BT & active_BT)
+    positions_BT = cache.lengths_B[:, None] + jnp.arange(tokens_BT.shape[1])[None]
+    tokens = token_info(hparams, tokens_BT, active_BT.astype(jnp.int32), positions_BT)
+    x_BTD = _embed(unrolled, hparams, tokens_BT)
+    embedded_BTD = embedded_input(hparams.model, x_BTD)
+    # Slots of the new tokens alone: a query sees those of its own position, so none is kept.
+    written, updates, dropped_B = [], [], jnp.zeros_like(cache.lengths_B)
     layers = layers_of(unrolled, hparams, routing)
     if hparams.model.routing.routes_loops:
         recursions = Recursions(hparams, routing, unrolled['loops'], list(layers))
         layers = ()
-        x_B1D, updates, dropped_B = recursions.decode(x_B1D, tokens, cache, documents_B, active_B)
+        x_BTD, updates, dropped_B = recursions.extend(x_BTD, tokens, cache, documents_BT)
     for layer, params, args in layers:
-        slots = stack_slots(written)
+        inputs = x_BTD, stack_slots(written), tokens, args
         if layer.kind.part == 'block':
             past = cache.layers[len(updates)]
             if past.v_BKHS is None:
                 past = past._replace(v_BKHS=cache.layers[0].v_BKHS)
-            x_B1D, new, update, dropped = layer.apply(
-                params,
-                x_B1D,
-                slots,
-                tokens,
-                args,
-                past,
-                documents_B,
-                active_B,
-                embedded_B1D,
-                method='decode',
-            )
+            inputs += past, documents_BT, embedded_BTD
+            x_BTD, new, update, dropped = layer.apply(params, *inputs, method='extend')
             updates.append(update)
             dropped_B += dropped
         else:
-            x_B1D, new, *_ = layer.apply(params, x_B1D, slots, tokens, args)
+            x_BTD, new, *_ = layer.apply(params, *inputs)
         written.append(new)
-    return _logits(unrolled, hparams, x_B1D), updates, dropped_B
+    return _final(unrolled, hparams, x_BTD), updates, dropped_B
+
+
+def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams, routing: str):
+    """float32 logits_BV after one more token of each row; CacheUpdates; dropped_B; as `extend`."""
+    one = token_B[:, None], begins_B[:, None], active_B[:, None]
+    x_B1D, *updates = extend(unrolled, cache, *one, hparams=hparams, routing=routing)
+    return lm_head(x_B1D, unrolled)[:, 0], *updates

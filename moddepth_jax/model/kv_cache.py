@@ -5,7 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moddepth_jax.model.attention import KeysValues
+from moddepth_jax.model.attention import KeysValues, KVView
+from moddepth_jax.model.routing import TokenInfo
 from moddepth_jax.model.sharding import constrain
 
 
@@ -34,10 +35,10 @@ class Cache(NamedTuple):
 
 
 class CacheUpdate(NamedTuple):
-    """What one new token of each row adds to a block's cache."""
+    """What new tokens of each row add to a block's cache."""
 
-    keys: KeysValues  # [B, 1, K, H]
-    selected_B: jax.Array | None  # bool, rows that a routed block selected; None in a dense block
+    keys: KeysValues  # [B, T, K, H]
+    selected_BT: jax.Array | None  # bool, what a routed block selected; None in a dense block
     taken_BE: jax.Array | None = None  # as LayerCache
 
 
@@ -50,16 +51,40 @@ def rows_of_cache(layer: LayerCache, rows_C) -> LayerCache:
     return jax.tree.map(pick, layer._replace(k_BKHS=None, v_BKHS=None))
 
 
-def visible_mask(layer: LayerCache, lengths_B, documents_B, window: int, capacity: int):
-    """bool [B, capacity]: the entries that a row's next token, at position `lengths_B`, sees."""
-    index_S = jnp.arange(capacity)
-    routed = layer.lengths_B is not None
-    positions_BS = layer.positions_BS if routed else index_S[None]
-    visible_BS = index_S[None] < (layer.lengths_B if routed else lengths_B)[:, None]
-    visible_BS &= positions_BS >= documents_B[:, None]
-    if window:
-        visible_BS &= lengths_B[:, None] - positions_BS < window
-    return visible_BS
+def view_of(cache: LayerCache, tokens: TokenInfo, documents_CT, window: int, rows_C=None) -> KVView:
+    """What new tokens see of a block's cache and of each other, among all rows or `rows_C`.
+
+    `tokens` are those of these rows, ascending; of segment id 0 those that nothing else sees.
+    `documents_CT` is where their documents begin.
+    """
+    positions_CT = tokens.positions_BT
+    seen = cache if rows_C is None else rows_of_cache(cache, rows_C)
+    index_S = jnp.arange(cache.capacity)
+    routed = seen.lengths_B is not None
+    positions_CS = seen.positions_BS if routed else index_S[None]
+    filled_CS = index_S[None] < (seen.lengths_B if routed else positions_CT[:, 0])[:, None]
+
+    def visible(positions_CX, exists_CX):
+        distance_CTX = positions_CT[:, :, None] - positions_CX[:, None]
+        visible_CTX = exists_CX[:, None] & (positions_CX[:, None] >= documents_CT[:, :, None])
+        return visible_CTX & (distance_CTX < window) if window else visible_CTX
+
+    earlier_TT = jnp.tri(positions_CT.shape[1], k=-1, dtype=bool)
+    own_CTT = visible(positions_CT, tokens.segment_ids_BT > 0) & earlier_TT[None]
+    own_CTT |= jnp.eye(positions_CT.shape[1], dtype=bool)[None]
+    return KVView(cache.k_BKHS, cache.v_BKHS, visible(positions_CS, filled_CS), own_CTT, rows_C)
+
+
+def select_into_cache(cache: LayerCache, wanted_BT):
+    """The wanted tokens for which a routed block's cache has room: the first of each row."""
+    return wanted_BT & (cache.lengths_B[:, None] + jnp.cumsum(wanted_BT, axis=1) <= cache.capacity)
+
+
+def documents_of(cache: Cache, begins_BT):
+    """int32 [B, T]: where the documents of the next tokens begin; `begins_BT`: those that do."""
+    positions_BT = cache.lengths_B[:, None] + jnp.arange(begins_BT.shape[1])[None]
+    begin_BT = jnp.where(begins_BT, positions_BT, cache.documents_B[:, None])
+    return jax.lax.cummax(begin_BT, axis=1)
 
 
 def _shard(side):
@@ -83,42 +108,42 @@ def cache_from_prefill(keys, capacity: int, positions_BS=None, lengths_B=None) -
     return LayerCache(k_BKHS, v_BKHS, positions_BS, lengths_B)
 
 
-def update_cache(cache: Cache, updates, new_documents_B, dropped_B, active_B) -> Cache:
-    """The cache after one token of each active row, by what `decoding.decode_step` returns.
+def update_cache(cache: Cache, updates, begins_BT, dropped_B, active_BT) -> Cache:
+    """The cache after the active tokens, which come first, by what `decoding.extend` returns.
 
     Jit it by itself and donate `cache`: in one program with the reads, XLA copies every cache.
     """
-    layers = []
+    layers, each_T = [], jnp.arange(active_BT.shape[1])
+    positions_BT = cache.lengths_B[:, None] + each_T[None]
     for layer, update in zip(cache.layers, updates, strict=True):
-        writes_B = active_B if update.selected_B is None else update.selected_B
+        writes_BT = active_BT if update.selected_BT is None else update.selected_BT
         free_B = cache.lengths_B if layer.lengths_B is None else layer.lengths_B
-        # A row without an update writes past the capacity, which is dropped.
-        index_B = jnp.where(writes_B, free_B, layer.capacity)
+        rank_BT = jnp.cumsum(writes_BT, axis=1) - 1
+        # A token without an update is written past the capacity, which is dropped.
+        nowhere_T = layer.capacity + each_T
+        index_BT = jnp.where(writes_BT, free_B[:, None] + rank_BT, nowhere_T[None])
 
-        def put(side_BX, new_BX, index_B=index_B):
-            def one(side_X, new_X, index):
-                return side_X.at[..., index].set(new_X, mode='drop', unique_indices=True)
+        def put(side_BX, new_BTX, index_BT=index_BT):
+            def one(side_X, new_TX, index_T):
+                new_X = jnp.moveaxis(new_TX, 0, -1)
+                return side_X.at[..., index_T].set(new_X, mode='drop', unique_indices=True)
 
             # By vmap: with row indices too, each device would get the updates of all rows.
-            return _shard(jax.vmap(one)(side_BX, new_BX, index_B))
+            return _shard(jax.vmap(one)(side_BX, new_BTX, index_BT))
 
-        layer = layer._replace(k_BKHS=put(layer.k_BKHS, update.keys.k_BTKH[:, 0]))
+        layer = layer._replace(k_BKHS=put(layer.k_BKHS, update.keys.k_BTKH))
         if layer.v_BKHS is not None:
-            layer = layer._replace(v_BKHS=put(layer.v_BKHS, update.keys.v_BTKH[:, 0]))
+            layer = layer._replace(v_BKHS=put(layer.v_BKHS, update.keys.v_BTKH))
         if layer.lengths_B is not None:
-            positions_BS = put(layer.positions_BS, cache.lengths_B)
-            layer = layer._replace(positions_BS=positions_BS, lengths_B=layer.lengths_B + writes_B)
+            positions_BS = put(layer.positions_BS, positions_BT)
+            lengths_B = layer.lengths_B + jnp.sum(writes_BT, axis=1, dtype=jnp.int32)
+            layer = layer._replace(positions_BS=positions_BS, lengths_B=lengths_B)
         elif layer.taken_BE is not None:
-            taken_BE = jnp.where(active_B[:, None], update.taken_BE, layer.taken_BE)
-            layer = layer._replace(taken_BE=taken_BE)
+            layer = layer._replace(taken_BE=update.taken_BE)
         layers.append(layer)
-    begins_B = new_documents_B & active_B
-    return Cache(
-        tuple(layers),
-        cache.lengths_B + active_B,
-        jnp.where(begins_B, cache.lengths_B, cache.documents_B),
-        cache.dropped_B + jnp.where(active_B, dropped_B, 0),
-    )
+    documents_BT = documents_of(cache, begins_BT & active_BT)
+    lengths_B = cache.lengths_B + jnp.sum(active_BT, axis=1, dtype=jnp.int32)
+    return Cache(tuple(layers), lengths_B, documents_BT[:, -1], cache.dropped_B + dropped_B)
 
 
 def longest_routed_row(cache: Cache) -> int:

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.attention import DepthSlots, KeysValues, KVView
+from moddepth_jax.model.attention import DepthSlots, KeysValues
 from moddepth_jax.model.block import Block, BlockAux, SlotInputs
 from moddepth_jax.model.embedding_residual import EmbeddingBlend
-from moddepth_jax.model.kv_cache import CacheUpdate, rows_of_cache, visible_mask
+from moddepth_jax.model.kv_cache import CacheUpdate, view_of
 from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths, RoutingArgs
 from moddepth_jax.model.moe.experts import ExpertsRecord, ExpertState
 from moddepth_jax.model.routing import (
@@ -111,41 +111,36 @@ class Layer(nn.Module):
         x_BTD, written = self._write(y_BTD, aux.slot_inputs, tokens, indices_BC)
         return LayerOutput(x_BTD, written, depth, Records(record, aux.experts), aux)
 
-    def decode(
+    def extend(
         self,
-        x_B1D,
+        x_BTD,
         depth,
         tokens: TokenInfo,
         args: LayerArgs,
         cache,
-        documents_B,
-        active_B,
-        embedded_B1D=None,
+        documents_BT,
+        embedded_BTD=None,
         rows_C=None,
     ):
-        """One new token of each row: the stream's x, NewSlots, the CacheUpdate, and dropped_B.
+        """New tokens of each row: the stream's x, NewSlots, the CacheUpdate, and dropped_B.
 
         With `rows_C`, of those rows of the cache alone; all else has them in its place of rows.
         """
-        input_B1D, visible, _ = self._read(x_B1D, depth, embedded_B1D)
+        input_BTD, visible, _ = self._read(x_BTD, depth, embedded_BTD)
         if self.kind.routed:
             routing_args = args.routing._replace(expert_state=args.expert_state)
-            y_B1D, slot_inputs, update, dropped_B = self.operation.decode(
-                input_B1D, tokens, routing_args, cache, documents_B, active_B, visible
+            y_BTD, slot_inputs, update, dropped_B = self.operation.extend(
+                input_BTD, tokens, routing_args, cache, documents_BT, visible
             )
-            x_B1D, written = self._write(y_B1D, slot_inputs, tokens, None)
+            x_BTD, written = self._write(y_BTD, slot_inputs, tokens, None)
             if self.hparams.masks_slots and written.slots:
-                written = written._replace(valid_BT=update.selected_B[:, None])
-            return x_B1D, written, update, dropped_B
-        lengths_B, seen = tokens.positions_BT[:, 0], cache
-        if rows_C is not None:
-            seen = rows_of_cache(cache, rows_C)
-        visible_BS = visible_mask(seen, lengths_B, documents_B, self.kind.window, cache.capacity)
-        view = KVView(cache.k_BKHS, cache.v_BKHS, visible_BS, rows_C)
+                written = written._replace(valid_BT=update.selected_BT)
+            return x_BTD, written, update, dropped_B
+        view = view_of(cache, tokens, documents_BT, self.kind.window, rows_C)
         expert_state = args.expert_state._replace(taken_BE=cache.taken_BE)
-        y_B1D, aux = self.operation(input_B1D, tokens, view, visible, expert_state)
-        x_B1D, written = self._write(y_B1D, aux.slot_inputs, tokens, None)
-        return x_B1D, written, CacheUpdate(aux.keys, None, aux.expert_state.taken_BE), 0
+        y_BTD, aux = self.operation(input_BTD, tokens, view, visible, expert_state)
+        x_BTD, written = self._write(y_BTD, aux.slot_inputs, tokens, None)
+        return x_BTD, written, CacheUpdate(aux.keys, None, aux.expert_state.taken_BE), 0
 
     def _read(self, x_BTD, depth, embedded_BTD):
         if self.kind.part == 'entry':

@@ -196,6 +196,11 @@ def apply_capacity(wanted_BT, capacity: int):
     return wanted_BT & (jnp.cumsum(wanted_BT, axis=1) <= capacity)
 
 
+def mask_tokens(tokens: TokenInfo, keep_BT) -> TokenInfo:
+    """The tokens, of which the others are padding from now on."""
+    return tokens._replace(segment_ids_BT=jnp.where(keep_BT, tokens.segment_ids_BT, 0))
+
+
 def static_sizes(length: int, capacity: int) -> tuple[int, ...]:
     """Ascending sizes; under a causal rule a block runs at the least that holds every row."""
     return tuple(sorted({min(capacity, length, -(-length // part)) for part in PARTS}))

@@ -89,6 +89,9 @@ def test_greedy_texts_are_the_argmax_of_full_forwards(tiny_config, routing, knob
     prompts = [PROMPT, [256], [256, 7, 8, 256, 9, 10]]
     how = {'temperature': 0.0, 'routing': routing, 'tokenizer': TOKENIZER, 'stop': False}
     result = generate(variables, hparams, prompts, 14, **how)
+    in_chunks = generate(variables, hparams, prompts, 14, prefill_chunk=4, **how)
+    assert list(map(list, in_chunks.tokens)) == list(map(list, result.tokens))
+    assert (in_chunks.dropped, in_chunks.grown_to) == (result.dropped, result.grown_to)
     for prompt, text in zip(prompts, result.tokens, strict=True):
         assert text.dtype == np.int32 and text.shape == (len(prompt) + 14,)
         assert text[: len(prompt)].tolist() == prompt

@@ -14,6 +14,8 @@ BATCH, PLACES, HEADS, WIDTH = 5, 11, 6, 4
 def decode_attention(*arrays, slot_window=0, **named):
     """decode_attention as one program, of a new function: backends differ from test to test."""
     options = {'slot_window': slot_window}
+    *new_and_cache, visible = arrays[:6]
+    arrays = *new_and_cache, visible[:, None], None, *arrays[6:]
     return jax.jit(lambda *x, **named: decode_eagerly(*x, **named, **options))(*arrays, **named)
 
 
@@ -121,7 +123,7 @@ def test_slots_join_the_softmax(kv_heads, slot_window, num_slots, masked):
     if slot_window:
         shown[:-slot_window] = False
     slots = [jnp.where(shown[..., None, None], side, jnp.nan) for side in (k, v)]
-    options = {'slot_window': slot_window, 'q_depth_C1NH': q_depth}
+    options = {'slot_window': slot_window, 'q_depth_CTNH': q_depth}
     result = decode_attention(*arrays, None, *slots, mask & (not masked), **options)
     expected = joined(*arrays, (k, v, shown), q_depth)
     np.testing.assert_allclose(result, expected, rtol=0, atol=1e-6)
@@ -130,10 +132,35 @@ def test_slots_join_the_softmax(kv_heads, slot_window, num_slots, masked):
 @pytest.mark.parametrize(
     ('slots', 'named'),
     [
-        ({'k_depth_LC1KH': np.zeros((7, 2, 1, 3, 4))}, r'v_depth_LC1KH is None'),
+        ({'k_depth_LCTKH': np.zeros((7, 2, 1, 3, 4))}, r'v_depth_LCTKH is None'),
         ({'slot_window': -1}, r'slot_window=-1'),
     ],
 )
 def test_half_slots_and_negative_windows_are_refused(slots, named):
     with pytest.raises(ValueError, match=named):
         decode_eagerly(*draw(3), **slots)
+
+
+@pytest.mark.parametrize('queries', [1, 32])
+def test_tokens_of_a_row_see_each_other_as_masked(queries, backend, monkeypatch):
+    """Three tokens at once, or in blocks, are three alone, the earlier ones in the cache."""
+    monkeypatch.setattr('kernels_pallas.decode._QUERIES', queries)
+    q, k, v, *cache, visible = draw(3)
+    one_row = [jnp.swapaxes(side[:3], 0, 1) for side in (q, k, v)]
+    cache, visible = [side[:1] for side in cache], visible[:1]
+    visible_CTS, own_CTT = jnp.tile(visible[:, None], (1, 3, 1)), np.tri(3, dtype=bool)[None]
+    own_CTT[0, 2, 0] = False
+    k_depth, v_depth, mask = (jnp.moveaxis(side[:, :3], 1, 2) for side in draw_slots(3))
+    slots = k_depth, v_depth, jnp.asarray(mask)
+    found = decode_eagerly(*one_row, *cache, visible_CTS, own_CTT, None, *slots)
+    for token in range(3):
+        earlier = [jnp.moveaxis(side[:, :token], 1, 3) for side in one_row[1:]]
+        grown = [jnp.concatenate(sides, axis=3) for sides in zip(cache, earlier, strict=True)]
+        seen = np.concatenate([visible, own_CTT[:, token, :token]], axis=1)
+        now = [side[:, :, token : token + 1] for side in slots]
+        alone = decode_attention(
+            *(side[:, token : token + 1] for side in one_row), *grown, seen, None, *now
+        )
+        np.testing.assert_allclose(found[:, token], alone[:, 0], rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match='3 new tokens of a row need visible_CTT'):
+        decode_eagerly(*one_row, *cache, visible_CTS)

@@ -10,7 +10,8 @@ import pytest
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model import kv_cache
-from moddepth_jax.model.decoding import decode_step, prefill, unroll
+from moddepth_jax.model.decoding import decode_step, extend, prefill, unroll
+from moddepth_jax.model.layers import lm_head
 from moddepth_jax.model.routing import batch_buckets
 from moddepth_jax.model.transformer import Transformer
 from tests.model.cases import (
@@ -35,13 +36,15 @@ PROMPTS_B = np.array([3, 1, 5])  # tokens of each row's prompt
 # A document ends in row 0 after its prompt, in row 2 within it.
 SEGMENTS_BT = np.array([[1] * 8 + [2] * 8, [1] * LENGTH, [1] * 2 + [2] * 14])
 BEGINS_BT = np.diff(SEGMENTS_BT, axis=1, prepend=1) > 0
+# Tokens that each row gets at a time; rows end at different lengths of the last chunk.
+CHUNK, CHUNKS_B = 5, np.array([4, 5, 2])
 # Cases in which some tokens find no place in the cache.
 DROPS = ('aux_loss', 'threshold')
 
 
 @functools.cache
 def programs(hparams, routing):
-    """Jitted (prefill, a step that also updates the cache)."""
+    """Jitted (prefill, a step, an extension), the last two also update the cache."""
     how = {'hparams': hparams, 'routing': routing}
     capacity = None if hparams.model.routing.overflow == 'grow' else cache_size(hparams, routing)
     first = functools.partial(prefill, **how, capacity=LENGTH, routed_capacity=capacity)
@@ -49,9 +52,16 @@ def programs(hparams, routing):
     def step(unrolled, cache, token_B, begins_B, active_B):
         inputs = unrolled, cache, token_B, begins_B, active_B
         logits_BV, updates, dropped_B = decode_step(*inputs, **how)
-        return logits_BV, kv_cache.update_cache(cache, updates, begins_B, dropped_B, active_B)
+        of_update = updates, begins_B[:, None], dropped_B, active_B[:, None]
+        return logits_BV, kv_cache.update_cache(cache, *of_update)
 
-    return jax.jit(first), jax.jit(step)
+    def several(unrolled, cache, tokens_BT, begins_BT, active_BT):
+        inputs = unrolled, cache, tokens_BT, begins_BT, active_BT
+        x_BTD, updates, dropped_B = extend(*inputs, **how)
+        cache = kv_cache.update_cache(cache, updates, begins_BT, dropped_B, active_BT)
+        return lm_head(x_BTD, unrolled), cache
+
+    return jax.jit(first), jax.jit(step), jax.jit(several)
 
 
 def cache_size(hparams, routing):
@@ -61,7 +71,7 @@ def cache_size(hparams, routing):
 def start(model):
     """(unrolled, logits, cache) of the prompts."""
     hparams, variables, routing, _ = model
-    first, _ = programs(hparams, routing)
+    first, *_ = programs(hparams, routing)
     real_BT = np.arange(PROMPTS_B.max())[None] < PROMPTS_B[:, None]
     tokens_BT, segments_BT = (side[:, : real_BT.shape[1]] for side in (TOKENS_BT, SEGMENTS_BT))
     unrolled = unroll(variables, hparams, routing)
@@ -77,7 +87,7 @@ def start(model):
 def decode(model):
     """Logits of a prompt's last token and of each token after it, NaN before, and the cache."""
     unrolled, logits_BV, cache = start(model)
-    _, step = programs(model.hparams, model.routing)
+    _, step, _ = programs(model.hparams, model.routing)
     position_B, each = PROMPTS_B.copy(), np.arange(BATCH)
     out = np.full((*TOKENS_BT.shape, model.hparams.model.vocab_size), np.nan, np.float32)
     out[each, position_B - 1] = logits_BV
@@ -95,9 +105,33 @@ def decode(model):
     return out, cache
 
 
-# Their queries and keys are not normed, or they sum many random streams: float32 rounds each of the
+def decode_chunks(model):
+    """As `decode`, by CHUNKS_B tokens at a time."""
+    unrolled, logits_BV, cache = start(model)
+    *_, several = programs(model.hparams, model.routing)
+    position_B, each = PROMPTS_B.copy(), np.arange(BATCH)
+    out = np.full((*TOKENS_BT.shape, model.hparams.model.vocab_size), np.nan, np.float32)
+    out[each, position_B - 1] = logits_BV
+    while (position_B < LENGTH).any():
+        if model.hparams.model.routing.overflow == 'grow':
+            most = kv_cache.longest_routed_row(cache) + CHUNK
+            cache = kv_cache.resize_cache(cache, max(most, 12))
+        taken_B = np.minimum(LENGTH - position_B, CHUNKS_B)
+        active_BT = np.arange(CHUNK)[None] < taken_B[:, None]
+        at_BT = each[:, None], np.minimum(position_B[:, None] + np.arange(CHUNK), LENGTH - 1)
+        tokens_BT = np.where(active_BT, TOKENS_BT[at_BT], 7)
+        logits_BTV, cache = several(unrolled, cache, tokens_BT, BEGINS_BT[at_BT], active_BT)
+        for row, taken in enumerate(taken_B):
+            now = slice(position_B[row], position_B[row] + taken)
+            out[row, now] = logits_BTV[row, :taken]
+        position_B += taken_B
+    return out, cache
+
+
+# Queries and keys are not normed, or blocks add up much: float32 rounds each of the
 # two by 1e-5 already.
-IN_FLOAT64 = ('attention stream', 'value embeddings, hyper-connections')
+IN_FLOAT64 = ('attention stream', 'value embeddings, hyper-connections', 'value embeddings grow')
+IN_FLOAT64 += ('adapters, looped moda',)
 FAST = ('value residual', 'shared values', 'attention residual', 'mudd', 'embedding residual')
 FAST += ('value embeddings, moda', 'recursions')
 FAST += (
@@ -114,6 +148,18 @@ FAST += (
     'name', parameters((*FAST, 'staged, experts choose', 'value attention, recent'))
 )
 def test_prompt_and_steps_equal_the_full_forward(name, tiny_config):
+    check_decoding(name, tiny_config, decode)
+
+
+FAST_IN_CHUNKS = ('dense', 'aux_loss', 'mod and moda', 'recursions', 'row capacity')
+
+
+@pytest.mark.parametrize('name', parameters(FAST_IN_CHUNKS))
+def test_prompt_and_several_tokens_at_a_time_equal_the_full_forward(name, tiny_config):
+    check_decoding(name, tiny_config, decode_chunks)
+
+
+def check_decoding(name, tiny_config, decode):
     """At most 1e-5 apart at every token, for rows of different lengths and packed documents.
 
     The cache holds the selected tokens, and counts those that were dropped and, under
@@ -165,7 +211,7 @@ def test_a_step_changes_no_bit_of_an_inactive_row(tiny_config):
     model = build(tiny_config, 'predictor')
     unrolled, _, before = start(model)
     active_B, no_B = np.array([True, False, False]), np.zeros(BATCH, bool)
-    _, step = programs(model.hparams, model.routing)
+    _, step, _ = programs(model.hparams, model.routing)
     _, after = step(unrolled, before, TOKENS_BT[:, 12], no_B, active_B)
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(old[~active_B], new[~active_B])
@@ -192,9 +238,10 @@ def shapes_of_programs(hparams, capacity, batch=8):
     first = functools.partial(prefill, **how, capacity=capacity, routed_capacity=routed_capacity)
     _, cache = jax.eval_shape(first, unrolled, prompts, prompts)
     row, flag = (jax.ShapeDtypeStruct((batch,), dtype) for dtype in ('int32', 'bool'))
+    flag_B1 = jax.ShapeDtypeStruct((batch, 1), 'bool')
     step, of_step = functools.partial(decode_step, **how), (unrolled, cache, row, flag, flag)
     _, updates, _ = jax.eval_shape(step, *of_step)
-    of_update = (cache, updates, flag, row, flag)
+    of_update = (cache, updates, flag_B1, row, flag_B1)
     return (
         (first, (unrolled, prompts, prompts)),
         (step, of_step),

@@ -271,9 +271,9 @@ def test_a_skipped_row_runs_no_expert(batch, filled, tiny_config):
     keys_BKHS = np.zeros((batch, hparams.num_kv_heads, hparams.head_dim, 4), np.float32)
     none_B = np.zeros(batch, np.int32)
     cache = LayerCache(keys_BKHS, keys_BKHS, np.zeros((batch, 4), np.int32), none_B)
-    args = (tokens, layer, cache, none_B, np.ones(batch, bool), None)
+    args = (tokens, layer, cache, none_B[:, None], None)
     args = jax.tree.map(jnp.asarray, args)
-    step = jax.jit(lambda x_B1D: block.apply(variables, x_B1D, *args, method='decode')[::2])
+    step = jax.jit(lambda x_B1D: block.apply(variables, x_B1D, *args, method='extend')[::2])
     x_B1D = np.random.default_rng(0).normal(size=(batch, 1, hparams.d_model)).astype(np.float32)
     for selected, expected in (([], []), ([batch - 1], [2])):
         del filled[:]  # tracing the shapes runs nothing
@@ -281,7 +281,7 @@ def test_a_skipped_row_runs_no_expert(batch, filled, tiny_config):
         _, update = jax.block_until_ready(step(x_B1D))
         jax.effects_barrier()
         assert filled == expected
-        assert np.flatnonzero(update.selected_B).tolist() == selected
+        assert np.flatnonzero(update.selected_BT).tolist() == selected
 
 
 @pytest.mark.parametrize('choice', ['token', pytest.param('expert', marks=pytest.mark.slow)])

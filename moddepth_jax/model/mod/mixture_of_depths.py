@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.hparams.registry import CAUSAL_RULES, GATES, ROUTERS
-from moddepth_jax.model.attention import DepthSlots, KeysValues, KVView
+from moddepth_jax.model.attention import DepthSlots, KeysValues
 from moddepth_jax.model.block import Block, SlotInputs
-from moddepth_jax.model.kv_cache import CacheUpdate, rows_of_cache, visible_mask
+from moddepth_jax.model.kv_cache import CacheUpdate, select_into_cache, view_of
 from moddepth_jax.model.moe.experts import ExpertState
 from moddepth_jax.model.routing import (
     RoutingRecord,
@@ -19,6 +19,7 @@ from moddepth_jax.model.routing import (
     batch_buckets,
     gather_tokens,
     mask_to_indices,
+    mask_tokens,
     scatter_tokens,
     select_first,
     select_highest,
@@ -176,72 +177,64 @@ class MixtureOfDepths(Chooser):
         )
         return aux._replace(slot_inputs=slot_inputs), None
 
-    def decode(
-        self, x_B1D, tokens: TokenInfo, args: RoutingArgs, cache, documents_B, active_B, depth
-    ):
-        """One new token of each row, in the least bucket: x', SlotInputs, CacheUpdate, dropped."""
-        batch = tokens.positions_BT.shape[0]
-        read_B1D, _ = self.block.read(x_B1D, depth)
-        _, rule_logits_B1, gates_B1 = self.decide(read_B1D, tokens, args)
-        wanted_B = active_B & (rule_logits_B1[:, 0] > 0)
-        selected_B = wanted_B & (cache.lengths_B < cache.capacity)
-        indices_B = mask_to_indices(selected_B[None], batch)[0]
+    def extend(self, x_BTD, tokens: TokenInfo, args: RoutingArgs, cache, documents_BT, depth):
+        """New tokens of each row: x', SlotInputs, CacheUpdate, dropped_B.
+
+        Computes the least bucket of rows that holds those in which a token is selected.
+        """
+        batch, length = tokens.positions_BT.shape
+        read_BTD, _ = self.block.read(x_BTD, depth)
+        _, rule_logits_BT, gates_BT = self.decide(read_BTD, tokens, args)
+        wanted_BT = (tokens.segment_ids_BT > 0) & (rule_logits_BT > 0)
+        selected_BT = select_into_cache(cache, wanted_BT)
+        tokens = mask_tokens(tokens, selected_BT)  # attention and experts see no other
+        some_B = jnp.any(selected_BT, axis=1)
+        indices_B = mask_to_indices(some_B[None], batch)[0]
         skipped = SlotInputs()
         if self.writes_slots:
-            skipped = self.block.skipped_slot_inputs(x_B1D, tokens)
+            skipped = self.block.skipped_slot_inputs(x_BTD, tokens)
         if self.hparams.masks_slots:
             skipped = jax.tree.map(jnp.zeros_like, skipped)
-        nothing_B1KH = jnp.zeros((batch, 1, *cache.k_BKHS.shape[1:3]), read_B1D.dtype)
+        nothing_BTKH = jnp.zeros((batch, length, *cache.k_BKHS.shape[1:3]), read_BTD.dtype)
 
         def run_at(size):
-            rows_C = indices_B[:size]
+            rows_C = None if size == batch else indices_B[:size]
 
-            def bucket(module, x_B1D):
-                old = module.block.skip(x_B1D), KeysValues(nothing_B1KH, nothing_B1KH), skipped
+            def bucket(module, x_BTD):
+                old = module.block.skip(x_BTD), KeysValues(nothing_BTKH, nothing_BTKH), skipped
                 if not size:
                     return old
-                new = module._decode_rows(
-                    rows_C, selected_B, x_B1D, tokens, gates_B1, args, cache, documents_B, depth
+                new = module._extend_rows(
+                    rows_C, x_BTD, tokens, gates_BT, args, cache, documents_BT, depth
                 )
 
-                def put(old_B, new_C):
-                    if size < batch:
-                        return old_B.at[rows_C].set(new_C, mode='drop')
-                    selected_B1 = selected_B.reshape(batch, *[1] * (old_B.ndim - 1))
-                    return jnp.where(selected_B1, new_C, old_B)
+                def put(old_BT, new_CT):
+                    if rows_C is not None:
+                        new_CT = old_BT.at[rows_C].set(new_CT, mode='drop')
+                    places = *selected_BT.shape, *[1] * (old_BT.ndim - 2)
+                    return jnp.where(selected_BT.reshape(places), new_CT, old_BT)
 
                 return jax.tree.map(put, old, new)
 
             return bucket
 
         sizes = batch_buckets(batch)
-        which = jnp.sum(jnp.sum(selected_B) > jnp.array(sizes[:-1]))
+        which = jnp.sum(jnp.sum(some_B) > jnp.array(sizes[:-1]))
         branches = [run_at(size) for size in sizes]
-        y_B1D, keys, slot_inputs = nn.switch(which, branches, self, x_B1D)
-        return y_B1D, slot_inputs, CacheUpdate(keys, selected_B), wanted_B & ~selected_B
+        y_BTD, keys, slot_inputs = nn.switch(which, branches, self, x_BTD)
+        dropped_B = jnp.sum(wanted_BT & ~selected_BT, axis=1)
+        return y_BTD, slot_inputs, CacheUpdate(keys, selected_BT), dropped_B
 
-    def _decode_rows(
-        self, rows_C, selected_B, x_B1D, tokens, gates_B1, args, cache, documents_B, depth
-    ):
-        """x', KeysValues and SlotInputs of `rows_C` (B and above: none); if C = B, of all."""
-        batch = tokens.positions_BT.shape[0]
-        all_rows = rows_C.shape[0] == batch
-
-        def pick(side):
-            return side if all_rows else side.at[rows_C].get(mode='clip')
-
-        small = cache if all_rows else rows_of_cache(cache, rows_C)
-        x_C1D, gates_C1, tokens_C1 = jax.tree.map(pick, (x_B1D, gates_B1, tokens))
-        positions_C = tokens_C1.positions_BT[:, 0]
-        visible_CS = visible_mask(
-            small, positions_C, pick(documents_B), self.window, cache.capacity
-        )
-        view = KVView(cache.k_BKHS, cache.v_BKHS, visible_CS, None if all_rows else rows_C)
-        if depth is not None and not all_rows:
+    def _extend_rows(self, rows_C, x_BTD, tokens, gates_BT, args, cache, documents_BT, depth):
+        """x', KeysValues and SlotInputs of `rows_C` (B and above: none), or of all rows."""
+        by_row = x_BTD, gates_BT, tokens, documents_BT
+        if rows_C is not None:
+            by_row = jax.tree.map(lambda side: side.at[rows_C].get(mode='clip'), by_row)
             depth = jax.tree.map(lambda side: side.at[:, rows_C].get(mode='clip'), depth)
-        # Experts compute nothing for a row that is not selected.
-        selected_C = selected_B if all_rows else rows_C < batch
-        segment_ids_C1 = jnp.where(selected_C[:, None], tokens_C1.segment_ids_BT, 0)
-        tokens_C1 = tokens_C1._replace(segment_ids_BT=segment_ids_C1)
-        y_C1D, aux = self.block.gated(x_C1D, gates_C1, tokens_C1, view, depth, args.expert_state)
-        return y_C1D, aux.keys, aux.slot_inputs
+        x_CTD, gates_CT, tokens_CT, documents_CT = by_row
+        if rows_C is not None:  # experts compute nothing for what is no row
+            exists_C1 = (rows_C < tokens.positions_BT.shape[0])[:, None]
+            tokens_CT = mask_tokens(tokens_CT, exists_C1)
+        view = view_of(cache, tokens_CT, documents_CT, self.window, rows_C)
+        y_CTD, aux = self.block.gated(x_CTD, gates_CT, tokens_CT, view, depth, args.expert_state)
+        return y_CTD, aux.keys, aux.slot_inputs

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.attention import KeysValues
-from moddepth_jax.model.kv_cache import Cache, CacheUpdate, cache_from_prefill
+from moddepth_jax.model.kv_cache import Cache, CacheUpdate, cache_from_prefill, select_into_cache
 from moddepth_jax.model.layer import LayerArgs
 from moddepth_jax.model.mod.mixture_of_depths import Chooser, RoutingArgs
 from moddepth_jax.model.routing import (
@@ -17,6 +17,7 @@ from moddepth_jax.model.routing import (
     batch_buckets,
     gather_tokens,
     mask_to_indices,
+    mask_tokens,
     scatter_add_tokens,
     select_first,
     select_highest,
@@ -129,16 +130,11 @@ def run_recursions(hparams: Hparams, routing: str, params, tokens: TokenInfo, ar
         sizes = causal_sizes(hparams, x_BTD.shape[1], routing, loop.place)
         blocks = functools.partial(run, looped)
         x_BTD, record, _, _ = loop.run(blocks, router, own, x_BTD, candidates, sizes)
-        candidates = narrow(candidates, record.selected_BT)
+        candidates = mask_tokens(candidates, record.selected_BT)
         records.append(record)
     if looped.stop < hparams.model.num_layers:
         x_BTD, _ = run(range(looped.stop, hparams.model.num_layers), x_BTD, tokens)
     return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *records)
-
-
-def narrow(tokens: TokenInfo, selected_BT) -> TokenInfo:
-    """The tokens, of which the others are padding from now on."""
-    return tokens._replace(segment_ids_BT=jnp.where(selected_BT, tokens.segment_ids_BT, 0))
 
 
 def causal_sizes(hparams: Hparams, length: int, routing: str, place: float = 1.0):
@@ -216,7 +212,7 @@ class Recursions(NamedTuple):
                 blocks, router, args, x_BTD, candidates, sizes
             )
             sections.append(Section(kept, loop, record, indices_BC, before_BTD))
-            candidates = narrow(candidates, record.selected_BT)
+            candidates = mask_tokens(candidates, record.selected_BT)
         x_BTD, kept = run(after, x_BTD, tokens)
         return x_BTD, [*sections, Section(kept)]
 
@@ -247,70 +243,77 @@ class Recursions(NamedTuple):
             caches += [cache_from_prefill(one, size, *places) for one in keys]
         return x_BTD, caches, dropped_B
 
-    def decode(self, x_B1D, tokens: TokenInfo, cache: Cache, documents_B, active_B):
-        """x_B1D after all layers, CacheUpdates, and dropped_B; as decoding.decode_step."""
+    def extend(self, x_BTD, tokens: TokenInfo, cache: Cache, documents_BT):
+        """x_BTD after all layers, CacheUpdates, and dropped_B; as decoding.extend."""
         caches, updates = iter(cache.layers), []
 
-        def run(layers, caches, x_C1D, tokens_C1, documents_C, rows_C=None):
+        def run(layers, caches, x_CTD, tokens_CT, documents_CT, rows_C=None):
             keys = []
             for (layer, variables, args), past in zip(layers, caches, strict=True):
-                inputs = (tokens_C1, args, past, documents_C, None, None, rows_C)
-                x_C1D, _, update, _ = layer.apply(variables, x_C1D, None, *inputs, method='decode')
+                inputs = tokens_CT, args, past, documents_CT, None, rows_C
+                x_CTD, _, update, _ = layer.apply(variables, x_CTD, None, *inputs, method='extend')
                 keys.append(update.keys)
-            return x_C1D, keys
+            return x_CTD, keys
 
-        def run_all(layers, x_B1D):
+        def run_all(layers, x_BTD):
             own = [next(caches) for _ in layers]
-            x_B1D, keys = run(layers, own, x_B1D, tokens, documents_B)
+            x_BTD, keys = run(layers, own, x_BTD, tokens, documents_BT)
             updates.extend(CacheUpdate(one, None) for one in keys)
-            return x_B1D
+            return x_BTD
 
         before, of_loops, after = self._sections()
-        x_B1D, dropped_B = run_all(before, x_B1D), jnp.zeros_like(documents_B)
+        x_BTD, dropped_B = run_all(before, x_BTD), jnp.zeros(x_BTD.shape[0], jnp.int32)
+        candidates = tokens
         for loop, (router, args), layers in zip(
             loops_of(self.hparams, self.routing), self.loops, of_loops, strict=True
         ):
-            _, logits_B1, gates_B1 = loop.decide(router, x_B1D, tokens, args)
+            _, logits_BT, gates_BT = loop.decide(router, x_BTD, candidates, args)
             if not loop.place:
-                x_B1D += loop.change(x_B1D, run_all(layers, x_B1D), gates_B1)
+                x_BTD += loop.change(x_BTD, run_all(layers, x_BTD), gates_BT)
                 continue
             own = [next(caches) for _ in layers]
-            wanted_B = active_B & (logits_B1[:, 0] > 0)
-            active_B = wanted_B & (own[0].lengths_B < own[0].capacity)
-            dropped_B += wanted_B & ~active_B
+            wanted_BT = logits_BT > 0
+            selected_BT = select_into_cache(own[0], wanted_BT)
+            dropped_B += jnp.sum(wanted_BT & ~selected_BT, axis=1)
+            candidates = mask_tokens(candidates, selected_BT)
             blocks = functools.partial(run, layers, own)
-            rows = (x_B1D, tokens, documents_B, gates_B1)
-            x_B1D, keys = _decode_selected(loop, blocks, rows, active_B, own)
-            updates.extend(CacheUpdate(one, active_B) for one in keys)
-        return run_all(after, x_B1D), updates, dropped_B
+            rows = x_BTD, candidates, documents_BT, gates_BT
+            x_BTD, keys = _extend_selected(loop, blocks, rows, selected_BT, own)
+            updates.extend(CacheUpdate(one, selected_BT) for one in keys)
+        return run_all(after, x_BTD), updates, dropped_B
 
 
-def _decode_selected(loop, blocks, rows, selected_B, caches):
-    """x' of a loop that computes the selected rows, in the least bucket, and their KeysValues."""
-    x_B1D, batch = rows[0], selected_B.shape[0]
-    indices_B = mask_to_indices(selected_B[None], batch)[0]
-    nothing_B1KH = jnp.zeros((batch, 1, *caches[0].k_BKHS.shape[1:3]), x_B1D.dtype)
-    nothing = [KeysValues(nothing_B1KH, nothing_B1KH)] * len(caches)
+def _extend_selected(loop, blocks, rows, selected_BT, caches):
+    """x' of a loop that computes the rows with a selected token, and their KeysValues.
+
+    It runs at the least bucket of rows.
+    """
+    x_BTD, (batch, length) = rows[0], selected_BT.shape
+    some_B = jnp.any(selected_BT, axis=1)
+    indices_B = mask_to_indices(some_B[None], batch)[0]
+    nothing_BTKH = jnp.zeros((batch, length, *caches[0].k_BKHS.shape[1:3]), x_BTD.dtype)
+    nothing = [KeysValues(nothing_BTKH, nothing_BTKH)] * len(caches)
 
     def run_at(size):
         rows_C = indices_B[:size]
 
-        def bucket(x_B1D):
+        def bucket(x_BTD):
             if not size:
-                return x_B1D, nothing
-            x_C1D, tokens_C1, documents_C, gates_C1 = jax.tree.map(
-                lambda side: side.at[rows_C].get(mode='clip'), rows
+                return x_BTD, nothing
+            selected_CT, (x_CTD, tokens_CT, documents_CT, gates_CT) = jax.tree.map(
+                lambda side: side.at[rows_C].get(mode='clip'), (selected_BT, rows)
             )
-            y_C1D, keys = blocks(x_C1D, tokens_C1, documents_C, rows_C)
-            change_C1D = loop.change(x_C1D, y_C1D, gates_C1)
+            y_CTD, keys = blocks(x_CTD, tokens_CT, documents_CT, rows_C)
+            change_CTD = loop.change(x_CTD, y_CTD, gates_CT)
+            change_CTD = jnp.where(selected_CT[..., None], change_CTD, 0)
 
             def put(old_B, new_C):
                 return old_B.at[rows_C].set(new_C, mode='drop')
 
-            return x_B1D.at[rows_C].add(change_C1D, mode='drop'), jax.tree.map(put, nothing, keys)
+            return x_BTD.at[rows_C].add(change_CTD, mode='drop'), jax.tree.map(put, nothing, keys)
 
         return bucket
 
     sizes = batch_buckets(batch)
-    which = jnp.sum(jnp.sum(selected_B) > jnp.array(sizes[:-1]))
-    return jax.lax.switch(which, [run_at(size) for size in sizes], x_B1D)
+    which = jnp.sum(jnp.sum(some_B) > jnp.array(sizes[:-1]))
+    return jax.lax.switch(which, [run_at(size) for size in sizes], x_BTD)
