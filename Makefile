@@ -118,10 +118,10 @@ study-moda: .venv/installed
 
 # Fresh seeds: three pairs of attnres and dense were known when its rows were written.
 AT_8X64 := $(AT_STEPS) --sizes=8x64 --seeds=$(FRESH)
-MORE := mudd,value_attention,value_embeddings,embedding_residual
+RIVALS := wider,value_residual,moda,average,hyper,mhc,mudd,value_attention,value_embeddings,embedding_residual
 study-streams: .venv/installed
 	$(call isoflop) $(AT_8X64) --learning_rates=0.003 \
-	    --variants=dense,attnres,attnres_block,wider,value_residual,moda,average,hyper,mhc,$(MORE)
+	    --variants=dense,attnres,attnres_block,$(RIVALS)
 
 study-streams-fast: .venv/installed
 	$(call isoflop) $(AT_8X64) --learning_rates=0.006 --variants=dense,attnres,attnres_block

@@ -181,11 +181,11 @@ def gradient_norms(observed: Observations) -> list[float]:
     block it is that of all its loops.
     """
     hparams, routing = observed.hparams, observed.hparams.stages[-1].routing
-    parts = [
+    parts = (
         _gradients(observed.variables, batch, hparams=hparams, routing=routing)
         for batch in observed.batches
-    ]
-    gradients, targets = jax.tree.map(lambda *sides: np.sum(sides, axis=0), *parts)
+    )
+    gradients, targets = functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
     layers = unstack_layers(Stack(hparams.model, routing), gradients)
     return [
         float(optax.tree.norm(of_layer) / targets)

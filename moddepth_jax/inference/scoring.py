@@ -82,30 +82,23 @@ def _score_batch(
     return jax.lax.fori_loop(0, num_blocks, of_block, zeros)
 
 
-@functools.partial(jax.jit, static_argnames=('hparams', 'routing', 'routed_capacity'))
+@functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
 def _score_options(
-    unrolled,
-    tokens_BT,
-    segment_ids_BT,
-    context_O,
-    labels_OS,
-    active_OS,
-    *,
-    hparams,
-    routing,
-    routed_capacity,
+    unrolled, tokens_BT, segment_ids_BT, context_O, labels_OS, active_OS, *, hparams, routing
 ):
     """log p of the labels, float32, and whether each is the likeliest token, [S, O].
 
-    Of options O, each of one of the contexts [B, T], which are read once. `routed_capacity` is that
-    of the caches of routed blocks, None if they grow.
+    Of options O, each of one of the contexts [B, T], which are read once.
     """
-    how, length = {'hparams': hparams, 'routing': routing}, tokens_BT.shape[1]
-    sizes = {'capacity': length, 'routed_capacity': routed_capacity}
+    how, routes = {'hparams': hparams, 'routing': routing}, hparams.model.routing
+    capacity = tokens_BT.shape[1] + labels_OS.shape[1]
+    most = min(capacity, routes.cache_size(hparams.data.sequence_length, routing))
+    grows = routes.overflow == 'grow'
+    sizes = {'capacity': capacity, 'routed_capacity': None if grows else most}
     read = prefill(unrolled, tokens_BT, segment_ids_BT, **sizes, **how)
     first_OV, cache = jax.tree.map(lambda side_BX: side_BX[context_O], read)
-    if routed_capacity is None:
-        cache = resize_cache(cache, length + labels_OS.shape[1])
+    if grows:
+        cache = resize_cache(cache, capacity)
     begins_OS = jnp.zeros_like(active_OS[:, 1:])
     x_OSD, _, _ = extend(unrolled, cache, labels_OS[:, :-1], begins_OS, active_OS[:, 1:], **how)
 
@@ -196,9 +189,8 @@ def score(
     """Scores each continuation given its context, in the order of the requests.
 
     A context of several continuations is read once, and they go on from its cache. Others are read
-    in one pass. Rows are sorted by length and padded to one of `row_lengths`, for
-    each of which programs are compiled. A row is one document. Its batch changes nothing but
-    rounding.
+    in one pass. Rows are sorted by length and padded to one of `row_lengths`, for each of which
+    programs are compiled. A row is one document. Its batch changes nothing but rounding.
 
     `requests` are pairs of token id sequences, context and continuation, of one token at least; the
     left of a context that does not fit `data.sequence_length` is removed. `routing` is a causal
@@ -215,6 +207,8 @@ def score(
         raise ValueError(f'batch_size={batch_size}: must be 1 or more')
     requests = list(_checked(hparams, requests))
     how = {'batch_size': batch_size, 'hparams': hparams, 'routing': routing}
+    questions = _questions(requests)
+    alone = {*range(len(requests))}.difference(*questions)
     scores, running = [None] * len(requests), collections.deque()
 
     def finish():
@@ -226,7 +220,8 @@ def score(
             on_scored(len(found))
 
     for batch in itertools.chain(
-        _from_contexts(variables, requests, **how), _in_one_pass(variables, requests, **how)
+        _from_contexts(variables, requests, questions, **how),
+        _in_one_pass(variables, requests, alone, **how),
     ):
         running.append(batch)
         if len(running) == _IN_FLIGHT:
@@ -236,10 +231,9 @@ def score(
     return scores
 
 
-def _in_one_pass(variables, requests, *, batch_size, hparams, routing):
+def _in_one_pass(variables, requests, numbers, *, batch_size, hparams, routing):
     """Starts batches of rows; yields functions that wait for (number, log p, best) of requests."""
-    alone = set(range(len(requests))) - set(itertools.chain(*_questions(requests)))
-    rows, lengths = _shared_rows(requests, alone), row_lengths(hparams)
+    rows, lengths = _shared_rows(requests, numbers), row_lengths(hparams)
     for begin in range(0, len(rows), batch_size):
         batch = rows[begin : begin + batch_size]
         of_rows = [[requests[i] for i in row] for row in batch]
@@ -259,22 +253,17 @@ def _in_one_pass(variables, requests, *, batch_size, hparams, routing):
         yield wait
 
 
-def _from_contexts(variables, requests, *, batch_size, hparams, routing):
-    """The same for continuations that share a context, which is read once for a batch of them."""
-    if not (questions := _questions(requests)):
+def _from_contexts(variables, requests, questions, *, batch_size, hparams, routing):
+    """The same for the options of `_questions`, whose context is read once for a batch of them."""
+    if not questions:
         return
-    routes, how = hparams.model.routing, {'hparams': hparams, 'routing': routing}
-    grows = bool(hparams.model.routed_layers) and routes.overflow == 'grow'
-    routed_capacity = routes.cache_size(hparams.data.sequence_length, routing)
     unrolled = unrolled_variables(variables, hparams, routing)
     for batch in _batches(questions, requests, batch_size):
         of_questions = [[requests[i] for i in options] for options in batch]
         longest = max(len(options[0].context) for options in of_questions)
         length = next(length for length in row_lengths(hparams) if length >= longest)
         arrays = _option_arrays(of_questions, batch_size, length)
-        most = length + arrays[-1].shape[1]  # tokens of a row
-        how['routed_capacity'] = None if grows else min(most, routed_capacity)
-        results = _score_options(unrolled, *arrays, **how)
+        results = _score_options(unrolled, *arrays, hparams=hparams, routing=routing)
 
         def wait(batch=batch, active_OS=arrays[-1], results=results):
             log_p_OS, best_OS = (np.asarray(side).T for side in results)
@@ -285,7 +274,7 @@ def _from_contexts(variables, requests, *, batch_size, hparams, routing):
 
 
 def _option_arrays(questions, batch_size, length):
-    """tokens_BT and segment_ids_BT of contexts; of each option its context and labels_OS."""
+    """The arrays of `_score_options` for lists of requests of one context; others are padding."""
     size = 1 << (len(questions) - 1).bit_length()  # few shapes
     tokens_BT = np.zeros((size, length), np.int32)
     segment_ids_BT, context_O = np.zeros_like(tokens_BT), np.zeros(batch_size, np.int32)

@@ -13,10 +13,18 @@ from moddepth_jax.model.transformer import Transformer, causal_routing
 CONTEXT = 16
 _ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
 _MODA = {'model.depth.stream': 'moda', 'model.tie_embeddings': True, 'model.vocab_size': 300}
+_LOOPS = {
+    'model.routing.layers': 'loops',
+    'model.looped_layers': 'all',
+    'model.loops': 2,
+    'model.routing.capacity': 0.5,
+    'model.routing.cache_capacity': 2.0,
+}
 MODELS = {
     'both': _ROUTED | _MODA,
     'dense': {},
     'longer mod': _ROUTED | {'data.sequence_length': 40},  # three lengths of rows
+    'loops': _ROUTED | _LOOPS | {'data.sequence_length': 40},
 }
 
 

@@ -29,25 +29,27 @@ def questions(context):
     for options in [(1, 1, 1, 1, 1), (4, 4), (1, 4), (3, 1, 5, 2, 2)]:
         question = [256, *draw.integers(0, 256, 10)]
         requests += [(question, draw.integers(0, 256, length)) for length in options]
+    full = [256, *draw.integers(0, 256, 15)]  # no room is left in its row of 16
+    requests += [(full, draw.integers(0, 256, context - 15)) for _ in range(2)]
     requests.append((draw.integers(0, 256, 4), draw.integers(0, 256, context - 3)))
     requests.append((draw.integers(0, 256, 60), draw.integers(0, 256, 3)))
     requests.append((draw.integers(0, 256, 12), draw.integers(0, 256, 3)))
     return requests
 
 
-@pytest.mark.parametrize('name', ['dense', 'both', 'longer mod'])
+@pytest.mark.parametrize('name', ['dense', 'both', 'longer mod', 'loops'])
 def test_scores_are_those_by_hand(small_model, by_hand, name):
     """Each equals the sum over the logits of its own row, whatever the batch size."""
     context = small_model(name)[1].data.sequence_length
     requests = questions(context)
     want = [by_hand(name, *request) for request in requests]
     assert score(*small_model(name), []) == []
-    for batch_size in (3,) if name == 'dense' else (1, 3):
+    for batch_size in (3,) if name in ('dense', 'loops') else (1, 3):
         found = score(*small_model(name), requests, batch_size=batch_size)
         for got, (log_likelihood, greedy) in zip(found, want, strict=True):
             assert got.log_likelihood == pytest.approx(log_likelihood, abs=1e-5, rel=1e-5)
             assert got.greedy == greedy
-        assert [one.cut for one in found] == [0] * 15 + [60 + 3 - context - 1, 0]
+        assert [one.cut for one in found] == [0] * 17 + [60 + 3 - context - 1, 0]
 
 
 def test_the_likeliest_tokens_are_greedy(small_model):
