@@ -41,9 +41,12 @@ SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.', lower_bound=0, upper_bou
 PREFILL_CHUNK = flags.DEFINE_integer(
     'prefill_chunk', 0, 'Read prompts by so many tokens at a time, in less memory; 0: at once.'
 )
+DRAFT_TOKENS = flags.DEFINE_integer(
+    'draft_tokens', 0, 'Guess so many tokens without the routed blocks, check them in one pass.'
+)
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Texts for each prompt.', lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer('batch_size', 32, 'Texts written at a time.', lower_bound=1)
-ROUTING = cli.define_routing('aux_loss, predictor, threshold or dense')
+ROUTING = cli.define_routing('aux_loss, predictor, threshold, dense or skip')
 MESH = flags.DEFINE_string(
     'mesh', None, 'As of launch.train. Default with one process: one device.'
 )
@@ -63,7 +66,7 @@ class _Progress:
     def __call__(self, tokens_B, active_B):
         self.ends.append(time.monotonic())
         self.num_tokens.append(int(active_B.sum()))
-        self.advance()
+        self.advance(self.num_tokens[-1])
         if self._single and active_B[0]:
             self._row.append(tokens_B[0])
             self.show(self._tokenizer.decode(self._row))
@@ -132,7 +135,7 @@ def _read_prompts():
 
 def _request(run, tokenizer, texts):
     """The arguments of `generate` except the model; raises as it does."""
-    from moddepth_jax.inference.generate import check_chunk, check_request
+    from moddepth_jax.inference.generate import check_chunk, check_draft, check_request
     from moddepth_jax.model.transformer import causal_routing, check_causal
 
     prompts = []
@@ -153,9 +156,11 @@ def _request(run, tokenizer, texts):
     }
     check_request(run.hparams, **request)
     check_chunk(PREFILL_CHUNK.value)
+    check_draft(run.hparams, DRAFT_TOKENS.value)
     routing = ROUTING.value or causal_routing(run.hparams)
     check_causal(run.hparams, routing)
-    return request | {'routing': routing, 'prefill_chunk': PREFILL_CHUNK.value}
+    how = {'prefill_chunk': PREFILL_CHUNK.value, 'draft_tokens': DRAFT_TOKENS.value}
+    return request | {'routing': routing, **how}
 
 
 def _write(run, tokenizer, prompts, **request):
@@ -169,7 +174,8 @@ def _write(run, tokenizer, prompts, **request):
     progress, stopped, notes = _Progress(tokenizer, prompts[0], single and leader), [], {}
     for first in range(0, len(prompts), size):
         batch = prompts[first : first + size]
-        with cli.progress_bar('writing', request['num_tokens'], hidden=single) as progress.advance:
+        total = len(batch) * NUM_SAMPLES.value * request['num_tokens']
+        with cli.progress_bar('writing', total, hidden=single) as progress.advance:
             how = {'tokenizer': tokenizer, 'on_tokens': progress, **request}
             result = generate(run.state.variables, run.hparams_of_stage, batch, **how)
         stopped += result.stopped

@@ -82,20 +82,20 @@ class _Decoder:
 
         @jax.jit
         def read(unrolled, cache, token_B):
-            logits_BV, entries, dropped_B = decode_step(
+            logits_BV, entries, dropped_BT = decode_step(
                 *(unrolled, cache, token_B, self.begins_B, self.active_B),
                 hparams=hparams,
                 routing=routing,
             )
-            return jnp.argmax(logits_BV, axis=-1), entries, dropped_B
+            return jnp.argmax(logits_BV, axis=-1), entries, dropped_BT
 
         self.read = functools.partial(read, unrolled)
         self.write = jax.jit(update_cache, donate_argnums=0)
 
     def __call__(self):
         token_B = self.random.integers(0, self.vocab_size, len(self.begins_B)).astype(np.int32)
-        next_B, entries, dropped_B = self.read(self.cache, token_B)
-        each = self.begins_B[:, None], dropped_B, self.active_B[:, None]
+        next_B, entries, dropped_BT = self.read(self.cache, token_B)
+        each = self.begins_B[:, None], dropped_BT, self.active_B[:, None]
         self.cache = self.write(self.cache, entries, *each)
         self.selected += [e.selected_BT for e in entries if e.selected_BT is not None]
         return next_B, self.cache

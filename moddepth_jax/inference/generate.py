@@ -12,7 +12,7 @@ from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.inference.sampling import check_sampling, sample
 from moddepth_jax.model import ahead
-from moddepth_jax.model.decoding import decode_step, empty_cache, extend, prefill, unroll
+from moddepth_jax.model.decoding import empty_cache, extend, prefill, unroll
 from moddepth_jax.model.kv_cache import Cache, longest_routed_row, resize_cache, update_cache
 from moddepth_jax.model.layers import lm_head
 from moddepth_jax.model.transformer import causal_routing, check_causal
@@ -29,20 +29,25 @@ class Generation:
 
     `tokens` are int32 arrays of prompt and continuation, without the id that ended it; `stopped`:
     whether a row ended with its document; `dropped`: how often a routed block had no room in its
-    cache; `grown_to`: capacity of the routed blocks' caches if they had to grow, otherwise 0.
+    cache; `grown_to`: capacity of the routed blocks' caches if they had to grow, otherwise 0;
+    `guessed`, `held`: tokens that were guessed, and how many of them the model confirmed.
     """
 
     tokens: list[np.ndarray]
     stopped: list[bool]
     dropped: int
     grown_to: int
+    guessed: int = 0
+    held: int = 0
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know about the caches of routed blocks."""
+        """What a user should know about the caches of routed blocks, and about guesses."""
         full = f'{self.dropped} times a routed block had no room in its cache for a token'
         grown = f'caches of the routed blocks grew to {self.grown_to} tokens'
-        return [full] * bool(self.dropped) + [grown] * bool(self.grown_to)
+        held = f'{self.held} of {self.guessed} guessed tokens held'
+        notes = {full: self.dropped, grown: self.grown_to, held: self.guessed}
+        return [note for note, happened in notes.items() if happened]
 
 
 def check_prompt(hparams: Hparams, prompt, num_tokens: int, name: str = 'a prompt'):
@@ -95,6 +100,16 @@ def check_chunk(prefill_chunk: int):
     _check_integers('prefill_chunk', [prefill_chunk])
     if prefill_chunk < 0:
         raise ValueError(f'prefill_chunk={prefill_chunk}: must be 0 (one pass) or more')
+
+
+def check_draft(hparams: Hparams, draft_tokens: int):
+    """Raises ValueError if the model cannot guess so many tokens by its own dense blocks."""
+    _check_integers('draft_tokens', [draft_tokens])
+    if draft_tokens < 0:
+        raise ValueError(f'draft_tokens={draft_tokens}: must be 0 (no guesses) or more')
+    if draft_tokens and not hparams.model.routed_layers:
+        right = 'must be 0: guesses skip routed blocks, and no block of this model is routed'
+        raise ValueError(f'draft_tokens={draft_tokens}: {right}')
 
 
 def _check_integers(name, values):
@@ -184,15 +199,65 @@ def _in_chunks(unrolled, batch, size, *, hparams, routing, **sizes):
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
-def _step(unrolled, cache, token_B, active_B, keys_B, *, hparams, routing, tokenizer, **draw):
-    """The token after `token_B` of each row, and what `_write` needs."""
+def _step(unrolled, cache, tokens_BT, active_BT, keys_B, *, hparams, routing, tokenizer, **draw):
+    """The token after each of `tokens_BT`, which of these the text has, and what `_write` needs.
+
+    A row of `tokens_BT` is the last token of a text and guesses of those that follow; the text has
+    the guesses that equal what is drawn in their place, up to the first that does not.
+    """
     separate = tokenizer is not None and not hparams.model.across_documents
-    begins_B = token_B == (tokenizer.separator if separate else -1)
-    logits_BV, entries, dropped_B = decode_step(
-        unrolled, cache, token_B, begins_B, active_B, hparams=hparams, routing=routing
+    begins_BT = tokens_BT == (tokenizer.separator if separate else -1)
+    inputs = unrolled, cache, tokens_BT, begins_BT, active_BT
+    x_BTD, updates, dropped_BT = extend(*inputs, hparams=hparams, routing=routing)
+    after_BT = cache.lengths_B[:, None] + 1 + jnp.arange(tokens_BT.shape[1])[None]
+    next_BT = jnp.stack(
+        [
+            _draw(
+                lm_head(x_BTD[:, t : t + 1], unrolled)[:, 0],
+                keys_B,
+                after_BT[:, t],
+                tokenizer,
+                **draw,
+            )
+            for t in range(tokens_BT.shape[1])
+        ],
+        axis=1,
     )
-    next_B = _draw(logits_BV, keys_B, cache.lengths_B + 1, tokenizer=tokenizer, **draw)
-    return next_B, (entries, begins_B[:, None], dropped_B, active_B[:, None])
+    right_BT = jnp.pad(next_BT[:, :-1] == tokens_BT[:, 1:], ((0, 0), (1, 0)), constant_values=True)
+    held_BT = _replicate(active_BT & (jnp.cumprod(right_BT, axis=1) > 0))
+    return next_BT, held_BT, (updates, begins_BT, dropped_BT, held_BT)
+
+
+class _Draft:
+    """Guesses tokens by the model without its routed blocks, or with one of its routed loops.
+
+    It draws with the noise that will draw the tokens themselves, so that it is often right.
+    """
+
+    def __init__(self, unrolled, cache, keys_B, static):
+        self._cache = cache
+        self._step = functools.partial(_step, unrolled, keys_B=keys_B, **static)
+
+    def _next(self, token_B, active_B):
+        next_B1, _, update = self._step(self._cache, token_B[:, None], active_B[:, None])
+        self._cache = _write(self._cache, *update)
+        return next_B1[:, 0]
+
+    def guess(self, tokens_B, active_B, num_tokens):
+        """The tokens, and those that are guessed to follow them: [B, 1 + num_tokens]."""
+        guesses = [tokens_B]
+        for _ in range(num_tokens):
+            guesses.append(self._next(guesses[-1], active_B))
+        return jnp.stack(guesses, axis=1)
+
+    def follow(self, cache: Cache, guesses_BT, all_held_B):
+        """Forgets the guesses that `cache` does not have; where it has all, reads the last one."""
+        own = self._cache
+        lengths_B = jnp.minimum(own.lengths_B, cache.lengths_B)
+        documents_B = jnp.copy(cache.documents_B)  # the other cache's will be donated
+        self._cache = own._replace(lengths_B=lengths_B, documents_B=documents_B)
+        if all_held_B.any():
+            self._next(guesses_BT[:, -1], all_held_B)
 
 
 def _pad(prompts, tokenizer, most):
@@ -225,6 +290,7 @@ def generate(
     tokenizer: Tokenizer | None = None,
     stop: bool = True,
     prefill_chunk: int = 0,
+    draft_tokens: int = 0,
     on_tokens=None,
 ) -> Generation | None:
     """Continues prompts by up to `num_tokens` tokens each.
@@ -233,7 +299,9 @@ def generate(
     each, which need less memory and change nothing but rounding. Then each token costs one step, in
     which a routed block computes and caches only the rows it selects. A row's draws (see `sample`)
     depend on `seed`, the number of its sample and its positions: other rows change nothing but
-    rounding.
+    rounding. Neither do `draft_tokens`, so many guesses of what follows, by the model without its
+    routed blocks, which it checks in one pass (speculative decoding, Leviathan et al. 2023, arXiv
+    2211.17192, but with common noise instead of rejection sampling: the texts are the same ones).
 
     All processes of a mesh in the context (`jax.set_mesh`) share the work and get every text.
     `prompts` are sequences of one token id at least; the longest and `num_tokens` fit the context.
@@ -251,6 +319,7 @@ def generate(
     draw = {'temperature': temperature, 'top_p': top_p, 'top_k': top_k}
     check_request(hparams, prompts, num_tokens, seed=seed, num_samples=num_samples, **draw)
     check_chunk(prefill_chunk)
+    check_draft(hparams, draft_tokens)
     context, model = hparams.data.sequence_length, hparams.model
     length = max(map(len, prompts)) + num_tokens
     capacity = min(context, -(-length // _CAPACITY_STEP) * _CAPACITY_STEP)
@@ -262,38 +331,66 @@ def generate(
     keys_B = _row_keys(seed_P, num_samples)
     sizes = {'capacity': capacity, 'routed_capacity': None if grows else routed_capacity}
     batch = _pad(prompts, tokenizer, capacity)
-    first = {'num_samples': num_samples, **sizes, **static}
-    if prefill_chunk:
-        how = {'hparams': hparams, 'routing': routing}
-        batch = _in_chunks(unrolled, batch, prefill_chunk, **how, **sizes)
-    token_B, cache = ahead.call(_start, unrolled, batch, keys_B, **first)
+
+    def start(sizes, static):
+        prompt = batch
+        if prefill_chunk:
+            how = {'hparams': hparams, 'routing': static['routing']}
+            prompt = _in_chunks(unrolled, batch, prefill_chunk, **how, **sizes)
+        first = {'num_samples': num_samples, **sizes, **static}
+        return ahead.call(_start, unrolled, prompt, keys_B, **first)
+
+    token_B, cache = start(sizes, static)
     rows = [list(prompt) for prompt in prompts for _ in range(num_samples)]
-    active_B = np.ones(len(rows), bool)
+    running_B, left_B = np.ones(len(rows), bool), np.full(len(rows), num_tokens)
     if ahead.is_abstract(cache):
-        _, update = ahead.call(_step, unrolled, cache, token_B, active_B, keys_B, **static)
+        flag_B1 = running_B[:, None]
+        _, _, update = ahead.call(
+            _step, unrolled, cache, token_B[:, None], flag_B1, keys_B, **static
+        )
         ahead.call(_write, cache, *update)
         return None
-    room = 0  # steps until a routed block's cache may be full, where it grows
-    for left in reversed(range(num_tokens)):
-        drawn_B = np.asarray(token_B)
-        if stop and tokenizer is not None:
-            active_B = active_B & ~np.isin(drawn_B, tokenizer.stops)
-        for row in np.flatnonzero(active_B):
-            rows[row].append(drawn_B[row])
-        if on_tokens is not None:
-            on_tokens(drawn_B, active_B)
-        if not left or not active_B.any():
+    draft, guessed, held = None, 0, 0
+    if draft_tokens:
+        skipping = static | {'routing': 'skip'}
+        _, without = start(sizes | {'routed_capacity': 1}, skipping)
+        draft = _Draft(unrolled, without, keys_B, skipping)
+    room = 0  # tokens until a routed block's cache may be full, where it grows
+    drawn_BT, new_BT = np.asarray(token_B)[:, None], np.ones((len(rows), 1), bool)
+    while True:
+        for drawn_B, new_B in zip(drawn_BT.T, new_BT.T, strict=True):
+            if stop and tokenizer is not None:
+                running_B = running_B & ~(new_B & np.isin(drawn_B, tokenizer.stops))
+            new_B = new_B & running_B
+            for row in np.flatnonzero(new_B):
+                rows[row].append(drawn_B[row])
+            left_B = left_B - new_B
+            if on_tokens is not None and new_B.any():
+                on_tokens(drawn_B, new_B)
+        active_B = running_B & (left_B > 0)
+        if not active_B.any():
             break
-        if grows and not room:
+        if grows and room < 1 + draft_tokens:
             used = longest_routed_row(cache)
-            while routed_capacity <= used:
+            while routed_capacity < min(capacity, used + 1 + draft_tokens):
                 routed_capacity = min(capacity, 2 * routed_capacity)
             cache, room = resize_cache(cache, routed_capacity), routed_capacity - used
-        token_B, update = _step(unrolled, cache, token_B, active_B, keys_B, **static)
-        cache, room = _write(cache, *update), room - 1
+        last_B = drawn_BT[np.arange(len(rows)), np.maximum(new_BT.sum(axis=1) - 1, 0)]
+        tokens_BT = last_B[:, None]
+        if draft is not None:
+            tokens_BT = draft.guess(last_B, active_B, draft_tokens)
+        active_BT = active_B[:, None] & (np.arange(1 + draft_tokens) < left_B[:, None])
+        results = _step(unrolled, cache, tokens_BT, active_BT, keys_B, **static)
+        drawn_BT, new_BT, update = *map(np.asarray, results[:2]), results[2]
+        cache, room = _write(cache, *update), room - 1 - draft_tokens
+        guessed, held = guessed + active_BT[:, 1:].sum(), held + new_BT[:, 1:].sum()
+        if draft is not None:
+            draft.follow(cache, tokens_BT, new_BT.all(axis=1))
     return Generation(
         [np.array(row, np.int32) for row in rows],
-        [not running for running in active_B.tolist()],
+        [not running for running in running_B.tolist()],
         int(jnp.sum(cache.dropped_B)),
         routed_capacity if routed_capacity > first_capacity else 0,
+        int(guessed),
+        int(held),
     )

@@ -107,10 +107,11 @@ def empty_cache(unrolled, batch: int, *, hparams, routing, capacity: int, routed
 
 
 def extend(unrolled, cache: Cache, tokens_BT, begins_BT, active_BT, *, hparams, routing: str):
-    """What `lm_head` reads [B, T, D] of T more tokens of each row; CacheUpdates; dropped_B.
+    """What `lm_head` reads [B, T, D] of T more tokens of each row; CacheUpdates; dropped_BT.
 
     Writes nothing. `begins_BT`: tokens that begin a document. `active_BT`: those that exist, the
     first of each row; what is computed of the others means nothing, and no cache will hold them.
+    dropped_BT int32: how many routed blocks had no room for a token that they selected.
     """
     check_causal(hparams, routing)
     documents_BT = documents_of(cache, begins_BT & active_BT)
@@ -119,12 +120,12 @@ def extend(unrolled, cache: Cache, tokens_BT, begins_BT, active_BT, *, hparams, 
     x_BTD = _embed(unrolled, hparams, tokens_BT)
     embedded_BTD = embedded_input(hparams.model, x_BTD)
     # Slots of the new tokens alone: a query sees those of its own position, so none is kept.
-    written, updates, dropped_B = [], [], jnp.zeros_like(cache.lengths_B)
+    written, updates, dropped_BT = [], [], jnp.zeros_like(tokens_BT)
     layers = layers_of(unrolled, hparams, routing)
     if hparams.model.routing.routes_loops:
         recursions = Recursions(hparams, routing, unrolled['loops'], list(layers))
         layers = ()
-        x_BTD, updates, dropped_B = recursions.extend(x_BTD, tokens, cache, documents_BT)
+        x_BTD, updates, dropped_BT = recursions.extend(x_BTD, tokens, cache, documents_BT)
     for layer, params, args in layers:
         inputs = x_BTD, stack_slots(written), tokens, args
         if layer.kind.part == 'block':
@@ -134,15 +135,15 @@ def extend(unrolled, cache: Cache, tokens_BT, begins_BT, active_BT, *, hparams, 
             inputs += past, documents_BT, embedded_BTD
             x_BTD, new, update, dropped = layer.apply(params, *inputs, method='extend')
             updates.append(update)
-            dropped_B += dropped
+            dropped_BT += dropped
         else:
             x_BTD, new, *_ = layer.apply(params, *inputs)
         written.append(new)
-    return _final(unrolled, hparams, x_BTD), updates, dropped_B
+    return _final(unrolled, hparams, x_BTD), updates, dropped_BT
 
 
 def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams, routing: str):
-    """float32 logits_BV after one more token of each row; CacheUpdates; dropped_B; as `extend`."""
+    """float32 logits_BV after one more token of each row; CacheUpdates; dropped_BT; as `extend`."""
     one = token_B[:, None], begins_B[:, None], active_B[:, None]
     x_B1D, *updates = extend(unrolled, cache, *one, hparams=hparams, routing=routing)
     return lm_head(x_B1D, unrolled)[:, 0], *updates

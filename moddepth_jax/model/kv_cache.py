@@ -108,15 +108,19 @@ def cache_from_prefill(keys, capacity: int, positions_BS=None, lengths_B=None) -
     return LayerCache(k_BKHS, v_BKHS, positions_BS, lengths_B)
 
 
-def update_cache(cache: Cache, updates, begins_BT, dropped_B, active_BT) -> Cache:
+def update_cache(cache: Cache, updates, begins_BT, dropped_BT, active_BT) -> Cache:
     """The cache after the active tokens, which come first, by what `decoding.extend` returns.
+
+    They may be fewer than those that were active there, if no layer counts `taken_BE`.
 
     Jit it by itself and donate `cache`: in one program with the reads, XLA copies every cache.
     """
     layers, each_T = [], jnp.arange(active_BT.shape[1])
     positions_BT = cache.lengths_B[:, None] + each_T[None]
     for layer, update in zip(cache.layers, updates, strict=True):
-        writes_BT = active_BT if update.selected_BT is None else update.selected_BT
+        writes_BT = active_BT
+        if update.selected_BT is not None:
+            writes_BT = active_BT & update.selected_BT
         free_B = cache.lengths_B if layer.lengths_B is None else layer.lengths_B
         rank_BT = jnp.cumsum(writes_BT, axis=1) - 1
         # A token without an update is written past the capacity, which is dropped.
@@ -143,7 +147,8 @@ def update_cache(cache: Cache, updates, begins_BT, dropped_B, active_BT) -> Cach
         layers.append(layer)
     documents_BT = documents_of(cache, begins_BT & active_BT)
     lengths_B = cache.lengths_B + jnp.sum(active_BT, axis=1, dtype=jnp.int32)
-    return Cache(tuple(layers), lengths_B, documents_BT[:, -1], cache.dropped_B + dropped_B)
+    dropped_B = cache.dropped_B + jnp.sum(active_BT * dropped_BT, axis=1)
+    return Cache(tuple(layers), lengths_B, documents_BT[:, -1], dropped_B)
 
 
 def longest_routed_row(cache: Cache) -> int:

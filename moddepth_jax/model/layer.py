@@ -122,25 +122,25 @@ class Layer(nn.Module):
         embedded_BTD=None,
         rows_C=None,
     ):
-        """New tokens of each row: the stream's x, NewSlots, the CacheUpdate, and dropped_B.
+        """New tokens of each row: the stream's x, NewSlots, the CacheUpdate, and dropped_BT.
 
         With `rows_C`, of those rows of the cache alone; all else has them in its place of rows.
         """
         input_BTD, visible, _ = self._read(x_BTD, depth, embedded_BTD)
         if self.kind.routed:
             routing_args = args.routing._replace(expert_state=args.expert_state)
-            y_BTD, slot_inputs, update, dropped_B = self.operation.extend(
+            y_BTD, slot_inputs, update, dropped_BT = self.operation.extend(
                 input_BTD, tokens, routing_args, cache, documents_BT, visible
             )
             x_BTD, written = self._write(y_BTD, slot_inputs, tokens, None)
             if self.hparams.masks_slots and written.slots:
                 written = written._replace(valid_BT=update.selected_BT)
-            return x_BTD, written, update, dropped_B
+            return x_BTD, written, update, dropped_BT
         view = view_of(cache, tokens, documents_BT, self.kind.window, rows_C)
         expert_state = args.expert_state._replace(taken_BE=cache.taken_BE)
         y_BTD, aux = self.operation(input_BTD, tokens, view, visible, expert_state)
         x_BTD, written = self._write(y_BTD, aux.slot_inputs, tokens, None)
-        return x_BTD, written, CacheUpdate(aux.keys, None, aux.expert_state.taken_BE), 0
+        return x_BTD, written, CacheUpdate(aux.keys, None, aux.expert_state.taken_BE), False
 
     def _read(self, x_BTD, depth, embedded_BTD):
         if self.kind.part == 'entry':

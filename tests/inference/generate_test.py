@@ -207,6 +207,8 @@ def test_tokens_without_room_in_a_cache_are_counted(tiny_config):
         ({'top_p': 0.0}, ['top_p=0.0']),
         ({'routing': 'top_c'}, ["routing='top_c'", 'later tokens']),
         ({'routing': 'aux_loss'}, ["routing='aux_loss'", 'trained for predictor']),
+        ({'draft_tokens': -1}, ['draft_tokens=-1: must be 0']),
+        ({'draft_tokens': 1.5}, ['draft_tokens=[1.5]', 'integers']),
     ],
     ids=str,
 )
@@ -252,3 +254,63 @@ def test_a_document_does_not_see_the_one_before_it(variables, hparams):
         texts = generate(variables, hparams, prompts, 1, **how).tokens
         last[tokenizer] = [text[-1] for text in texts]
     assert len(set(last[TOKENIZER])) == 1 < len(set(last[None]))
+
+
+class Few:
+    """Two ids of text and a separator, which begins many a document."""
+
+    separator, stops = 3, (3,)
+    token_bytes_V = np.array([0, 1, 1, 0])
+
+
+LOOPS = {'model.routing.layers': 'loops', 'model.looped_layers': 'all', 'model.loops': 2}
+
+
+@pytest.mark.parametrize(
+    'knobs',
+    [
+        {},
+        pytest.param({'model.routing.overflow': 'grow'}, marks=pytest.mark.slow),
+        pytest.param({'model.depth.stream': 'moda'}, marks=pytest.mark.slow),
+        pytest.param(LOOPS, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_guesses_change_no_text_and_are_those_of_the_model_that_skips(tiny_config, knobs):
+    """Drawn, with stops, by chunks: equal texts. Greedily the guesses are counted one by one."""
+    hparams = make_hparams(tiny_config, **knobs)
+    variables = make_variables(hparams)
+    prompts = [[3, 1, 2], [3], [3, 2, 3, 1, 2, 2]]
+    shared = {'tokenizer': Few(), 'temperature': 2.0, 'num_samples': 2}
+    for how in ({'stop': False}, {'seed': 1}):
+        plain = generate(variables, hparams, prompts, LENGTH - 6, **shared, **how)
+        fast = generate(variables, hparams, prompts, LENGTH - 6, draft_tokens=3, **shared, **how)
+        assert list(map(list, fast.tokens)) == list(map(list, plain.tokens))
+        assert (fast.stopped, fast.dropped) == (plain.stopped, plain.dropped)
+        assert plain.guessed == 0 < fast.held < fast.guessed
+
+    how = {'tokenizer': Few(), 'temperature': 0.0, 'stop': False}
+    (text,) = generate(variables, hparams, prompts[:1], 18, **how).tokens
+    fast = generate(variables, hparams, prompts[:1], 18, draft_tokens=3, prefill_chunk=2, **how)
+    assert fast.tokens[0].tolist() == text.tolist()
+
+    def guess(row):
+        logits_V, selected = forward(variables, hparams, row, 'skip', Few())
+        assert not selected or 'loops' in str(knobs)
+        return 1 + logits_V[1:4].argmax()
+
+    guessed, held, end = 0, 0, 4
+    while end < len(text):
+        row = [*text[:end]]
+        for _ in range(min(3, len(text) - end - 1)):
+            row.append(guess(row))
+        guessed += len(row) - end
+        right = int(np.cumprod(np.equal(row, text[: len(row)])).sum()) - end
+        held, end = held + right, end + right + 1
+    assert (fast.guessed, fast.held) == (guessed, held)
+
+
+def test_a_model_without_routed_blocks_has_no_guesses(tiny_config):
+    dense = make_hparams(tiny_config, **{'model.routing.router': 'none'})
+    with pytest.raises(ValueError, match='draft_tokens=2: must be 0: guesses skip routed blocks'):
+        generate(None, dense, [PROMPT], 4, draft_tokens=2)

@@ -51,14 +51,14 @@ def programs(hparams, routing):
 
     def step(unrolled, cache, token_B, begins_B, active_B):
         inputs = unrolled, cache, token_B, begins_B, active_B
-        logits_BV, updates, dropped_B = decode_step(*inputs, **how)
-        of_update = updates, begins_B[:, None], dropped_B, active_B[:, None]
+        logits_BV, updates, dropped_BT = decode_step(*inputs, **how)
+        of_update = updates, begins_B[:, None], dropped_BT, active_B[:, None]
         return logits_BV, kv_cache.update_cache(cache, *of_update)
 
     def several(unrolled, cache, tokens_BT, begins_BT, active_BT):
         inputs = unrolled, cache, tokens_BT, begins_BT, active_BT
-        x_BTD, updates, dropped_B = extend(*inputs, **how)
-        cache = kv_cache.update_cache(cache, updates, begins_BT, dropped_B, active_BT)
+        x_BTD, updates, dropped_BT = extend(*inputs, **how)
+        cache = kv_cache.update_cache(cache, updates, begins_BT, dropped_BT, active_BT)
         return lm_head(x_BTD, unrolled), cache
 
     return jax.jit(first), jax.jit(step), jax.jit(several)
@@ -240,8 +240,8 @@ def shapes_of_programs(hparams, capacity, batch=8):
     row, flag = (jax.ShapeDtypeStruct((batch,), dtype) for dtype in ('int32', 'bool'))
     flag_B1 = jax.ShapeDtypeStruct((batch, 1), 'bool')
     step, of_step = functools.partial(decode_step, **how), (unrolled, cache, row, flag, flag)
-    _, updates, _ = jax.eval_shape(step, *of_step)
-    of_update = (cache, updates, flag_B1, row, flag_B1)
+    _, updates, dropped_B1 = jax.eval_shape(step, *of_step)
+    of_update = (cache, updates, flag_B1, dropped_B1, flag_B1)
     return (
         (first, (unrolled, prompts, prompts)),
         (step, of_step),

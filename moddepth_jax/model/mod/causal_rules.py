@@ -80,3 +80,11 @@ class AllTokens(CausalRule):
 
     def __call__(self, x_BTD, scores_BT, threshold):
         return jnp.ones_like(scores_BT)
+
+
+@CAUSAL_RULES.register('skip')
+class NoTokens(CausalRule):
+    """No token is selected: the model without its routed blocks, or with one loop."""
+
+    def __call__(self, x_BTD, scores_BT, threshold):
+        return jnp.full_like(scores_BT, -1)

@@ -178,7 +178,7 @@ class MixtureOfDepths(Chooser):
         return aux._replace(slot_inputs=slot_inputs), None
 
     def extend(self, x_BTD, tokens: TokenInfo, args: RoutingArgs, cache, documents_BT, depth):
-        """New tokens of each row: x', SlotInputs, CacheUpdate, dropped_B.
+        """New tokens of each row: x', SlotInputs, CacheUpdate, dropped_BT.
 
         Computes the least bucket of rows that holds those in which a token is selected.
         """
@@ -222,8 +222,7 @@ class MixtureOfDepths(Chooser):
         which = jnp.sum(jnp.sum(some_B) > jnp.array(sizes[:-1]))
         branches = [run_at(size) for size in sizes]
         y_BTD, keys, slot_inputs = nn.switch(which, branches, self, x_BTD)
-        dropped_B = jnp.sum(wanted_BT & ~selected_BT, axis=1)
-        return y_BTD, slot_inputs, CacheUpdate(keys, selected_BT), dropped_B
+        return y_BTD, slot_inputs, CacheUpdate(keys, selected_BT), wanted_BT & ~selected_BT
 
     def _extend_rows(self, rows_C, x_BTD, tokens, gates_BT, args, cache, documents_BT, depth):
         """x', KeysValues and SlotInputs of `rows_C` (B and above: none), or of all rows."""

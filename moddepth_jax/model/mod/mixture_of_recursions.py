@@ -244,7 +244,7 @@ class Recursions(NamedTuple):
         return x_BTD, caches, dropped_B
 
     def extend(self, x_BTD, tokens: TokenInfo, cache: Cache, documents_BT):
-        """x_BTD after all layers, CacheUpdates, and dropped_B; as decoding.extend."""
+        """x_BTD after all layers, CacheUpdates, and dropped_BT; as decoding.extend."""
         caches, updates = iter(cache.layers), []
 
         def run(layers, caches, x_CTD, tokens_CT, documents_CT, rows_C=None):
@@ -262,7 +262,7 @@ class Recursions(NamedTuple):
             return x_BTD
 
         before, of_loops, after = self._sections()
-        x_BTD, dropped_B = run_all(before, x_BTD), jnp.zeros(x_BTD.shape[0], jnp.int32)
+        x_BTD, dropped_BT = run_all(before, x_BTD), jnp.zeros_like(tokens.positions_BT)
         candidates = tokens
         for loop, (router, args), layers in zip(
             loops_of(self.hparams, self.routing), self.loops, of_loops, strict=True
@@ -274,13 +274,13 @@ class Recursions(NamedTuple):
             own = [next(caches) for _ in layers]
             wanted_BT = logits_BT > 0
             selected_BT = select_into_cache(own[0], wanted_BT)
-            dropped_B += jnp.sum(wanted_BT & ~selected_BT, axis=1)
+            dropped_BT += wanted_BT & ~selected_BT
             candidates = mask_tokens(candidates, selected_BT)
             blocks = functools.partial(run, layers, own)
             rows = x_BTD, candidates, documents_BT, gates_BT
             x_BTD, keys = _extend_selected(loop, blocks, rows, selected_BT, own)
             updates.extend(CacheUpdate(one, selected_BT) for one in keys)
-        return run_all(after, x_BTD), updates, dropped_B
+        return run_all(after, x_BTD), updates, dropped_BT
 
 
 def _extend_selected(loop, blocks, rows, selected_BT, caches):
