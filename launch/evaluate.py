@@ -24,7 +24,7 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required
 cli.define_step()
 cli.define_loops()
 ROUTING = cli.define_routing(
-    'top_c, aux_loss, predictor, threshold, dense or skip', ', compared with top_c'
+    'top_c, aux_loss, predictor, threshold, dense or bypass', ', compared with top_c'
 )
 DATA = flags.DEFINE_string(
     'data',

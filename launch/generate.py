@@ -46,7 +46,7 @@ DRAFT_TOKENS = flags.DEFINE_integer(
 )
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Texts for each prompt.', lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer('batch_size', 32, 'Texts written at a time.', lower_bound=1)
-ROUTING = cli.define_routing('aux_loss, predictor, threshold, dense or skip')
+ROUTING = cli.define_routing('aux_loss, predictor, threshold, dense or bypass')
 MESH = flags.DEFINE_string(
     'mesh', None, 'As of launch.train. Default with one process: one device.'
 )

@@ -27,7 +27,7 @@ cli.define_loops()
 TEXT = flags.DEFINE_string('text', None, 'A file, - for stdin, or the text itself.')
 OUT = flags.DEFINE_string('out', None, 'Directory for page, numbers and pictures.', required=True)
 ROUTING = cli.define_routing(
-    'top_c (looks at the future), aux_loss, predictor, threshold, dense or skip'
+    'top_c (looks at the future), aux_loss, predictor, threshold, dense or bypass'
 )
 ENCODING = flags.DEFINE_string('encoding', 'utf-8', 'Of the file, or of stdin.')
 LANGUAGE = flags.DEFINE_enum('language', 'auto', ['auto', 'python', 'prose'], 'Of the text.')

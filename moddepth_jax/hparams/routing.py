@@ -127,7 +127,7 @@ class RoutingHparams:
     def rules(self) -> tuple[str, ...]:
         """The causal rules that a model trained with these knobs can run; its own comes first."""
         untrained = (rule for rule in self._possible_rules() if not CAUSAL_RULES[rule].loss_weight)
-        return tuple(dict.fromkeys((self.causal_rule, *untrained, 'skip')))
+        return tuple(dict.fromkeys((self.causal_rule, *untrained, 'bypass')))
 
     @property
     def rule_loss_weight(self) -> float:

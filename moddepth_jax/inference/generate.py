@@ -352,7 +352,7 @@ def generate(
         return None
     draft, guessed, held = None, 0, 0
     if draft_tokens:
-        skipping = static | {'routing': 'skip'}
+        skipping = static | {'routing': 'bypass'}
         _, without = start(sizes | {'routed_capacity': 1}, skipping)
         draft = _Draft(unrolled, without, keys_B, skipping)
     room = 0  # tokens until a routed block's cache may be full, where it grows

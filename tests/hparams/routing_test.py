@@ -101,14 +101,14 @@ def test_each_pair_is_accepted_or_refused_by_name(router):
 
 def test_rules_are_those_that_need_no_other_training():
     """A model runs its own rule and those of its router that no loss has to train."""
-    assert routing().rules == ('predictor', 'threshold', 'dense', 'skip')
-    assert routing(causal_rule='aux_loss').rules == ('aux_loss', 'threshold', 'dense', 'skip')
-    assert routing(causal_rule='dense').rules == ('dense', 'threshold', 'skip')
-    assert routing(router='norm').rules == ('dense', 'threshold', 'skip')
+    assert routing().rules == ('predictor', 'threshold', 'dense', 'bypass')
+    assert routing(causal_rule='aux_loss').rules == ('aux_loss', 'threshold', 'dense', 'bypass')
+    assert routing(causal_rule='dense').rules == ('dense', 'threshold', 'bypass')
+    assert routing(router='norm').rules == ('dense', 'threshold', 'bypass')
     assert routing(router='norm', causal_rule='predictor').rules[0] == 'predictor'
-    assert routing(router='random').rules == ('threshold', 'skip')
-    assert routing(router='position').rules == ('threshold', 'skip')
-    assert routing(router='straight_through').rules == ('threshold', 'positive', 'skip')
+    assert routing(router='random').rules == ('threshold', 'bypass')
+    assert routing(router='position').rules == ('threshold', 'bypass')
+    assert routing(router='straight_through').rules == ('threshold', 'positive', 'bypass')
 
 
 @pytest.mark.parametrize('router', ['random', 'position'])

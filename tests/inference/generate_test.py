@@ -311,7 +311,7 @@ def test_guesses_change_no_text_and_are_those_of_the_model_that_skips(tiny_confi
 
 def guess(variables, hparams, row):
     """The token after a row that the model draws without its routed blocks, seed 0, sample 0."""
-    logits_V, selected = forward(variables, hparams, row, 'skip', Few())
+    logits_V, selected = forward(variables, hparams, row, 'bypass', Few())
     assert not selected or hparams.model.routing.routes_loops
     (key,) = generate_module._row_keys(np.zeros(1, np.uint32), 1)
     key = jax.random.fold_in(key, len(row))

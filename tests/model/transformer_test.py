@@ -209,7 +209,7 @@ def test_rules_that_a_model_does_not_have_are_refused_by_name(router, rule, runs
     """The line names the routing, the router and what it can run; a typo lists all there are."""
     hparams = from_config(tiny_config(**THREE | routed_by(router, rule)))
     assert causal_routing(hparams) == runs[0]
-    runs = [*runs, 'skip']
+    runs = [*runs, 'bypass']
     for routing in ('top_c', *runs):
         check_routing(hparams, routing)
         if 'threshold' not in (routing, rule):  # parameters alone are enough

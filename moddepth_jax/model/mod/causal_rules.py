@@ -82,7 +82,7 @@ class AllTokens(CausalRule):
         return jnp.ones_like(scores_BT)
 
 
-@CAUSAL_RULES.register('skip')
+@CAUSAL_RULES.register('bypass')
 class NoTokens(CausalRule):
     """No token is selected: the model without its routed blocks, or with one loop."""
 
