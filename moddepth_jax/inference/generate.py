@@ -210,21 +210,14 @@ def _step(unrolled, cache, tokens_BT, active_BT, keys_B, *, hparams, routing, to
     inputs = unrolled, cache, tokens_BT, begins_BT, active_BT
     x_BTD, updates, dropped_BT = extend(*inputs, hparams=hparams, routing=routing)
     after_BT = cache.lengths_B[:, None] + 1 + jnp.arange(tokens_BT.shape[1])[None]
-    next_BT = jnp.stack(
-        [
-            _draw(
-                lm_head(x_BTD[:, t : t + 1], unrolled)[:, 0],
-                keys_B,
-                after_BT[:, t],
-                tokenizer,
-                **draw,
-            )
-            for t in range(tokens_BT.shape[1])
-        ],
-        axis=1,
-    )
-    right_BT = jnp.pad(next_BT[:, :-1] == tokens_BT[:, 1:], ((0, 0), (1, 0)), constant_values=True)
-    held_BT = _replicate(active_BT & (jnp.cumprod(right_BT, axis=1) > 0))
+    held_B, drawn, held = active_BT[:, 0], [], []
+    for t in range(tokens_BT.shape[1]):
+        if t:
+            held_B = held_B & active_BT[:, t] & (drawn[-1] == tokens_BT[:, t])
+        logits_BV = lm_head(x_BTD[:, t : t + 1], unrolled)[:, 0]
+        drawn.append(_draw(logits_BV, keys_B, after_BT[:, t], tokenizer, **draw))
+        held.append(held_B)
+    next_BT, held_BT = _replicate((jnp.stack(drawn, axis=1), jnp.stack(held, axis=1)))
     return next_BT, held_BT, (updates, begins_BT, dropped_BT, held_BT)
 
 
@@ -356,7 +349,8 @@ def generate(
         _, without = start(sizes | {'routed_capacity': 1}, skipping)
         draft = _Draft(unrolled, without, keys_B, skipping)
     room = 0  # tokens until a routed block's cache may be full, where it grows
-    drawn_BT, new_BT = np.asarray(token_B)[:, None], np.ones((len(rows), 1), bool)
+    next_BT, new_BT = token_B[:, None], np.ones((len(rows), 1), bool)
+    drawn_BT = np.asarray(next_BT)
     while True:
         for drawn_B, new_B in zip(drawn_BT.T, new_BT.T, strict=True):
             if stop and tokenizer is not None:
@@ -375,17 +369,18 @@ def generate(
             while routed_capacity < min(capacity, used + 1 + draft_tokens):
                 routed_capacity = min(capacity, 2 * routed_capacity)
             cache, room = resize_cache(cache, routed_capacity), routed_capacity - used
-        last_B = drawn_BT[np.arange(len(rows)), np.maximum(new_BT.sum(axis=1) - 1, 0)]
-        tokens_BT = last_B[:, None]
+        tokens_BT, active_BT = next_BT, active_B[:, None]
         if draft is not None:
+            last_B = drawn_BT[np.arange(len(rows)), np.maximum(new_BT.sum(axis=1) - 1, 0)]
             tokens_BT = draft.guess(last_B, active_B, draft_tokens)
-        active_BT = active_B[:, None] & (np.arange(1 + draft_tokens) < left_B[:, None])
-        results = _step(unrolled, cache, tokens_BT, active_BT, keys_B, **static)
-        drawn_BT, new_BT, update = *map(np.asarray, results[:2]), results[2]
+            active_BT = active_BT & (np.arange(1 + draft_tokens) < left_B[:, None])
+        next_BT, held_BT, update = _step(unrolled, cache, tokens_BT, active_BT, keys_B, **static)
         cache, room = _write(cache, *update), room - 1 - draft_tokens
-        guessed, held = guessed + active_BT[:, 1:].sum(), held + new_BT[:, 1:].sum()
+        drawn_BT, new_BT = np.asarray(next_BT), active_BT
         if draft is not None:
+            new_BT = np.asarray(held_BT)
             draft.follow(cache, tokens_BT, new_BT.all(axis=1))
+            guessed, held = guessed + active_BT[:, 1:].sum(), held + new_BT[:, 1:].sum()
     return Generation(
         [np.array(row, np.int32) for row in rows],
         [not running for running in running_B.tolist()],
