@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 # New tokens, and keys, whose scores exist at a time: on CPUs such that they stay in the cache.
-_CPU_BLOCK, _BLOCK = (64, 128), (256, 1024)
+_CPU_BLOCK, _BLOCK = (128, 128), (256, 1024)
 _IN_PLACE = 16  # so few tokens read all places at once, of which blocks would be copies
 
 
