@@ -155,9 +155,7 @@ FAST_IN_CHUNKS = ('dense', 'aux_loss', 'mod and moda', 'recursions', 'row capaci
 
 
 @pytest.mark.parametrize('name', parameters(FAST_IN_CHUNKS))
-def test_prompt_and_several_tokens_at_a_time_equal_the_full_forward(
-    name, tiny_config, monkeypatch
-):
+def test_prompt_and_several_tokens_at_a_time_equal_the_full_forward(name, tiny_config, monkeypatch):
     # Several blocks of keys, the last of which the capacity cuts off.
     monkeypatch.setattr('kernels_pallas.decode._block', lambda: (5, 3))
     monkeypatch.setattr('kernels_pallas.decode._IN_PLACE', 1)
