@@ -132,6 +132,7 @@ def decode_chunks(model):
 # two by 1e-5 already.
 IN_FLOAT64 = ('attention stream', 'value embeddings, hyper-connections', 'value embeddings grow')
 IN_FLOAT64 += ('adapters, looped moda', 'looped', 'recursions, aux_loss')
+IN_FLOAT64 += ('embedding residual, values',)
 FAST = ('value residual', 'shared values', 'attention residual', 'mudd', 'embedding residual')
 FAST += ('value embeddings, moda', 'recursions')
 FAST += (
