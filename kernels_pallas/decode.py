@@ -1,11 +1,14 @@
 """Attention of new tokens over a cache, each other and their depth slots: one softmax."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-_QUERIES = 32  # of a row whose scores exist at a time
+# New tokens, and keys, whose scores exist at a time: on CPUs such that they stay in the cache.
+_CPU_BLOCK, _BLOCK = (128, 128), (256, 1024)
+_IN_PLACE = 16  # so few tokens read all places at once, of which blocks would be copies
 
 
 def check_slot_sides(slot_window: int, **sides):
@@ -57,7 +60,8 @@ def decode_attention(
         if length > 1:
             raise ValueError(f'{length} new tokens of a row need visible_CTT, and it is None')
         visible_CTT = jnp.ones((rows, 1, 1), bool)
-    by_row = [q_CTNH, k_CTKH, v_CTKH, visible_CTS, visible_CTT]
+    k_CKHT, v_CKHT = (jnp.moveaxis(side, 1, 3) for side in (k_CTKH, v_CTKH))
+    by_row = [k_CKHT, v_CKHT, q_CTNH, visible_CTS, visible_CTT]
     if k_depth_LCTKH is not None:
         slots = [k_depth_LCTKH, v_depth_LCTKH]
         slots += [] if slot_mask_LCT is None else [slot_mask_LCT]
@@ -82,69 +86,117 @@ def decode_attention(
     return jax.lax.fori_loop(0, num_rows, one, jnp.zeros_like(q_CTNH))
 
 
-def _attend(k_BKHS, v_BKHS, q_BTNH, k_BTKH, v_BTKH, *by_query):
-    """`_attend_block` by _QUERIES of the T tokens at a time: their scores stay in a CPU's cache."""
-    length = q_BTNH.shape[1]
-    if length <= _QUERIES or length % _QUERIES:
-        return _attend_block(k_BKHS, v_BKHS, q_BTNH, k_BTKH, v_BTKH, *by_query)
+def _block():
+    return _CPU_BLOCK if jax.default_backend() == 'cpu' else _BLOCK
+
+
+def _attend(k_BKHS, v_BKHS, k_BKHT, v_BKHT, *by_query):
+    """`_attend_block` by some of the T tokens at a time."""
+    keys, length, (size, _) = (k_BKHS, v_BKHS, k_BKHT, v_BKHT), k_BKHT.shape[-1], _block()
+    if length <= size or length % size:
+        return _attend_block(*keys, *by_query)
     axes = 1, 1, 1, 1, 2, 2, 2  # of the tokens: queries, two masks, slot queries, slots
-    sides = list(zip((q_BTNH, *by_query), axes[: 1 + len(by_query)], strict=True))
+    sides = list(zip(by_query, axes[: len(by_query)], strict=True))
 
     def block(i):
-        q, *others = (
-            jax.lax.dynamic_slice_in_dim(side, i * _QUERIES, _QUERIES, axis) for side, axis in sides
-        )
-        return _attend_block(k_BKHS, v_BKHS, q, k_BTKH, v_BTKH, *others)
+        cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size)
+        return _attend_block(*keys, *(cut(side, i * size, axis=axis) for side, axis in sides))
 
-    o_XBQNH = jax.lax.map(block, jnp.arange(length // _QUERIES))
-    return jnp.moveaxis(o_XBQNH, 0, 1).reshape(q_BTNH.shape)
+    o_XBQNH = jax.lax.map(block, jnp.arange(length // size))
+    return jnp.moveaxis(o_XBQNH, 0, 1).reshape(by_query[0].shape)
+
+
+class _Softmax(NamedTuple):
+    """A softmax over some of the keys, and the sum of values that it weighs."""
+
+    highest_BKTG: jax.Array  # score
+    total_BKTG: jax.Array  # of exp(score - highest)
+    o_BKHTG: jax.Array  # sum of exp(score - highest) value
+
+    def join(self, scores_BKTGX, weigh):
+        """With more keys, of these scores; `weigh` sums their values by weights."""
+        highest_BKTG = jnp.maximum(self.highest_BKTG, jnp.max(scores_BKTGX, axis=-1))
+        weights_BKTGX = jnp.exp(scores_BKTGX - highest_BKTG[..., None])
+        keep_BKTG = jnp.exp(self.highest_BKTG - highest_BKTG)
+        total_BKTG = self.total_BKTG * keep_BKTG + jnp.sum(weights_BKTGX, axis=-1)
+        o_BKHTG = self.o_BKHTG * keep_BKTG[:, :, None] + weigh(weights_BKTGX)
+        return _Softmax(highest_BKTG, total_BKTG, o_BKHTG)
 
 
 def _attend_block(
-    k_BKHS, v_BKHS, q_BTNH, k_BTKH, v_BTKH, visible_BTS, visible_BTT, q_depth_BTNH=None, *slots
+    k_BKHS, v_BKHS, k_BKHX, v_BKHX, q_BTNH, visible_BTS, visible_BTX, q_depth_BTNH=None, *slots
 ):
-    """One softmax over a row's cache, its new tokens and their slots (keys, values, a mask).
-
-    Places are the innermost axis of the cache, which is the left operand of the second product, and
-    its result is transposed last: XLA on CPUs is several times slower otherwise.
-    """
+    """One softmax over a row's cache, its new tokens X and slots (keys, values, a mask) of T."""
     batch, length, heads, width = q_BTNH.shape
-    kv_heads = k_BTKH.shape[2]
+    kv_heads = k_BKHX.shape[1]
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
-    if jax.default_backend() == 'cpu':
-        # XLA on CPU cannot run some bfloat16 products with a float32 result.
-        k_BKHS, v_BKHS = k_BKHS.astype(wide), v_BKHS.astype(wide)
 
     def grouped(q_BTNH):
         return jnp.swapaxes(q_BTNH.reshape(batch, length, kv_heads, -1, width), 1, 2)
 
-    def hide(scores_BKTGX, visible_BTX):
-        return jnp.where(visible_BTX[:, None, :, None], scores_BKTGX, -jnp.inf)
-
-    q_BKTGH = grouped(q_BTNH.astype(wide) * width**-0.5)
-    own_BKTGX = jnp.einsum('bktgh,bxkh->bktgx', q_BKTGH, k_BTKH.astype(wide))
-    parts = [hide(own_BKTGX, visible_BTT)]
+    q_BKTGH = grouped(q_BTNH)
+    shape = batch, kv_heads, length, heads // kv_heads
+    # Lower than any score but that of a hidden key: a token may see nothing in the first blocks.
+    lowest_BKTG = jnp.full(shape, jnp.finfo(wide).min, wide)
+    o_BKHTG = jnp.zeros((*shape[:2], width, *shape[2:]), wide)
+    softmax = _Softmax(lowest_BKTG, jnp.zeros(shape, wide), o_BKHTG)
+    softmax = _join_places(softmax, q_BKTGH, k_BKHX.astype(wide), v_BKHX.astype(wide), visible_BTX)
     if slots and slots[0].shape[1]:
         k_depth_BLTKH, v_depth_BLTKH = (side.astype(wide) for side in slots[:2])
         q_depth_BKTGH = grouped(q_depth_BTNH.astype(wide) * width**-0.5)
-        slots_BKTGL = jnp.einsum('bktgh,bltkh->bktgl', q_depth_BKTGH, k_depth_BLTKH)
+        scores_BKTGL = jnp.einsum('bktgh,bltkh->bktgl', q_depth_BKTGH, k_depth_BLTKH)
         for mask_BLT in slots[2:]:
-            slots_BKTGL = hide(slots_BKTGL, jnp.swapaxes(mask_BLT, 1, 2))
+            scores_BKTGL = _hide(scores_BKTGL, jnp.swapaxes(mask_BLT, 1, 2))
             # A hidden slot may hold NaN, and 0 times NaN is NaN.
             v_depth_BLTKH = jnp.where(mask_BLT[..., None, None], v_depth_BLTKH, 0)
-        parts.append(slots_BKTGL)
-    # The queries are scaled after the product: half-precision ones would be rounded by it.
-    q_cache_BKTGH = grouped(q_BTNH).astype(k_BKHS.dtype)
-    product = functools.partial(jnp.einsum, preferred_element_type=wide)
-    scores_BKTGS = product('bktgh,bkhs->bktgs', q_cache_BKTGH, k_BKHS) * width**-0.5
-    parts = [hide(scores_BKTGS, visible_BTS), *parts]
-    highest_BKTG = functools.reduce(jnp.maximum, [jnp.max(part, axis=-1) for part in parts])
-    parts = [jnp.exp(part - highest_BKTG[..., None]) for part in parts]
-    total_BKTG = sum(jnp.sum(part, axis=-1) for part in parts)
-    weights_BKTGS, own_BKTGX, *of_slots = parts
-    o_BKHTG = product('bkhs,bktgs->bkhtg', v_BKHS, weights_BKTGS.astype(v_BKHS.dtype))
-    o_BKHTG += jnp.einsum('bxkh,bktgx->bkhtg', v_BTKH.astype(wide), own_BKTGX)
-    for weights_BKTGL in of_slots:
-        o_BKHTG += jnp.einsum('bltkh,bktgl->bkhtg', v_depth_BLTKH, weights_BKTGL)
-    o_BTKGH = jnp.transpose(o_BKHTG / total_BKTG[:, :, None], (0, 3, 1, 4, 2))
+        softmax = softmax.join(
+            scores_BKTGL, functools.partial(jnp.einsum, 'bltkh,bktgl->bkhtg', v_depth_BLTKH)
+        )
+    softmax = _join_places(softmax, q_BKTGH, k_BKHS, v_BKHS, visible_BTS)
+    o_BKHTG = softmax.o_BKHTG / softmax.total_BKTG[:, :, None]
+    o_BTKGH = jnp.transpose(o_BKHTG, (0, 3, 1, 4, 2))
     return o_BTKGH.reshape(q_BTNH.shape).astype(q_BTNH.dtype)
+
+
+def _hide(scores_BKTGX, visible_BTX):
+    return jnp.where(visible_BTX[:, None, :, None], scores_BKTGX, -jnp.inf)
+
+
+def _join_places(softmax, q_BKTGH, k_BKHS, v_BKHS, visible_BTS):
+    """The _Softmax with the keys of the places S, read by blocks unless T is small.
+
+    Blocks before the first place that a token sees, and after the last one, are not read.
+
+    Places are the innermost axis, and values the left operand of their product, whose result is
+    transposed last: XLA on CPUs is several times slower otherwise.
+    """
+    places, (length, _, width) = k_BKHS.shape[-1], q_BKTGH.shape[2:]
+    _, size = _block()
+    wide = softmax.o_BKHTG.dtype
+    product = functools.partial(jnp.einsum, preferred_element_type=wide)
+
+    def join(softmax, k_BKHX, v_BKHX, visible_BTX):
+        if jax.default_backend() == 'cpu':
+            # XLA on CPU cannot run some bfloat16 products with a float32 result.
+            k_BKHX, v_BKHX = k_BKHX.astype(wide), v_BKHX.astype(wide)
+        # The queries are scaled after the product: half-precision ones would be rounded by it.
+        scores_BKTGX = product('bktgh,bkhx->bktgx', q_BKTGH.astype(k_BKHX.dtype), k_BKHX)
+        return softmax.join(
+            _hide(scores_BKTGX * width**-0.5, visible_BTX),
+            lambda weights: product('bkhx,bktgx->bkhtg', v_BKHX, weights.astype(v_BKHX.dtype)),
+        )
+
+    if length <= _IN_PLACE or places <= size:
+        return join(softmax, k_BKHS, v_BKHS, visible_BTS)
+    index_S, seen_S = jnp.arange(places), jnp.any(visible_BTS, axis=(0, 1))
+    begin, end = jnp.argmax(seen_S), jnp.max(jnp.where(seen_S, index_S + 1, 0))
+
+    def some(i, softmax):
+        # The last block begins early, among places that were joined before it.
+        first = jnp.minimum(i * size, places - size)
+        cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=-1)
+        new_X = cut(index_S, first) >= i * size
+        visible_BTX = cut(visible_BTS, first) & new_X[None, None]
+        return join(softmax, cut(k_BKHS, first), cut(v_BKHS, first), visible_BTX)
+
+    return jax.lax.fori_loop(begin // size, -(-end // size), some, softmax)

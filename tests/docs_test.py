@@ -164,6 +164,7 @@ BENCHES = {
     'step --variants': '--size=2x64 --lengths=32 --tokens=64 --repeats=1 --dtype=float32',
     'step': '--size=2x64 --lengths=32 --tokens=64 --repeats=1',
     'decode': '--size=2x64 --context=64 --prompt=8 --batches=1,2 --kv_heads=1 --repeats=2',
+    'prompts': '--size=2x64 --length=96 --chunk=16 --repeats=1',
     'depth': '--size=2x64 --depths=2,3 --length=32 --ratio_length=64 --rows=1 --repeats=1',
     'experts': '--shapes=64x32x16x4x2 --repeats=1',
     'scoring': '--size=2x64 --repeats=1',

@@ -13,10 +13,13 @@ from moddepth_jax.benchmarks.decoding import decode
 from moddepth_jax.benchmarks.depths import depth
 from moddepth_jax.benchmarks.experts import experts
 from moddepth_jax.benchmarks.on_paper import paper
+from moddepth_jax.benchmarks.prompts import prompts
 from moddepth_jax.benchmarks.scoring import scoring
 from moddepth_jax.benchmarks.steps import step
 
-BENCHMARKS = {f.__name__: f for f in (step, decode, depth, experts, attention, paper, scoring)}
+BENCHMARKS = {
+    f.__name__: f for f in (step, decode, prompts, depth, experts, attention, paper, scoring)
+}
 
 
 def flag_texts(benchmark) -> dict[str, str]:

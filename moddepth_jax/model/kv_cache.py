@@ -108,6 +108,25 @@ def cache_from_prefill(keys, capacity: int, positions_BS=None, lengths_B=None) -
     return LayerCache(k_BKHS, v_BKHS, positions_BS, lengths_B)
 
 
+def _put_tokens(side_XS, new_TX, index_T, free):
+    """One row of a cache with new tokens at distinct places, those of S and above nowhere.
+
+    All others are from `free` on, and below free + T.
+    """
+    length, (*_, capacity) = len(new_TX), side_XS.shape
+    if length == 1:
+        new_X1 = jnp.moveaxis(new_TX, 0, -1)
+        return side_XS.at[..., index_T].set(new_X1, mode='drop', unique_indices=True)
+    # XLA on CPUs writes number by number what it does not write as one slice.
+    size = min(length, capacity)
+    first = jnp.minimum(free, capacity - size)
+    token_C = jnp.full(size, length).at[index_T - first].set(jnp.arange(length), mode='drop')
+    new_XC = jnp.moveaxis(new_TX.at[token_C].get(mode='fill', fill_value=0), 0, -1)
+    old_XC = jax.lax.dynamic_slice_in_dim(side_XS, first, size, axis=-1)
+    some_XC = jnp.where(token_C < length, new_XC, old_XC)
+    return jax.lax.dynamic_update_slice_in_dim(side_XS, some_XC, first, axis=-1)
+
+
 def update_cache(cache: Cache, updates, begins_BT, dropped_BT, active_BT) -> Cache:
     """The cache after the active tokens, which come first, by what `decoding.extend` returns.
 
@@ -127,13 +146,9 @@ def update_cache(cache: Cache, updates, begins_BT, dropped_BT, active_BT) -> Cac
         nowhere_T = layer.capacity + each_T
         index_BT = jnp.where(writes_BT, free_B[:, None] + rank_BT, nowhere_T[None])
 
-        def put(side_BX, new_BTX, index_BT=index_BT):
-            def one(side_X, new_TX, index_T):
-                new_X = jnp.moveaxis(new_TX, 0, -1)
-                return side_X.at[..., index_T].set(new_X, mode='drop', unique_indices=True)
-
+        def put(side_BX, new_BTX, index_BT=index_BT, free_B=free_B):
             # By vmap: with row indices too, each device would get the updates of all rows.
-            return _shard(jax.vmap(one)(side_BX, new_BTX, index_BT))
+            return _shard(jax.vmap(_put_tokens)(side_BX, new_BTX, index_BT, free_B))
 
         layer = layer._replace(k_BKHS=put(layer.k_BKHS, update.keys.k_BTKH))
         if layer.v_BKHS is not None:

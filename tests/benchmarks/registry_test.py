@@ -104,6 +104,16 @@ def test_both_ways_of_scoring_agree(tmp_path):
 
 
 @pytest.mark.slow
+def test_prompts_in_chunks(tmp_path):
+    """A chunk needs less memory than the whole prompt, of both models."""
+    flags = ['--size=2x64', '--length=96', '--chunk=16', '--repeats=1']
+    (result,), out, _ = bench(tmp_path, 'prompts', *flags)
+    assert [row['model'] for row in result['rows']] == ['dense', 'mod']
+    assert all(0 < row['memory_ratio'] < 1 < row['one_pass_temp_bytes'] for row in result['rows'])
+    assert 'time, chunks / one pass' in out
+
+
+@pytest.mark.slow
 def test_attention_of_given_sizes(tmp_path):
     """What cannot run here has a line on stderr, and the exit status is 0."""
     flags = ['--lengths=16', '--heads=2', '--kv_heads=1', '--widths=8', '--slots=2', '--seconds=1']

@@ -180,7 +180,8 @@ class MixtureOfDepths(Chooser):
     def extend(self, x_BTD, tokens: TokenInfo, args: RoutingArgs, cache, documents_BT, depth):
         """New tokens of each row: x', SlotInputs, CacheUpdate, dropped_BT.
 
-        Computes the least bucket of rows that holds those in which a token is selected.
+        Of one token each, computes the least bucket of rows that holds those that select theirs;
+        of several, the least bucket of tokens in each row that holds the selected ones.
         """
         batch, length = tokens.positions_BT.shape
         read_BTD, _ = self.block.read(x_BTD, depth)
@@ -188,52 +189,65 @@ class MixtureOfDepths(Chooser):
         wanted_BT = (tokens.segment_ids_BT > 0) & (rule_logits_BT > 0)
         selected_BT = select_into_cache(cache, wanted_BT)
         tokens = mask_tokens(tokens, selected_BT)  # attention and experts see no other
-        some_B = jnp.any(selected_BT, axis=1)
-        indices_B = mask_to_indices(some_B[None], batch)[0]
         skipped = SlotInputs()
         if self.writes_slots:
             skipped = self.block.skipped_slot_inputs(x_BTD, tokens)
         if self.hparams.masks_slots:
             skipped = jax.tree.map(jnp.zeros_like, skipped)
         nothing_BTKH = jnp.zeros((batch, length, *cache.k_BKHS.shape[1:3]), read_BTD.dtype)
+        sizes = batch_buckets(batch if length == 1 else length)
 
         def run_at(size):
-            rows_C = None if size == batch else indices_B[:size]
-
             def bucket(module, x_BTD):
                 old = module.block.skip(x_BTD), KeysValues(nothing_BTKH, nothing_BTKH), skipped
+                by_token = x_BTD, gates_BT, tokens, documents_BT
                 if not size:
                     return old
-                new = module._extend_rows(
-                    rows_C, x_BTD, tokens, gates_BT, args, cache, documents_BT, depth
-                )
-
-                def put(old_BT, new_CT):
-                    if rows_C is not None:
-                        new_CT = old_BT.at[rows_C].set(new_CT, mode='drop')
-                    places = *selected_BT.shape, *[1] * (old_BT.ndim - 2)
-                    return jnp.where(selected_BT.reshape(places), new_CT, old_BT)
-
+                if size == sizes[-1]:
+                    new = module._extend_tokens(by_token, args, cache, depth)
+                    return jax.tree.map(put_all, old, new)
+                rows_C, pick, put = _some_rows_or_tokens(selected_BT, size)
+                some, of_some = jax.tree.map(pick, by_token), jax.tree.map(jax.vmap(pick), depth)
+                new = module._extend_tokens(some, args, cache, of_some, rows_C)
                 return jax.tree.map(put, old, new)
+
+            def put_all(old_BT, new_BT):
+                places = *selected_BT.shape, *[1] * (old_BT.ndim - 2)
+                return jnp.where(selected_BT.reshape(places), new_BT, old_BT)
 
             return bucket
 
-        sizes = batch_buckets(batch)
-        which = jnp.sum(jnp.sum(some_B) > jnp.array(sizes[:-1]))
+        largest = jnp.max(jnp.sum(selected_BT, axis=0 if length == 1 else 1))
+        which = jnp.sum(largest > jnp.array(sizes[:-1], largest.dtype))
         branches = [run_at(size) for size in sizes]
         y_BTD, keys, slot_inputs = nn.switch(which, branches, self, x_BTD)
         return y_BTD, slot_inputs, CacheUpdate(keys, selected_BT), wanted_BT & ~selected_BT
 
-    def _extend_rows(self, rows_C, x_BTD, tokens, gates_BT, args, cache, documents_BT, depth):
-        """x', KeysValues and SlotInputs of `rows_C` (B and above: none), or of all rows."""
-        by_row = x_BTD, gates_BT, tokens, documents_BT
-        if rows_C is not None:
-            by_row = jax.tree.map(lambda side: side.at[rows_C].get(mode='clip'), by_row)
-            depth = jax.tree.map(lambda side: side.at[:, rows_C].get(mode='clip'), depth)
-        x_CTD, gates_CT, tokens_CT, documents_CT = by_row
-        if rows_C is not None:  # experts compute nothing for what is no row
-            exists_C1 = (rows_C < tokens.positions_BT.shape[0])[:, None]
-            tokens_CT = mask_tokens(tokens_CT, exists_C1)
+    def _extend_tokens(self, by_token, args, cache, depth, rows_C=None):
+        """x', KeysValues and SlotInputs of tokens, of which those of segment id 0 do not exist."""
+        x_CTD, gates_CT, tokens_CT, documents_CT = by_token
         view = view_of(cache, tokens_CT, documents_CT, self.window, rows_C)
         y_CTD, aux = self.block.gated(x_CTD, gates_CT, tokens_CT, view, depth, args.expert_state)
         return y_CTD, aux.keys, aux.slot_inputs
+
+
+def _some_rows_or_tokens(selected_BT, size):
+    """Rows of the cache that are read (None: all), a function that picks, and one that puts back.
+
+    What is picked, of which nothing but the selected tokens has a segment id, are `size` rows of
+    one token each, or `size` tokens of all rows.
+    """
+    batch, length = selected_BT.shape
+    if length > 1:
+        indices_BC = mask_to_indices(selected_BT, size)
+        return (
+            None,
+            lambda side_BT: gather_tokens(side_BT, indices_BC),
+            lambda side_BT, new_BC: scatter_tokens(side_BT, indices_BC, new_BC),
+        )
+    rows_C = mask_to_indices(selected_BT.T, size)[0]
+    return (
+        rows_C,
+        lambda side_BT: side_BT.at[rows_C].get(mode='fill', fill_value=0),
+        lambda side_BT, new_CT: side_BT.at[rows_C].set(new_CT, mode='drop'),
+    )
