@@ -6,9 +6,10 @@ python -m launch.generate --workdir=runs/mod_isoflop --prompt='def ' --prompt='c
 python -m launch.generate --workdir=runs/mod_isoflop --prompts=rows/a.jsonl --text_field=body
 ls | python -m launch.generate --workdir=runs/mod_isoflop --mesh=fsdp=2,tensor=2
 
-Without a prompt, continues each line that is typed, as its tokens come; of a pipe, each line is a
-prompt. Temperature applies first, then --top_k, then --top_p. A model that does not fit one device
-needs --mesh, or several processes as launch.train has them.
+Without a prompt, continues each line that is typed, as its tokens come, with --chat after all that
+was typed and written before; of a pipe, each line is a prompt. Temperature applies first, then
+--top_k, then --top_p. A model that does not fit one device needs --mesh, or several processes as
+launch.train has them.
 """
 
 import codecs
@@ -44,6 +45,7 @@ PREFILL_CHUNK = flags.DEFINE_integer(
 DRAFT_TOKENS = flags.DEFINE_integer(
     'draft_tokens', 0, 'Guess so many tokens without the routed blocks, check them in one pass.'
 )
+CHAT = flags.DEFINE_bool('chat', False, 'Typed lines go on from the text so far.')
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Texts for each prompt.', lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer('batch_size', 32, 'Texts written at a time.', lower_bound=1)
 ROUTING = cli.define_routing('aux_loss, predictor, threshold, dense or bypass')
@@ -56,10 +58,10 @@ DEFAULT_TOKENS = 200
 class _Progress:
     """Called by `generate` after each step: prints a single text while it grows; measures time."""
 
-    def __init__(self, tokenizer, prompt, single):
+    def __init__(self, tokenizer, prompt, single, num_shown):
         self._tokenizer, self._row, self._single = tokenizer, list(prompt), single
         self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
-        self._num_bytes, self._last, self._begin = 0, '', time.monotonic()
+        self._num_bytes, self._last, self._begin = num_shown, '', time.monotonic()
         self.ends, self.num_tokens = [], []  # of each step: seconds, and new tokens of all rows
         self.advance = None  # advances the bar
 
@@ -133,8 +135,8 @@ def _read_prompts():
     return texts
 
 
-def _request(run, tokenizer, texts):
-    """The arguments of `generate` except the model; raises as it does."""
+def _request(run, tokenizer, texts, cut=False):
+    """The arguments of `generate` except the model; raises as it does, or cuts prompts' left."""
     from moddepth_jax.inference.generate import check_chunk, check_draft, check_request
     from moddepth_jax.model.transformer import causal_routing, check_causal
 
@@ -144,7 +146,11 @@ def _request(run, tokenizer, texts):
             prompts.append([tokenizer.separator, *tokenizer.encode(text).tolist()])
         except ValueError as error:
             raise ValueError(f'prompt {os.fsdecode(text[:60])!r}: {error}') from None
-    room = run.hparams.data.sequence_length - max(map(len, prompts))
+    context = run.hparams.data.sequence_length
+    if cut:
+        most = context - (MAX_TOKENS.value or min(DEFAULT_TOKENS, context // 2))
+        prompts = [prompt[-max(1, most) :] for prompt in prompts]
+    room = context - max(map(len, prompts))
     request = {
         'prompts': prompts,
         'num_tokens': MAX_TOKENS.value or max(1, min(DEFAULT_TOKENS, room)),
@@ -163,15 +169,20 @@ def _request(run, tokenizer, texts):
     return request | {'routing': routing, **how}
 
 
-def _write(run, tokenizer, prompts, **request):
-    """Continues the prompts, some at a time; process 0 prints."""
+def _write(run, tokenizer, shown=False, *, prompts, **request):
+    """Continues the prompts, some at a time; process 0 prints. Returns its last texts.
+
+    `shown`: a single prompt is on the terminal already.
+    """
     from moddepth_jax.inference.generate import generate
     from moddepth_jax.training import multihost
 
     leader, single = multihost.is_leader(), len(prompts) * NUM_SAMPLES.value == 1
     size = max(1, BATCH_SIZE.value // NUM_SAMPLES.value)
     size = -(-len(prompts) // -(-len(prompts) // size))  # even batches have few shapes
-    progress, stopped, notes = _Progress(tokenizer, prompts[0], single and leader), [], {}
+    num_shown = len(tokenizer.decode(prompts[0])) if shown else 0
+    progress = _Progress(tokenizer, prompts[0], single and leader, num_shown)
+    stopped, notes = [], {}
     for first in range(0, len(prompts), size):
         batch = prompts[first : first + size]
         total = len(batch) * NUM_SAMPLES.value * request['num_tokens']
@@ -187,18 +198,24 @@ def _write(run, tokenizer, prompts, **request):
             _print_rows(texts, first, len(prompts))
     if leader:
         print(progress.describe(stopped, notes), file=sys.stderr)
+    return texts
 
 
 def _converse(run, tokenizer):
     """Continues each line that is typed; the draws of no two lines have the same seed."""
-    _request(run, tokenizer, [b''])
+    _request(run, tokenizer, [b''], CHAT.value)
+    text = b''
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  input() then has a history and arrow keys
     print('Type the start of a text; Ctrl-D ends.', file=sys.stderr)
     for count in itertools.count(SEED.value):
         try:
-            request = _request(run, tokenizer, [os.fsencode(input('> '))])
-            _write(run, tokenizer, **request | {'seed': count % 2**32})
+            line = os.fsencode(input('> '))
+            if CHAT.value and text:
+                line = text + b'\n' * (not text.endswith(b'\n')) + line
+            request = _request(run, tokenizer, [line], CHAT.value)
+            new, *_ = _write(run, tokenizer, CHAT.value, **request | {'seed': count % 2**32})
+            text = line + new[len(tokenizer.decode(request['prompts'][0])) :]
         except EOFError:
             return print()
         except ValueError as error:
@@ -216,6 +233,8 @@ def _start(run):
 
     given = PROMPT.value is not None or PROMPTS.value or multihost.is_initialized()
     interactive = not given and sys.stdin and sys.stdin.isatty()
+    if CHAT.value and (not interactive or NUM_SAMPLES.value > 1):
+        raise ValueError('--chat: continues lines typed on a terminal, one sample of each')
     tokenizer, request = multihost.run_on_all(prepare)
     _converse(run, tokenizer) if interactive else _write(run, tokenizer, **request)
 

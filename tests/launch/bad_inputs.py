@@ -100,6 +100,8 @@ COMMANDS = {
         ('--workdir=taken', ['no finished checkpoint', 'launch.train']),
     ],
     'generate --workdir=run': [
+        ('--prompt=abc --chat', ['--chat: continues lines typed on a terminal']),
+        ('--prompt=abc --draft_tokens=-1', ['draft_tokens=-1: must be 0']),
         ('--prompt=abc --max_tokens=29', ['29 to generate', 'shorten the prompt by 1 or gen']),
         (f'--prompt={"x" * 400}', ['401 tokens and 1', '=32: shorten the prompt by 370']),
         ('--temperature=-1', ['temperature=-1', '0 (the most likely']),

@@ -95,3 +95,29 @@ def test_lines_are_continued_one_by_one_on_a_terminal_and_together_from_a_pipe(
         assert written(run, [prompt], 9, seed=seed)[1][0] in text
     assert text.startswith('Type the start of a text; Ctrl-D ends.\n')
     assert text.count('9 tokens in') == 2 and 'error: a prompt of 41 tokens and 9' in text
+
+
+@pytest.mark.slow
+def test_lines_of_a_chat_go_on_from_the_text_so_far(trained, hasty, run, tmp_path):
+    """Each line follows all before it, cut on the left to fit; only new text is printed."""
+    line = [sys.executable, '-m', 'launch.generate', f'--workdir={trained}/run', '--max_tokens=9']
+    line += ['--chat', '--temperature=0']
+    how = {'cwd': trained, 'env': {**os.environ, **hasty, 'PYTHONPATH': str(ROOT)}}
+    ours, its = os.openpty()
+    with (tmp_path / 'said').open('w+b') as said:
+        with subprocess.Popen(line, stdin=its, stdout=said, stderr=said, **how) as process:
+            os.write(ours, b'a\nbcd\nefgh\n\x04')
+            assert process.wait(120) == 0
+        said.seek(0)
+        text = said.read().decode()
+    tokenizer, so_far = make_tokenizer('bytes'), b''
+    most = run.hparams.data.sequence_length - 9
+    for typed in (b'a', b'bcd', b'efgh'):
+        so_far += b'\n' * bool(so_far and not so_far.endswith(b'\n')) + typed
+        prompt = [tokenizer.separator, *so_far][-most:]
+        how = {'tokenizer': tokenizer, 'temperature': 0.0}
+        result = generate(run.state.variables, run.hparams, [prompt], 9, **how)
+        new = tokenizer.decode(result.tokens[0][len(prompt) :])
+        so_far += new
+        assert printable(new.decode('utf-8', 'replace')) in text, typed
+    assert len(so_far) - 9 >= most and 'error' not in text
