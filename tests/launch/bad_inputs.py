@@ -204,8 +204,8 @@ COMMANDS = {
         ('--report', ['--out=DIR']),
     ],
     'bench': [
-        ('', ['no benchmark', 'step, decode, depth, experts, attention']),
-        ('dekode', ['dekode', 'step, decode, depth, experts, attention']),
+        ('', ['no benchmark', 'step, decode, prompts, depth, experts, attention']),
+        ('dekode', ['dekode', 'step, decode, prompts, depth, experts, attention']),
         ('attention --implementations=cudn', ['--implementations=cudn', 'cudnn']),
         ('attention --heads=6 --kv_heads=4', ['--kv_heads=4', '--heads=6']),
         ('experts --shapes=64x32x16x4x5', ['--shapes=64x32x16x4x5', 'five numbers', 'last']),
