@@ -45,7 +45,7 @@ PREFILL_CHUNK = flags.DEFINE_integer(
 DRAFT_TOKENS = flags.DEFINE_integer(
     'draft_tokens', 0, 'Guess so many tokens without the routed blocks, check them in one pass.'
 )
-CHAT = flags.DEFINE_bool('chat', False, 'Typed lines go on from the text so far.')
+CHAT = flags.DEFINE_bool('chat', False, 'Typed lines go on from the text so far, as much as fits.')
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Texts for each prompt.', lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer('batch_size', 32, 'Texts written at a time.', lower_bound=1)
 ROUTING = cli.define_routing('aux_loss, predictor, threshold, dense or bypass')

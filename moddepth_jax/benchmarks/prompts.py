@@ -70,8 +70,8 @@ def _compare(name, size, length, chunk, repeats):
 def prompts(*, size: str = '6x256', length: int = 4096, chunk: int = 512, repeats: int = 9):
     """The first token after a prompt, read in one pass or in chunks.
 
-    Of the dense and the Mixture-of-Depths model, which routes at random, with random weights. The
-    temporary memory is that of the largest program, in which the cache of a chunk is not counted.
+    Of the dense and the Mixture-of-Depths model, which routes at random, with random weights.
+    Memory is the temporary memory of the largest program, which leaves out the cache.
 
     Args:
       size: LAYERSxWIDTH.
@@ -79,6 +79,8 @@ def prompts(*, size: str = '6x256', length: int = 4096, chunk: int = 512, repeat
       chunk: tokens of a chunk.
       repeats: timed rounds.
     """
+    if not 1 <= chunk <= length:
+        raise ValueError(f'--chunk={chunk}: must be from 1 to --length={length}')
     rows = [_compare(name, size, length, chunk, repeats) for name in ('dense', 'mod')]
     title = f'first token after {length}, {size}, in chunks of {chunk}'
     facts = {'versions': versions(), 'length': length, 'chunk': chunk, 'repeats': repeats}

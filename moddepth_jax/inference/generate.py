@@ -253,6 +253,36 @@ class _Draft:
             self._next(guesses_BT[:, -1], all_held_B)
 
 
+class _Texts:
+    """The rows of a generation while they grow; samples of a prompt are adjacent.
+
+    `left_B`: tokens that each row may still get; `stopped_B`: whether a row ended with a stop,
+    which it does not hold.
+    """
+
+    def __init__(self, prompts, num_samples, num_tokens, stops, on_tokens):
+        self.rows = [list(prompt) for prompt in prompts for _ in range(num_samples)]
+        self.left_B = np.full(len(self.rows), num_tokens)
+        self.stopped_B = np.zeros(len(self.rows), bool)
+        self._stops, self._on_tokens = stops, on_tokens
+
+    @property
+    def active_B(self):
+        """Rows that may get more tokens."""
+        return ~self.stopped_B & (self.left_B > 0)
+
+    def add(self, drawn_BT, new_BT):
+        """Adds the tokens of `new_BT`, the first of each row, up to a stop."""
+        for drawn_B, new_B in zip(drawn_BT.T, new_BT.T, strict=True):
+            self.stopped_B = self.stopped_B | (new_B & np.isin(drawn_B, self._stops))
+            new_B = new_B & ~self.stopped_B
+            for row in np.flatnonzero(new_B):
+                self.rows[row].append(drawn_B[row])
+            self.left_B = self.left_B - new_B
+            if self._on_tokens is not None and new_B.any():
+                self._on_tokens(drawn_B, new_B)
+
+
 def _pad(prompts, tokenizer, most):
     """tokens_BT and segment_ids_BT of prompts, padded to a power of two, at most `most`."""
     longest = max(map(len, prompts))
@@ -292,17 +322,18 @@ def generate(
     each, which need less memory and change nothing but rounding. Then each token costs one step, in
     which a routed block computes and caches only the rows it selects. A row's draws (see `sample`)
     depend on `seed`, the number of its sample and its positions: other rows change nothing but
-    rounding. Neither do `draft_tokens`, so many guesses of what follows, by the model without its
-    routed blocks, which it checks in one pass (speculative decoding, Leviathan et al. 2023, arXiv
-    2211.17192, but with common noise instead of rejection sampling: the texts are the same ones).
+    rounding. With `draft_tokens` the model without its routed blocks guesses so many tokens at a
+    time, and one pass checks them (speculative decoding, Leviathan et al. 2023, arXiv 2211.17192).
+    Guesses are drawn with the noise of the tokens, in place of rejection sampling, so that they
+    change nothing but rounding either.
 
     All processes of a mesh in the context (`jax.set_mesh`) share the work and get every text.
     `prompts` are sequences of one token id at least; the longest and `num_tokens` fit the context.
     `seed` is one integer, or one for each prompt. `routing` is a causal rule, by default the one
     of the training. With a `tokenizer`, its separator begins a document, its stops end one (and
-    the row, if `stop`), and only these and ids of text are drawn. `on_tokens` is called with NumPy
-    arrays token_B and active_B as tokens are drawn. Of abstract variables, compiles only and
-    returns None.
+    the row, if `stop`), and only these and ids of text are drawn. As tokens are drawn, `on_tokens`
+    is called with NumPy arrays: token_B, and which rows got theirs. Of abstract variables, compiles
+    only and returns None.
 
     Raises:
       ValueError: an argument that does not fit the model, or a routing that looks ahead.
@@ -334,56 +365,45 @@ def generate(
         return ahead.call(_start, unrolled, prompt, keys_B, **first)
 
     token_B, cache = start(sizes, static)
-    rows = [list(prompt) for prompt in prompts for _ in range(num_samples)]
-    running_B, left_B = np.ones(len(rows), bool), np.full(len(rows), num_tokens)
+    ends = stop and tokenizer is not None
+    texts = _Texts(prompts, num_samples, num_tokens, tokenizer.stops if ends else (), on_tokens)
     if ahead.is_abstract(cache):
-        flag_B1 = running_B[:, None]
-        _, _, update = ahead.call(
-            _step, unrolled, cache, token_B[:, None], flag_B1, keys_B, **static
-        )
+        inputs = token_B[:, None], texts.active_B[:, None], keys_B
+        _, _, update = ahead.call(_step, unrolled, cache, *inputs, **static)
         ahead.call(_write, cache, *update)
         return None
-    draft, guessed, held = None, 0, 0
+    draft, guessed, held, per_round = None, 0, 0, 1 + draft_tokens
     if draft_tokens:
-        skipping = static | {'routing': 'bypass'}
-        _, without = start(sizes | {'routed_capacity': 1}, skipping)
-        draft = _Draft(unrolled, without, keys_B, skipping)
+        of_draft = static | {'routing': 'bypass'}
+        _, draft_cache = start(sizes | {'routed_capacity': 1}, of_draft)
+        draft = _Draft(unrolled, draft_cache, keys_B, of_draft)
     room = 0  # tokens until a routed block's cache may be full, where it grows
-    next_BT, new_BT = token_B[:, None], np.ones((len(rows), 1), bool)
-    drawn_BT = np.asarray(next_BT)
+    next_BT, new_BT = token_B[:, None], texts.active_B[:, None]
     while True:
-        for drawn_B, new_B in zip(drawn_BT.T, new_BT.T, strict=True):
-            if stop and tokenizer is not None:
-                running_B = running_B & ~(new_B & np.isin(drawn_B, tokenizer.stops))
-            new_B = new_B & running_B
-            for row in np.flatnonzero(new_B):
-                rows[row].append(drawn_B[row])
-            left_B = left_B - new_B
-            if on_tokens is not None and new_B.any():
-                on_tokens(drawn_B, new_B)
-        active_B = running_B & (left_B > 0)
+        drawn_BT = np.asarray(next_BT)
+        texts.add(drawn_BT, new_BT)
+        active_B = texts.active_B
         if not active_B.any():
             break
-        if grows and room < 1 + draft_tokens:
+        if grows and room < per_round:
             used = longest_routed_row(cache)
-            while routed_capacity < min(capacity, used + 1 + draft_tokens):
+            while routed_capacity < min(capacity, used + per_round):
                 routed_capacity = min(capacity, 2 * routed_capacity)
             cache, room = resize_cache(cache, routed_capacity), routed_capacity - used
         tokens_BT, active_BT = next_BT, active_B[:, None]
         if draft is not None:
-            last_B = drawn_BT[np.arange(len(rows)), np.maximum(new_BT.sum(axis=1) - 1, 0)]
+            last_B = drawn_BT[np.arange(len(drawn_BT)), np.maximum(new_BT.sum(axis=1) - 1, 0)]
             tokens_BT = draft.guess(last_B, active_B, draft_tokens)
-            active_BT = active_BT & (np.arange(1 + draft_tokens) < left_B[:, None])
+            active_BT = active_BT & (np.arange(per_round) < texts.left_B[:, None])
         next_BT, held_BT, update = _step(unrolled, cache, tokens_BT, active_BT, keys_B, **static)
-        cache, room = _write(cache, *update), room - 1 - draft_tokens
-        drawn_BT, new_BT = np.asarray(next_BT), active_BT
+        cache, room, new_BT = _write(cache, *update), room - per_round, active_BT
         if draft is not None:
             new_BT = np.asarray(held_BT)
             draft.follow(cache, tokens_BT, new_BT.all(axis=1))
             guessed, held = guessed + active_BT[:, 1:].sum(), held + new_BT[:, 1:].sum()
     return Generation(
-        [np.array(row, np.int32) for row in rows],
-        [not running for running in running_B.tolist()],
+        [np.array(row, np.int32) for row in texts.rows],
+        texts.stopped_B.tolist(),
         int(jnp.sum(cache.dropped_B)),
         routed_capacity if routed_capacity > first_capacity else 0,
         int(guessed),

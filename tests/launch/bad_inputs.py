@@ -213,6 +213,7 @@ COMMANDS = {
         ('decode --batches=0', ['--batches=0', 'numbers']),
         ('decode --size=2x64 --kv_heads=3', ['3', 'divide']),
         ('decode --size=2x64 --context=64 --prompt=100', ['--prompt=100', '64']),
+        ('prompts --chunk=8192', ['--chunk=8192: must be from 1 to --length=4096']),
         ('depth --depths=8,deep', ['--depths=8,deep', 'numbers']),
         ('depth --size=16x100', ['16x100', 'multiple of 64']),
         ('depth --tokens=64', ['--tokens', 'is of step', 'depth']),
