@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# New tokens, and keys, whose scores exist at a time: on CPUs the fastest of six pairs measured,
-# elsewhere not measured.
-_CPU_BLOCK, _BLOCK = (128, 128), (256, 1024)
+# New tokens, and keys, whose scores exist at a time: on CPUs the fastest that was measured on two
+# cores (one alone is faster with 128, 128), elsewhere not measured.
+_CPU_BLOCK, _BLOCK = (512, 256), (256, 1024)
 _IN_PLACE = 16  # so few tokens read all places at once, of which blocks would be copies
 
 
