@@ -124,7 +124,8 @@ study-streams: .venv/installed
 	    --variants=dense,attnres,attnres_block,$(RIVALS)
 
 study-streams-fast: .venv/installed
-	$(call isoflop) $(AT_8X64) --learning_rates=0.006 --variants=dense,attnres,attnres_block
+	$(call isoflop) $(AT_8X64) --learning_rates=0.006 \
+	    --variants=dense,attnres,attnres_block,hyper,mudd
 
 # On the text of packages that every installation has, with a tokenizer of 4,096 ids.
 TEXT := runs/study-text/text
