@@ -19,7 +19,7 @@ NEXT := .venv-next/bin/python
 NEXT_TESTS := tests/kernels tests/model tests/inference tests/launch/backends_test.py \
     $(addprefix tests/training/,losses_test.py train_step_test.py mesh_test.py gpu_collectives_test.py)
 
-.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-budgets study-routing study-capacity study-every-block study-gates study-moda study-streams study-streams-fast study-text study-experts study-gpu study-moda-gpu docs-notebooks docs-api
+.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-budgets study-routing study-capacity study-every-block study-gates study-moda study-streams study-streams-fast study-recursions study-text study-experts study-gpu study-moda-gpu docs-notebooks docs-api
 .DELETE_ON_ERROR:
 
 train: .venv/installed
@@ -126,6 +126,11 @@ study-streams: .venv/installed
 study-streams-fast: .venv/installed
 	$(call isoflop) $(AT_8X64) --learning_rates=0.006 \
 	    --variants=dense,attnres,attnres_block,hyper,mudd
+
+# Eight blocks run in all but once_2 and once_3.
+study-recursions: .venv/installed
+	$(call isoflop) $(AT_BUDGET) --budgets=2e12 --sizes=8x64 --seeds=$(EIGHT) \
+	    --variants=dense,once_2,once_3,looped_2,looped_3,recursions_2,recursions_3,mod
 
 # On the text of packages that every installation has, with a tokenizer of 4,096 ids.
 TEXT := runs/study-text/text

@@ -6,7 +6,14 @@ from ml_collections import ConfigDict
 from configs import mode_integrated, moe
 from launch import config_file
 from moddepth_jax.hparams import Hparams, from_config
-from moddepth_jax.studies.plan import VARIANTS, Planned, base_name, nearest_depth
+from moddepth_jax.studies.plan import (
+    LOOPED_VARIANTS,
+    VARIANTS,
+    Planned,
+    base_name,
+    blocks_of_loops,
+    nearest_depth,
+)
 
 _VARIED = (
     *('routing.router', 'routing.layers', 'routing.capacity'),
@@ -75,6 +82,8 @@ class StudyConfig:
             experts.row_capacity = max(1, int(0.5 * share))
         elif name == 'integrated':
             mode_integrated.apply_noop(config)
+        elif name in LOOPED_VARIANTS:
+            config.model.num_layers = blocks_of_loops(name, config.model.num_layers)
         elif name == 'wider':
             moda = self.config(variant.replace('wider', 'moda'), size, budget)
             config.model.d_ff = _matching_d_ff(config, moda)

@@ -45,6 +45,11 @@ def _mod(router='learned', layers='every:2', capacity=0.125, **routing):
     return _PLAIN | {f'model.routing.{name}': value for name, value in (free | knobs).items()}
 
 
+def _looped(loops):
+    """All blocks but the first and the last run so often, with the same weights."""
+    return _PLAIN | {'model.looped_layers': 'middle:1:1', 'model.loops': loops}
+
+
 def _recursions(loops):
     """As in the paper: by expert choice, the last of some loops on that fraction of the tokens."""
     knobs = {'router': 'learned', 'layers': 'loops', 'capacity': 1 / loops}
@@ -118,24 +123,6 @@ STREAM_VARIANTS = {
         _PLAIN | {'model.value_embeddings': 'alternate'},
         'rose p',
     ),
-    **{
-        f'looped_{loops}': Variant(
-            f'all but the first and last block looped {word}',
-            _PLAIN | {'model.looped_layers': 'middle:1:1', 'model.loops': loops},
-            look,
-        )
-        for loops, word, look in ((2, 'twice', 'orange <'), (3, 'three times', 'orange >'))
-    },
-    **{
-        f'recursions_{loops}': Variant(
-            f'Mixture-of-Recursions, {word}',
-            _PLAIN
-            | {'model.looped_layers': 'middle:1:1', 'model.loops': loops}
-            | _recursions(loops),
-            look,
-        )
-        for loops, word, look in ((2, 'two loops', 'orange ^'), (3, 'three loops', 'orange v'))
-    },
     'attnres': Variant('attention residuals', _stream('attention_residual'), 'red d'),
     'attnres_block': Variant(
         'attention residuals, blocks of 4 sublayers',
@@ -162,6 +149,25 @@ STREAM_VARIANTS = {
         _mod() | _moda(skipped_slots='masked'),
         'green H',
     ),
+}
+_LOOP_WORDS = ((2, 'two loops', '<'), (3, 'three loops', '>'))
+# Of a size LxD, in which L blocks run: the first, the last, and those between in N loops. `once_N`
+# has the blocks of `looped_N` and runs each once.
+LOOPED_VARIANTS = {
+    **{
+        f'looped_{loops}': Variant(f'looped, {words}', _looped(loops), f'orange {marker}')
+        for loops, words, marker in _LOOP_WORDS
+    },
+    **{
+        f'once_{loops}': Variant(f'the blocks of {words}, each once', _PLAIN, f'grey {marker}')
+        for loops, words, marker in _LOOP_WORDS
+    },
+    **{
+        f'recursions_{loops}': Variant(
+            f'Mixture-of-Recursions, {words}', _looped(loops) | _recursions(loops), f'blue {marker}'
+        )
+        for loops, words, marker in _LOOP_WORDS
+    },
 }
 _PLACEMENTS = {'post': 'post-norm', 'reordered': "OLMo2's norm"}
 VARIANTS = {
@@ -196,6 +202,7 @@ VARIANTS = {
     'integrated': Variant('MoDE integrated, half no-ops', _PLAIN | _EXPERTS, 'rose p'),
     'staged': Variant('MoDE staged, 12.5%, every other block', _mod() | _EXPERTS, 'blue D'),
     **STREAM_VARIANTS,
+    **LOOPED_VARIANTS,
     **{
         f'{name}_{placement}': Variant(
             f'{label}, {words}', changes | {'model.norm_placement': placement}, look
@@ -207,6 +214,19 @@ VARIANTS = {
         or changes['model.depth.stream'] not in ('attention_residual', 'hyper_connections')
     },
 }
+
+
+def blocks_of_loops(variant: str, num_layers: int) -> int:
+    """Blocks that have parameters in one of LOOPED_VARIANTS in which so many run.
+
+    ValueError, one line, if loops do not fit.
+    """
+    loops = int(variant.rpartition('_')[2])
+    between, left = divmod(num_layers - 2, loops)
+    if left or between < 1:
+        right = f'must be 2 blocks and a multiple of {loops}, as in {2 + 2 * loops}x64'
+        raise ValueError(f'{num_layers} blocks of {variant}: {right}')
+    return 2 + between
 
 
 def base_name(variant: str) -> str:

@@ -124,6 +124,22 @@ def test_the_wider_model_has_as_many_parameters_as_moda():
     assert abs(wider - moda) < 0.002 * moda and dense < 0.95 * moda
 
 
+def test_looped_variants_run_as_many_blocks_as_the_plain_model():
+    """And `once` has the parameters of the looped model."""
+    config = StudyConfig('configs/study.py', {}, 'flops')
+
+    def model(name, size='8x64'):
+        return from_config(config.config(name, size, 2e12)).model
+
+    for loops, stored in ((2, 5), (3, 4)):
+        names = [f'{name}_{loops}' for name in ('looped', 'recursions', 'once')]
+        looped, recursions, once = map(model, names)
+        assert looped.num_blocks == recursions.num_blocks == 8
+        assert {looped.num_layers, recursions.num_layers, once.num_blocks} == {stored}
+    with pytest.raises(ValueError, match='9 blocks of looped_3: must be 2 blocks and a multiple'):
+        model('looped_3', '9x64')
+
+
 def wait_until_unlocked(run):
     while True:
         try:
