@@ -17,10 +17,10 @@ from moddepth_jax.model.kv_cache import resize_cache
 from moddepth_jax.model.layers import lm_head
 from moddepth_jax.model.transformer import Transformer, causal_routing, check_causal
 
-_MIN_LENGTH = 16  # rows are padded to powers of two: few shapes, few compilations
+_MIN_LENGTH = 16  # least of the lengths that rows are padded to
 _MAX_PARTS = 4  # continuations that one row can score
 _BLOCK = 16  # positions whose logits exist at a time: those of a long row may not fit
-_OPTION_STEP = 4  # to a multiple of it options are padded, after their first token
+_OPTION_LENGTH = 4  # tokens of each row's options whose logits exist at a time
 _IN_FLIGHT = 2  # batches on the device, so that it does not wait for the host
 
 
@@ -82,44 +82,59 @@ def _score_batch(
     return jax.lax.fori_loop(0, num_blocks, of_block, zeros)
 
 
-@functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
-def _score_options(
-    unrolled, tokens_BT, segment_ids_BT, context_O, labels_OS, active_OS, *, hparams, routing
-):
-    """log p of the labels, float32, and whether each is the likeliest token, [S, O].
+class _Options(NamedTuple):
+    """Options of questions: B contexts, and S tokens that go on from each, option by option."""
 
-    Of options O, each of one of the contexts [B, T], which are read once.
-    """
+    context_BT: np.ndarray  # int32, as are the others
+    exists_BT: np.ndarray  # 1 for the tokens of a context
+    first_BO: np.ndarray  # the first token of each option
+    tokens_BS: np.ndarray  # of all options: all but their last
+    branches_BS: np.ndarray  # the number of the option, from 1; 0 for no token
+    labels_BS: np.ndarray  # the token after each
+
+
+@functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
+def _score_options(unrolled, options: _Options, *, hparams, routing):
+    """log p of first_BO and labels_BS, float32, and whether each is the likeliest token."""
     how, routes = {'hparams': hparams, 'routing': routing}, hparams.model.routing
-    capacity = tokens_BT.shape[1] + labels_OS.shape[1]
+    capacity = options.context_BT.shape[1] + options.tokens_BS.shape[1]
     most = min(capacity, routes.cache_size(hparams.data.sequence_length, routing))
     grows = routes.overflow == 'grow'
     sizes = {'capacity': capacity, 'routed_capacity': None if grows else most}
-    read = prefill(unrolled, tokens_BT, segment_ids_BT, **sizes, **how)
-    first_OV, cache = jax.tree.map(lambda side_BX: side_BX[context_O], read)
+    first_BV, cache = prefill(unrolled, options.context_BT, options.exists_BT, **sizes, **how)
     if grows:
         cache = resize_cache(cache, capacity)
-    begins_OS = jnp.zeros_like(active_OS[:, 1:])
-    x_OSD, _, _ = extend(unrolled, cache, labels_OS[:, :-1], begins_OS, active_OS[:, 1:], **how)
+    begins_BS = jnp.zeros(options.tokens_BS.shape, bool)
+    x_BSD, _, _ = extend(unrolled, cache, options.tokens_BS, begins_BS, options.branches_BS, **how)
 
-    def of_labels(logits_OV, label_O):
-        nll_O1, _, _ = token_losses(logits_OV[:, None], label_O[:, None])
-        return -nll_O1[:, 0], label_O == jnp.argmax(logits_OV, axis=-1)
+    def of_labels(logits_BXV, labels_BX):
+        nll_BX, _, _ = token_losses(logits_BXV, labels_BX)
+        return -nll_BX, labels_BX == jnp.argmax(logits_BXV, axis=-1)
 
-    def of_place(place):  # one after another: logits of all at once may not fit
-        x_OD, label_O = place
-        return of_labels(lm_head(x_OD[:, None], unrolled)[:, 0], label_O)
+    def of_places(places):  # some after others: logits of all at once may not fit
+        x_BPD, labels_BP = places
+        return of_labels(lm_head(x_BPD, unrolled), labels_BP)
 
-    rest = jax.lax.map(of_place, (jnp.moveaxis(x_OSD, 1, 0), labels_OS[:, 1:].T))
-    first = of_labels(first_OV, labels_OS[:, 0])
-    return tuple(jnp.concatenate([a[None], b]) for a, b in zip(first, rest, strict=True))
+    def parts(side_BSX):
+        return jnp.stack(jnp.split(side_BSX, side_BSX.shape[1] // _OPTION_LENGTH, axis=1))
+
+    rest = jax.lax.map(of_places, jax.tree.map(parts, (x_BSD, options.labels_BS)))
+    rest = jax.tree.map(lambda side_XBP: jnp.concatenate(list(side_XBP), axis=1), rest)
+    first_BOV = jnp.broadcast_to(first_BV[:, None], (*options.first_BO.shape, first_BV.shape[-1]))
+    return of_labels(first_BOV, options.first_BO), rest
 
 
 def row_lengths(hparams: Hparams) -> list[int]:
-    """Ascending lengths that rows are padded to: powers of two, and the model's context."""
+    """Ascending lengths that rows are padded to: `_sizes` from 16, and the model's context."""
     context = hparams.data.sequence_length
-    powers = (_MIN_LENGTH << i for i in itertools.count())
-    return [*itertools.takewhile(lambda length: length < context, powers), context]
+    sizes = _sizes(_MIN_LENGTH, parts=2)
+    return [*itertools.takewhile(lambda length: length < context, sizes), context]
+
+
+def _sizes(least, parts):
+    """Ascending without end, `parts` to an octave: few shapes, few compilations."""
+    for i in itertools.count():
+        yield from ((least << i) * (parts + part) // parts for part in range(parts))
 
 
 def _checked(hparams, requests):
@@ -207,7 +222,7 @@ def score(
         raise ValueError(f'batch_size={batch_size}: must be 1 or more')
     requests = list(_checked(hparams, requests))
     how = {'batch_size': batch_size, 'hparams': hparams, 'routing': routing}
-    questions = _questions(requests)
+    questions = _questions(requests, hparams)
     alone = {*range(len(requests))}.difference(*questions)
     scores, running = [None] * len(requests), collections.deque()
 
@@ -262,38 +277,51 @@ def _from_contexts(variables, requests, questions, *, batch_size, hparams, routi
         of_questions = [[requests[i] for i in options] for options in batch]
         longest = max(len(options[0].context) for options in of_questions)
         length = next(length for length in row_lengths(hparams) if length >= longest)
-        arrays = _option_arrays(of_questions, batch_size, length)
-        results = _score_options(unrolled, *arrays, hparams=hparams, routing=routing)
+        arrays = _option_arrays(of_questions, length)
+        results = _score_options(unrolled, arrays, hparams=hparams, routing=routing)
 
-        def wait(batch=batch, active_OS=arrays[-1], results=results):
-            log_p_OS, best_OS = (np.asarray(side).T for side in results)
-            numbered = enumerate(itertools.chain(*batch))
-            return [(i, log_p_OS[o, active_OS[o]], best_OS[o, active_OS[o]]) for o, i in numbered]
+        def wait(batch=batch, branches_BS=arrays.branches_BS, results=results):
+            (first_p_BO, first_best_BO), (log_p_BS, best_BS) = jax.device_get(results)
+            found = []
+            for b, options in enumerate(batch):
+                for o, i in enumerate(options):
+                    mine_S = branches_BS[b] == o + 1
+                    log_p = np.append(first_p_BO[b, o], log_p_BS[b, mine_S])
+                    found.append((i, log_p, np.append(first_best_BO[b, o], best_BS[b, mine_S])))
+            return found
 
         yield wait
 
 
-def _option_arrays(questions, batch_size, length):
-    """The arrays of `_score_options` for lists of requests of one context; others are padding."""
-    size = 1 << (len(questions) - 1).bit_length()  # few shapes
-    tokens_BT = np.zeros((size, length), np.int32)
-    segment_ids_BT, context_O = np.zeros_like(tokens_BT), np.zeros(batch_size, np.int32)
-    most = max(len(one.labels) for options in questions for one in options)
-    steps = 1 + -(-max(1, most - 1) // _OPTION_STEP) * _OPTION_STEP
-    labels_OS = np.zeros((batch_size, steps), np.int32)
-    active_OS, o = np.zeros((batch_size, steps), bool), 0
+def _option_arrays(questions, length):
+    """The _Options of lists of requests of one context, and of padding that makes few shapes."""
+    rows = 1 << (len(questions) - 1).bit_length()
+    most = max(map(len, questions))
+    longest = max(sum(len(one.labels) - 1 for one in options) for options in questions)
+    size = next(size for size in _sizes(_MIN_LENGTH, parts=4) if size >= longest)
+    context = np.zeros((2, rows, length), np.int32)
+    first_BO = np.zeros((rows, 1 << (most - 1).bit_length()), np.int32)
+    arrays = _Options(*context, first_BO, *np.zeros((3, rows, size), np.int32))
     for b, options in enumerate(questions):
         context = options[0].context
-        tokens_BT[b, : len(context)], segment_ids_BT[b, : len(context)] = context, 1
-        for one in options:
-            context_O[o], labels_OS[o, : len(one.labels)] = b, one.labels
-            active_OS[o, : len(one.labels)] = True
-            o += 1
-    return tokens_BT, segment_ids_BT, context_O, labels_OS, active_OS
+        arrays.context_BT[b, : len(context)], arrays.exists_BT[b, : len(context)] = context, 1
+        begin = 0
+        for o, one in enumerate(options):
+            arrays.first_BO[b, o], end = one.labels[0], begin + len(one.labels) - 1
+            arrays.tokens_BS[b, begin:end] = one.labels[:-1]
+            arrays.labels_BS[b, begin:end] = one.labels[1:]
+            arrays.branches_BS[b, begin:end] = o + 1
+            begin = end
+    return arrays
 
 
-def _questions(requests):
-    """Lists of requests by number: those of one context, if several of them have several tokens."""
+def _questions(requests, hparams):
+    """Lists of requests by number: those of one context, if several of them have several tokens.
+
+    None if experts count the tokens of a row, which options of one row do not share.
+    """
+    if hparams.model.experts.row_capacity:
+        return []
     by_context = collections.defaultdict(list)
     for i, request in enumerate(requests):
         by_context[request.context].append(i)
@@ -301,7 +329,22 @@ def _questions(requests):
     def longer(options):
         return sum(len(requests[i].labels) > 1 for i in options)
 
-    return [options for options in by_context.values() if longer(options) > 1]
+    most = hparams.data.sequence_length  # tokens that go on from one row's context
+    shared = [options for options in by_context.values() if longer(options) > 1]
+    return [row for options in shared for row in _cut(options, requests, most)]
+
+
+def _cut(options, requests, most):
+    """The options in lists of at most so many labels in all."""
+    rows, room = [], 0
+    for i in options:
+        size = len(requests[i].labels)
+        if size > room:
+            rows.append([])
+            room = most
+        rows[-1].append(i)
+        room -= size
+    return rows
 
 
 def _batches(questions, requests, batch_size):

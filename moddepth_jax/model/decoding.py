@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.embedding_residual import embedded_input
-from moddepth_jax.model.kv_cache import Cache, cache_from_prefill, documents_of
+from moddepth_jax.model.kv_cache import Cache, cache_from_prefill, documents_of, next_positions
 from moddepth_jax.model.layers import embed, lm_head, rms_norm
 from moddepth_jax.model.mod.mixture_of_recursions import Recursions
 from moddepth_jax.model.routing import gather_tokens, mask_to_indices, static_sizes
@@ -106,17 +106,22 @@ def empty_cache(unrolled, batch: int, *, hparams, routing, capacity: int, routed
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-def extend(unrolled, cache: Cache, tokens_BT, begins_BT, active_BT, *, hparams, routing: str):
+def extend(unrolled, cache: Cache, tokens_BT, begins_BT, branches_BT, *, hparams, routing: str):
     """What `lm_head` reads [B, T, D] of T more tokens of each row; CacheUpdates; dropped_BT.
 
-    Writes nothing. `begins_BT`: tokens that begin a document. `active_BT`: those that exist, the
-    first of each row; what is computed of the others means nothing, and no cache will hold them.
-    dropped_BT int32: how many routed blocks had no room for a token that they selected.
+    Writes nothing. `begins_BT`: tokens that begin a document. `branches_BT`: 0 or False for those
+    that do not exist, the last of each row, of which what is computed means nothing and no cache
+    will hold any. The others are one branch, of True, or several by number, one after another:
+    each goes on from the cache as if it were alone, without documents that begin and where no
+    expert's `row_capacity` counts the tokens of a row. dropped_BT int32: how many routed blocks had
+    no room for a token that they selected.
     """
     check_causal(hparams, routing)
-    documents_BT = documents_of(cache, begins_BT & active_BT)
-    positions_BT = cache.lengths_B[:, None] + jnp.arange(tokens_BT.shape[1])[None]
-    tokens = token_info(hparams, tokens_BT, active_BT.astype(jnp.int32), positions_BT)
+    documents_BT = documents_of(cache, begins_BT & (branches_BT > 0))
+    branches_BT = branches_BT.astype(jnp.int32)
+    positions_BT = next_positions(cache, branches_BT)
+    tokens = token_info(hparams, tokens_BT, branches_BT, positions_BT)
+    tokens = tokens._replace(segment_ids_BT=branches_BT)  # also where attention crosses documents
     x_BTD = _embed(unrolled, hparams, tokens_BT)
     embedded_BTD = embedded_input(hparams.model, x_BTD)
     # Slots of the new tokens alone: a query sees those of its own position, so none is kept.

@@ -54,8 +54,9 @@ def rows_of_cache(layer: LayerCache, rows_C) -> LayerCache:
 def view_of(cache: LayerCache, tokens: TokenInfo, documents_CT, window: int, rows_C=None) -> KVView:
     """What new tokens see of a block's cache and of each other, among all rows or `rows_C`.
 
-    `tokens` are those of these rows, ascending; of segment id 0 those that nothing else sees.
-    `documents_CT` is where their documents begin.
+    `tokens` are those of these rows, in the order of time in each branch, which is their segment
+    id; other branches, and tokens of id 0, they do not see. `documents_CT` is where their documents
+    begin.
     """
     positions_CT = tokens.positions_BT
     seen = cache if rows_C is None else rows_of_cache(cache, rows_C)
@@ -64,20 +65,39 @@ def view_of(cache: LayerCache, tokens: TokenInfo, documents_CT, window: int, row
     positions_CS = seen.positions_BS if routed else index_S[None]
     filled_CS = index_S[None] < (seen.lengths_B if routed else positions_CT[:, 0])[:, None]
 
-    def visible(positions_CX, exists_CX):
+    def visible(positions_CX):
         distance_CTX = positions_CT[:, :, None] - positions_CX[:, None]
-        visible_CTX = exists_CX[:, None] & (positions_CX[:, None] >= documents_CT[:, :, None])
+        visible_CTX = positions_CX[:, None] >= documents_CT[:, :, None]
         return visible_CTX & (distance_CTX < window) if window else visible_CTX
 
+    branches_CT = tokens.segment_ids_BT
     earlier_TT = jnp.tri(positions_CT.shape[1], k=-1, dtype=bool)
-    own_CTT = visible(positions_CT, tokens.segment_ids_BT > 0) & earlier_TT[None]
+    own_CTT = branches_CT[:, :, None] == branches_CT[:, None]
+    own_CTT &= visible(positions_CT) & earlier_TT[None]
     own_CTT |= jnp.eye(positions_CT.shape[1], dtype=bool)[None]
-    return KVView(cache.k_BKHS, cache.v_BKHS, visible(positions_CS, filled_CS), own_CTT, rows_C)
+    visible_CTS = filled_CS[:, None] & visible(positions_CS)
+    return KVView(cache.k_BKHS, cache.v_BKHS, visible_CTS, own_CTT, rows_C)
 
 
-def select_into_cache(cache: LayerCache, wanted_BT):
-    """The wanted tokens for which a routed block's cache has room: the first of each row."""
-    return wanted_BT & (cache.lengths_B[:, None] + jnp.cumsum(wanted_BT, axis=1) <= cache.capacity)
+def select_into_cache(cache: LayerCache, wanted_BT, branches_BT):
+    """The wanted tokens for which a routed block's cache has room: the first of each branch."""
+    rank_BT = jnp.cumsum(wanted_BT, axis=1)
+    earlier_BT = jnp.where(_begins(branches_BT), rank_BT - wanted_BT, 0)
+    rank_BT -= jax.lax.cummax(earlier_BT, axis=1)
+    return wanted_BT & (cache.lengths_B[:, None] + rank_BT <= cache.capacity)
+
+
+def _begins(branches_BT):
+    """bool: the first token of each branch."""
+    before_BT = jnp.pad(branches_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    return branches_BT != before_BT
+
+
+def next_positions(cache: Cache, branches_BT):
+    """int32 [B, T]: the positions of new tokens, where each branch goes on from the cache."""
+    index_BT = jnp.broadcast_to(jnp.arange(branches_BT.shape[1]), branches_BT.shape)
+    begin_BT = jax.lax.cummax(jnp.where(_begins(branches_BT), index_BT, 0), axis=1)
+    return cache.lengths_B[:, None] + index_BT - begin_BT
 
 
 def documents_of(cache: Cache, begins_BT):

@@ -92,9 +92,9 @@ def test_a_context_of_several_options_is_read_once(small_model, monkeypatch):
     """Two of its options a batch; not where they have one token."""
     read, real = [], scoring._score_options
 
-    def counted(unrolled, tokens_BT, segment_ids_BT, *rest, **how):
-        read.append(int(segment_ids_BT.sum()))
-        return real(unrolled, tokens_BT, segment_ids_BT, *rest, **how)
+    def counted(unrolled, options, **how):
+        read.append(int(options.exists_BT.sum()))
+        return real(unrolled, options, **how)
 
     monkeypatch.setattr(scoring, '_score_options', counted)
     done, requests = [], [([256, *range(9)], [i, 2, 3]) for i in range(4)]

@@ -163,6 +163,32 @@ def test_prompt_and_several_tokens_at_a_time_equal_the_full_forward(name, tiny_c
     check_decoding(name, tiny_config, decode_chunks)
 
 
+BRANCHES_BT = np.array([[1, 1, 2, 2, 2, 3, 0], [1, 2, 2, 2, 2, 3, 3], [1, 1, 1, 2, 3, 3, 3]])
+
+
+@pytest.mark.parametrize('name', parameters(('dense', 'aux_loss', 'mod and moda', 'recursions')))
+def test_branches_go_on_from_the_cache_each_alone(name, tiny_config):
+    """Also where a branch fills a routed block's cache."""
+    model = build(tiny_config, name)
+    unrolled, _, cache = start(model)
+    cache = kv_cache.resize_cache(cache, kv_cache.longest_routed_row(cache) + 1)
+    how = {'hparams': model.hparams, 'routing': model.routing}
+    run = jax.jit(functools.partial(extend, **how))
+    tokens_BT, begins_BT, drops = TOKENS_BT[:, :7] ^ 1, np.zeros((BATCH, 7), bool), 0
+    together_BTD, _, dropped_BT = run(unrolled, cache, tokens_BT, begins_BT, BRANCHES_BT)
+    for branch in (1, 2, 3):
+        mine_BT = BRANCHES_BT == branch
+        first_BT = np.arange(7)[None] < mine_BT.sum(axis=1, keepdims=True)
+        alone_BT = np.zeros_like(tokens_BT)
+        alone_BT[first_BT] = tokens_BT[mine_BT]
+        inputs = alone_BT, begins_BT, first_BT.astype(int)
+        alone_BTD, _, of_branch_BT = run(unrolled, cache, *inputs)
+        np.testing.assert_allclose(together_BTD[mine_BT], alone_BTD[first_BT], rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(dropped_BT[mine_BT], of_branch_BT[first_BT])
+        drops += of_branch_BT[first_BT].sum()
+    assert drops or name not in DROPS
+
+
 def check_decoding(name, tiny_config, decode):
     """At most 1e-5 apart at every token, for rows of different lengths and packed documents.
 

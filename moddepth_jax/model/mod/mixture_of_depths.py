@@ -187,7 +187,7 @@ class MixtureOfDepths(Chooser):
         read_BTD, _ = self.block.read(x_BTD, depth)
         _, rule_logits_BT, gates_BT = self.decide(read_BTD, tokens, args)
         wanted_BT = (tokens.segment_ids_BT > 0) & (rule_logits_BT > 0)
-        selected_BT = select_into_cache(cache, wanted_BT)
+        selected_BT = select_into_cache(cache, wanted_BT, tokens.segment_ids_BT)
         tokens = mask_tokens(tokens, selected_BT)  # attention and experts see no other
         skipped = SlotInputs()
         if self.writes_slots:

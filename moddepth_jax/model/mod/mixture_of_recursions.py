@@ -273,7 +273,7 @@ class Recursions(NamedTuple):
                 continue
             own = [next(caches) for _ in layers]
             wanted_BT = logits_BT > 0
-            selected_BT = select_into_cache(own[0], wanted_BT)
+            selected_BT = select_into_cache(own[0], wanted_BT, tokens.segment_ids_BT)
             dropped_BT += wanted_BT & ~selected_BT
             candidates = mask_tokens(candidates, selected_BT)
             blocks = functools.partial(run, layers, own)
