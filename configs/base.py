@@ -79,7 +79,7 @@ def get_config() -> ConfigDict:
     experts.product = 'auto'  # auto | blocked | batched | ragged_dot: tokens times their matrices
 
     routing = model.routing = ConfigDict()
-    # none (dense model) | learned | norm | random | position | straight_through
+    # none (dense model) | learned | norm | random | position | straight_through | token_choice
     routing.router = 'none'  # what scores the tokens of the routed blocks
     # every:N, from layer N-1 on | middle:FIRST:LAST | 1,3,5 | loops: those of model.looped_layers
     routing.layers = 'every:2'  # blocks that are routed, or loops (Mixture-of-Recursions)
@@ -90,7 +90,9 @@ def get_config() -> ConfigDict:
     routing.select_per = 'row'  # row: packed documents compete for the C places | segment
     routing.gate = 'auto'  # auto (learned: raw) | raw | sigmoid | tanh | none | straight_through
     routing.gate_scale = 1.0  # factor on the gate
-    # loops: auto (output) | output: x + g f(x) | change: x + g (f(x) - x)
+    # loops: auto (output) | output: x + g f(x) | change: x + g (f(x) - x); by token choice, of the
+    # stream x_1 before them: auto (gated_loops) | gated_loops: g f(x), at the last + x_1 |
+    # gated_exit: f(x), at the last x_1 + g f(x)
     routing.loop_update = 'auto'  # what a routed loop adds, of its blocks f and its gate g
     routing.initial_gate = 1.0  # mean raw gate of selected tokens at step 0 (less above C/T 0.7)
     # auto | predictor | aux_loss | threshold | positive (score > 0, untrained) | dense
@@ -98,6 +100,8 @@ def get_config() -> ConfigDict:
     routing.predictor_width = 32  # hidden units of the predictor, at most 64; 0: linear
     routing.predictor_loss_weight = 1.0  # of its cross-entropy, which trains nothing else
     routing.aux_loss_weight = 0.01  # of the router's loss under aux_loss; trains the trunk too
+    routing.balance_weight = 0.1  # token_choice: of the loss that balances the tokens by last loop
+    routing.z_loss = 1e-5  # token_choice: of the mean squared log-partition of the scores
     routing.threshold_decay = 0.99  # per step, of the moving average of the C-th largest score
     routing.train_rule = 'top_c'  # top_c | threshold: selects tokens in training, after the warm-up
     routing.threshold_warmup = 0.2  # share of the steps with top_c before train_rule threshold

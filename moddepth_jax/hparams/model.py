@@ -291,7 +291,7 @@ class ModelHparams:
     @property
     def looks_ahead(self) -> bool:
         """Whether training uses later tokens, so that evaluation needs a causal rule."""
-        return bool(self.routed_layers) or self.experts.choice == 'expert'
+        return self.routing.looks_ahead or self.experts.choice == 'expert'
 
     @property
     def tracks_threshold(self) -> bool:

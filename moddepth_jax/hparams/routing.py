@@ -15,7 +15,7 @@ class Stage(NamedTuple):
 
     begins: float  # share of the steps before it
     capacity: float  # fraction of the tokens that a routed block processes
-    routing: str  # top_c, or threshold if that rule selects the tokens
+    routing: str  # top_c, or the causal rule that selects the tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,9 @@ class RoutingHparams:
     select_per: checks.choice('row', 'segment')
     gate: str
     gate_scale: checks.AboveZero
-    loop_update: checks.choice('auto', 'output', 'change')
+    loop_update: checks.choice('auto', 'output', 'change', 'gated_loops', 'gated_exit')
+    balance_weight: checks.Weight
+    z_loss: checks.Weight
     initial_gate: checks.Weight
     causal_rule: str
     predictor_width: Annotated[int, functools.partial(checks.positive, minimum=0, maximum=64)]
@@ -56,6 +58,11 @@ class RoutingHparams:
 
     def __post_init__(self):
         self.check_values()
+        if self.routes_loops:
+            assigns = self.router_class.assigns_depth
+            self._resolve(
+                'loop_update', ('gated_loops', 'gated_exit') if assigns else ('output', 'change')
+            )
         self._resolve('gate', self.router_class.gates)
         rules = self._possible_rules()
         by_threshold = self.train_rule == 'threshold' and 'threshold' in rules
@@ -142,12 +149,17 @@ class RoutingHparams:
         routed loops the first, at place 0, takes all tokens, the last, at place 1, that share, and
         those between a share between.
         """
-        share = self.capacity
+        share = 1.0 if self.router_class.assigns_depth else self.capacity
         if self.capacity_form == 'log_length':
             clamped = math.log(min(length, self.log_length_max)) / math.log(self.log_length_max)
             share = 1 - clamped * (1 - self.capacity)
         share = 1 - place * (1 - share)
         return max(1, math.floor(share * length + 1e-6))
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether training selects tokens by later ones."""
+        return self.router != 'none' and not self.router_class.assigns_depth
 
     def cache_size(self, context: int, routing: str, place: float = 1.0) -> int:
         """Capacity of a routed block's cache for `context` tokens, under a causal rule.
@@ -171,13 +183,14 @@ class RoutingHparams:
             capacities.append((begins, capacity))
             begins += share
         capacities.append((begins, self.capacity))
+        first = self.causal_rule if self.router_class.assigns_depth else 'top_c'
         switch = self.threshold_warmup if self.train_rule == 'threshold' else 1.0
         places = sorted({begins for begins, _ in capacities} | ({switch} if switch < 1 else set()))
         return tuple(
             Stage(
                 place,
                 [capacity for begins, capacity in capacities if begins <= place][-1],
-                'threshold' if place >= switch else 'top_c',
+                'threshold' if place >= switch else first,
             )
             for place in places
         )

@@ -200,7 +200,7 @@ class Hparams:
             right = 'must be (), or two different counts or more, such as (1, 2, 4)'
         elif not model.looped:
             right = 'must be (): no block is looped; set model.looped_layers to all'
-        elif model.looks_ahead:
+        elif model.looks_ahead or model.routed_layers:
             right = 'must be () where blocks are routed or experts choose: each loop has averages '
             right += 'of its own'
         elif model.depth.stream_class.sized_by_depth:

@@ -21,8 +21,11 @@ def causal_rule_loss(hparams: Hparams, record, segment_ids_BT, num_real):
     """Weighted binary cross-entropy of the causal rule against membership in the top C.
 
     The mean over routed layers and `num_real` tokens; 0 if the model's rule has no loss. `record`
-    is a RoutingRecord with leaves [routed layers, B, T], or None.
+    is a RoutingRecord with leaves [routed layers, B, T], or None. Under token choice that of
+    `depth_loss`.
     """
+    if record is not None and hparams.model.routing.router_class.assigns_depth:
+        return depth_loss(hparams, record, segment_ids_BT, num_real)
     weight = hparams.model.routing.rule_loss_weight
     if record is None or not weight:
         return jnp.zeros(())
@@ -30,6 +33,25 @@ def causal_rule_loss(hparams: Hparams, record, segment_ids_BT, num_real):
     losses_LBT = optax.sigmoid_binary_cross_entropy(record.rule_logits_BT, targets_LBT)
     total = jnp.sum(jnp.where(segment_ids_BT[None] > 0, losses_LBT, 0.0))
     return weight * (total / (losses_LBT.shape[0] * num_real))
+
+
+def depth_loss(hparams: Hparams, record, segment_ids_BT, num_real):
+    """Balance loss and z-loss of token choice, weighted, over real tokens.
+
+    N sum_n f_n P_n of the shares f_n of the tokens of which loop n is the last, in this batch, and
+    of the means P_n of softmax(r)_n; and the mean of squared log-partitions (Bae et al. 2025, arXiv
+    2507.10524, section 2.2.1; weights 0.1 and 1e-5).
+    """
+    knobs, real_BT = hparams.model.routing, segment_ids_BT > 0
+    scores_NBT = record.scores_BT
+    last_NBT = jax.nn.one_hot(jnp.argmax(scores_NBT, axis=0), len(scores_NBT), axis=0)
+    shares_NBT = jnp.where(real_BT[None], jax.nn.softmax(scores_NBT, axis=0), 0)
+    of_batch = jnp.maximum(jnp.sum(real_BT), 1)
+    f_N = jnp.sum(jnp.where(real_BT[None], last_NBT, 0), axis=(1, 2)) / of_batch
+    balance = len(scores_NBT) * jnp.sum(f_N * jnp.sum(shares_NBT, axis=(1, 2))) / num_real
+    log_z_BT = jax.nn.logsumexp(scores_NBT, axis=0)
+    z = jnp.sum(jnp.where(real_BT, log_z_BT, 0) ** 2) / num_real
+    return knobs.balance_weight * balance + knobs.z_loss * z
 
 
 def routing_counts(record, segment_ids_BT):

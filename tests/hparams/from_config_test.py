@@ -62,6 +62,7 @@ BAD_VALUES = {
     **knobs('model.experts', 'threshold_decay', *NO_DECAY),
     **knobs('model.routing', 'router capacity_form select_per gate', 'linear', 'softmax'),
     **knobs('model.routing', 'gate_scale', *NOT_ABOVE_ZERO),
+    **knobs('model.routing', 'balance_weight z_loss', *NO_WEIGHT),
     **knobs('model.routing', 'loop_update', 'output', 'change', 'add'),
     **knobs('model.routing', 'causal_rule train_rule overflow', 'predict', 'drop'),
     **knobs('model.routing', 'capacity', 0.0, -0.125, 1.5, NAN, INFINITE),

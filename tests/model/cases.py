@@ -59,6 +59,10 @@ RECURSIONS = LOOPED | {
     **{'model.routing.router': 'learned', 'model.routing.layers': 'loops'},
     **{'model.routing.gate': 'sigmoid', 'model.routing.capacity': 0.25},
 }
+TOKEN_CHOICE = LOOPED | {
+    **{'model.routing.router': 'token_choice', 'model.routing.layers': 'loops'},
+    **{'model.routing.gate_scale': 2.0},
+}
 
 
 def routed_by(router, rule, **more):
@@ -186,6 +190,11 @@ CASES = {
     'recursions, aux_loss': (
         RECURSIONS | TIED | {'model.routing.causal_rule': 'aux_loss'},
         'aux_loss',
+    ),
+    'token choice': (TOKEN_CHOICE | WINDOWS, 'assigned'),
+    'token choice, gated exit': (
+        TOKEN_CHOICE | {'model.routing.loop_update': 'gated_exit'} | HEAD_NORM | TIED,
+        'assigned',
     ),
     'recursions grow': (
         RECURSIONS

@@ -151,7 +151,10 @@ def recursions(layers, routers, x_TD, row, model):
     going_T = row.segments_T != 0
     for number, layer in enumerate(layers[: int(before)]):
         x_TD, _ = block(layer, x_TD, [], row, number, model)
-    for loop in range(model.loops):
+    if model.routing.router == 'token_choice':
+        looped = layers[int(before) : int(before) + size]
+        x_TD = assigned_loops(looped, routers['router']['w'], x_TD, row, int(before), model)
+    for loop in range(model.loops if model.routing.router != 'token_choice' else 0):
         start = int(before) + loop * size
         router = jax.tree.map(lambda leaf, loop=loop: leaf[loop], routers)
         share = (model.loops - 1 - loop * (1 - model.routing.capacity)) / (model.loops - 1)
@@ -169,6 +172,50 @@ def recursions(layers, routers, x_TD, row, model):
     for number, layer in enumerate(layers[end:]):
         x_TD, _ = block(layer, x_TD, [], row, int(before) + size + number, model)
     return x_TD
+
+
+def assigned_loops(blocks, w_ND, first_TD, row, before, model):
+    """Returns x_TD after the loops, of which each token goes through the first few.
+
+    As many as the place of its highest score, of the stream before them. Records the choices.
+    """
+    routing, real_T = model.routing, row.segments_T != 0
+    scores_TN = first_TD @ w_ND.T
+    last_T = np.argmax(scores_TN.real, axis=1)
+    exp_TN = np.exp(scores_TN - scores_TN.real.max(axis=1, keepdims=True))
+    gates_TN = routing.gate_scale * exp_TN / exp_TN.sum(axis=1, keepdims=True)
+    x_TD = first_TD
+    for loop in range(len(w_ND)):
+        taken_T = real_T & (last_T >= loop)
+        taken = np.flatnonzero(taken_T)
+        y_TD, part = x_TD[taken], row.take(taken)
+        for i, layer in enumerate(blocks):
+            y_TD, _ = block(layer, y_TD, [], part, before + i, model)
+        new_TD, factors_T = x_TD.astype(y_TD.dtype), gates_TN[:, loop].copy()
+        if routing.loop_update == 'gated_exit':
+            factors_T[last_T > loop] = 1
+            factors_T[last_T < loop] = 1  # records alone
+        for at, t in enumerate(taken):
+            new_TD[t] = factors_T[t] * y_TD[at]
+            if last_T[t] == loop:
+                new_TD[t] = new_TD[t] + first_TD[t]
+        x_TD = new_TD
+        choice = {'scores_BT': scores_TN[:, loop], 'rule_logits_BT': np.where(taken_T, 1e9, -1e9)}
+        choice |= {'top_c_BT': taken_T, 'selected_BT': taken_T, 'dropped_BT': taken_T & False}
+        choice |= {'gates_BT': np.where(real_T & (last_T >= loop - 1), factors_T, 0)}
+        row.run.choices.setdefault(before + loop * len(blocks), []).append(choice)
+    return x_TD
+
+
+def depth_loss(choices, routing, real_BT):
+    """Returns the weighted balance loss and z-loss of token choice over all real tokens."""
+    tokens_nN = np.stack([stack(rows, 'scores_BT')[real_BT] for rows in choices.values()], axis=1)
+    count, loops = tokens_nN.shape
+    log_z_n = np.array([log_sum_exp(scores_N) for scores_N in tokens_nN])
+    probabilities_nN = np.exp(tokens_nN - log_z_n[:, None])
+    last_n = np.argmax(tokens_nN.real, axis=1)
+    balance = sum(np.mean(last_n == i) * np.mean(probabilities_nN[:, i]) for i in range(loops))
+    return routing.balance_weight * loops * balance + routing.z_loss * np.mean(log_z_n**2)
 
 
 def recur(router, x_TD, row, going_T, places, start, loop, model):

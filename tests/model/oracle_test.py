@@ -70,6 +70,7 @@ def recursions(gate, **more):
     return knobs | {'num_layers': 4, 'looped_layers': 'middle:1:1', 'loops': 3}
 
 
+TOKEN_CHOICE = recursions('auto', router='token_choice', z_loss=0.01)
 CASES = {
     'residual': PRE | WINDOWS | WIDE,
     'scaled rope': SCALED | QKV | PRE | HEAD,
@@ -184,6 +185,11 @@ ROUTED_CASES = {
         routed('straight_through', rule='aux_loss') | POST | BIAS,
         'aux_loss',
     ),
+    'token choice': (TOKEN_CHOICE | PRE | HEAD | WINDOWS, 'assigned'),
+    'token choice, gated exit': (
+        TOKEN_CHOICE | POST | {'routing.loop_update': 'gated_exit', 'routing.gate_scale': 0.5},
+        'assigned',
+    ),
     'recursions': (recursions('sigmoid', gate_scale=0.5) | PRE | HEAD, 'top_c'),
     'recursions, aux_loss': (recursions('sigmoid', rule='aux_loss') | POST | WINDOWS, 'aux_loss'),
     'recursions, threshold': (
@@ -262,6 +268,8 @@ def compare(config, routing, gradients):
             total += experts.z_loss * oracle.z_loss(run.seen)
         if run.choices and model.routing.rule_loss_weight:
             total += model.routing.rule_loss_weight * oracle.rule_loss(run.choices, REAL)
+        if model.routing.router == 'token_choice':
+            total += oracle.depth_loss(run.choices, model.routing, REAL)
         return total, found_BTV, run
 
     expected, expected_BTV, run = oracle_loss(params)
@@ -304,7 +312,7 @@ def test_model_equals_the_oracle(tiny_config, case):
 
 FAST = ('sigmoid', 'windows', 'segments', 'threshold', 'predictor', 'straight through', 'moda')
 FAST += ('value residual', 'value attention', 'embedding residual', 'value embeddings, moda')
-FAST += ('recursions',)
+FAST += ('recursions', 'token choice')
 
 
 # JAX warns of int32 and int64 indices in float64, which no model is trained in.
@@ -319,10 +327,11 @@ def test_routed_blocks_equal_the_oracle(case, tiny_config):
     config = tiny_config(**{f'model.{name}': value for name, value in (SIZES | knobs).items()})
     _, run = compare(config, routing, gradients=True)
     choices = list(run.choices.values())
-    for layer in choices[1:] if 'recursions' in case else choices:  # the first loop takes all
+    looped = 'recursions' in case or 'token choice' in case
+    for layer in choices[1:] if looped else choices:  # the first loop takes all
         selected_BT, top_c_BT = (oracle.stack(layer, n)[REAL] for n in ('selected_BT', 'top_c_BT'))
         assert selected_BT.any() and selected_BT.all() == (routing == 'dense' or 'all' in case)
-        assert (selected_BT != top_c_BT).any() == (routing != 'top_c')
+        assert (selected_BT != top_c_BT).any() == (routing not in ('top_c', 'assigned'))
         dropped = oracle.stack(layer, 'dropped_BT').any()
         assert dropped <= (config.model.routing.overflow == 'skip')
         assert dropped or case not in ('threshold', 'aux_loss')

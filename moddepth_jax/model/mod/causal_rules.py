@@ -72,6 +72,16 @@ class Threshold(CausalRule):
         return scores_BT - threshold
 
 
+@CAUSAL_RULES.register('assigned')
+class Assigned(CausalRule):
+    """The loops that the router chose for the token, which look at no later one: no rule at all."""
+
+    is_capped = False
+
+    def __call__(self, x_BTD, scores_BT, threshold):
+        return scores_BT
+
+
 @CAUSAL_RULES.register('dense')
 class AllTokens(CausalRule):
     """Every token is selected."""

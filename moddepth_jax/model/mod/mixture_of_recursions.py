@@ -1,17 +1,20 @@
-"""Mixture-of-Recursions: a router for each loop of shared blocks chooses the tokens that go on."""
+"""Mixture-of-Recursions: routers choose how often shared blocks run on each token."""
 
 import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams.registry import GATES
 from moddepth_jax.model.attention import KeysValues
 from moddepth_jax.model.kv_cache import Cache, CacheUpdate, cache_from_prefill, select_into_cache
 from moddepth_jax.model.layer import LayerArgs
 from moddepth_jax.model.mod.mixture_of_depths import Chooser, RoutingArgs
 from moddepth_jax.model.routing import (
+    CHOICE,
     RoutingRecord,
     TokenInfo,
     batch_buckets,
@@ -29,59 +32,114 @@ from moddepth_jax.model.stack_scan import run_stack
 CERTAIN = 1e9  # the logit of a choice that is none
 
 
-class Loop(NamedTuple):
-    """One routed loop: x' = x + g f(x) or x + g (f(x) - x) for the tokens that it selects.
+class Entry(NamedTuple):
+    """What token choice knows before the first loop."""
 
-    f is the looped blocks one after another, and g the gate of the loop's own router (Bae et al.
-    2025, arXiv 2507.10524, section 2.2.1, expert choice). A token can be selected if the loop
-    before selected it; the first selects all.
+    x_BTD: jax.Array
+    scores_NBT: jax.Array  # float32, of each loop
+    depth_BT: jax.Array  # int32, the last loop of each token, from 0
+
+    @classmethod
+    def of(cls, hparams: Hparams, routing: str, routers: list, x_BTD) -> 'Entry | None':
+        """By the parameters of the routers of all loops; None for expert choice."""
+        knobs = hparams.model.routing
+        if not knobs.router_class.assigns_depth:
+            return None
+        module = knobs.router_class(knobs, parent=None)
+        each = [module.apply({'params': one['router']}, x_BTD, None, None) for one in routers]
+        scores_NBT = jnp.stack(each)
+        depth_BT = jnp.argmax(scores_NBT, axis=0)
+        if routing == 'bypass':
+            depth_BT = jnp.zeros_like(depth_BT)
+        return cls(x_BTD, scores_NBT, checkpoint_name(depth_BT, CHOICE))
+
+
+class Update(NamedTuple):
+    """How a loop changes a token x, of which the looped blocks make y: arrays of tokens."""
+
+    gates_BT: jax.Array  # float32, of y
+    # Under token choice the new x is g y, and at the last loop + the token before the loops.
+    first_BTD: jax.Array | None = None
+    last_BT: jax.Array | None = None  # bool
+
+    def change(self, x_BTD, y_BTD, loop_update: str):
+        """What is added to x."""
+        if self.last_BT is not None:
+            first_BTD = jnp.where(self.last_BT[..., None], self.first_BTD, 0)
+            new_BTD = self.gates_BT[..., None] * y_BTD + first_BTD
+            return new_BTD.astype(x_BTD.dtype) - x_BTD
+        if loop_update == 'change':
+            y_BTD = y_BTD - x_BTD
+        return (self.gates_BT[..., None] * y_BTD).astype(x_BTD.dtype)
+
+
+class Loop(NamedTuple):
+    """One routed loop of Mixture-of-Recursions (Bae et al. 2025, arXiv 2507.10524, section 2.2.1).
+
+    f is the looped blocks one after another. By expert choice a router of the loop's own selects
+    tokens among those of the loop before (the first selects all), x' = x + g f(x) or
+    x + g (f(x) - x). By token choice the scores before the first loop say which is the last of each
+    token, n: x' = g_r f(x) in loop r, in the last + x_1; or x' = f(x), in the last x_1 + g_n f(x).
     """
 
     hparams: Hparams
     routing: str  # top_c or the name of a causal rule
+    number: int  # from 0
     place: float  # as of RoutingHparams.num_selected
 
-    def decide(self, router, x_BTD, tokens: TokenInfo, args: RoutingArgs):
-        """scores_BT, rule_logits_BT, gates_BT; `tokens` has segment id 0 for no candidate."""
+    def decide(self, router, x_BTD, tokens: TokenInfo, args: RoutingArgs, entry: Entry | None):
+        """scores_BT, rule_logits_BT, Update; `tokens` has segment id 0 for no candidate."""
+        real_BT = tokens.segment_ids_BT > 0
+        if entry is not None:
+            knobs = self.hparams.model.routing
+            gates_BT = GATES[knobs.gate](entry.scores_NBT)[self.number] * knobs.gate_scale
+            last_BT, scores_BT = entry.depth_BT == self.number, entry.scores_NBT[self.number]
+            if knobs.loop_update == 'gated_exit':
+                gates_BT = jnp.where(last_BT, gates_BT, 1)
+            wanted_BT = real_BT & (entry.depth_BT >= self.number)
+            logits_BT = jnp.where(wanted_BT, CERTAIN, -CERTAIN)
+            update = Update(jnp.where(real_BT, gates_BT, 0), entry.x_BTD, last_BT)
+            return scores_BT, logits_BT, update
         chooser = Chooser(self.hparams.model, self.routing, parent=None)
         scores_BT, logits_BT, gates_BT = chooser.apply(
             {'params': router}, x_BTD, tokens, args, method='decide'
         )
         if not self.place:
             logits_BT = jnp.full_like(logits_BT, CERTAIN)
-        return scores_BT, jnp.where(tokens.segment_ids_BT > 0, logits_BT, -CERTAIN), gates_BT
+        return scores_BT, jnp.where(real_BT, logits_BT, -CERTAIN), Update(gates_BT)
 
-    def change(self, x_BTD, y_BTD, gates_BT):
+    def change(self, x_BTD, y_BTD, update: Update):
         """What is added to the tokens x, of which the looped blocks made y."""
-        if self.hparams.model.routing.loop_update == 'change':
-            y_BTD = y_BTD - x_BTD
-        return (gates_BT[..., None] * y_BTD).astype(x_BTD.dtype)
+        return update.change(x_BTD, y_BTD, self.hparams.model.routing.loop_update)
 
-    def run(self, blocks, router, args: RoutingArgs, x_BTD, tokens: TokenInfo, sizes):
+    def run(self, blocks, router, args: RoutingArgs, x_BTD, tokens: TokenInfo, sizes, entry=None):
         """x', the RoutingRecord, the selected indices [B, C], and what else `blocks` returns.
 
         Of (x_BCD, TokenInfo) `blocks` returns y_BCD and arrays of these tokens. `sizes` are static
         ones of a causal rule, ascending: it runs at the least that holds every row.
         """
-        scores_BT, logits_BT, gates_BT = self.decide(router, x_BTD, tokens, args)
+        scores_BT, logits_BT, update = self.decide(router, x_BTD, tokens, args, entry)
         num_selected = self.hparams.model.routing.num_selected(x_BTD.shape[1], self.place)
-        top_c = selection = select_highest(scores_BT, tokens.segment_ids_BT, num_selected)
-        if self.routing != 'top_c':
-            wanted_BT = logits_BT > 0
-            if args.causal is not None:
-                wanted_BT = jnp.where(args.causal, wanted_BT, top_c.selected_BT)
-            selection = select_first(wanted_BT, sizes[-1])
+        wanted_BT = logits_BT > 0
+        if entry is not None:
+            selection = top_c = select_first(wanted_BT, sizes[-1] if sizes else num_selected)
+        else:
+            selection = top_c = select_highest(scores_BT, tokens.segment_ids_BT, num_selected)
+            if self.routing != 'top_c':
+                if args.causal is not None:
+                    wanted_BT = jnp.where(args.causal, wanted_BT, top_c.selected_BT)
+                selection = select_first(wanted_BT, sizes[-1])
         indices_BC, selected_BT, dropped_BT = selection
         record = RoutingRecord(
-            scores_BT, logits_BT, top_c.selected_BT, selected_BT, dropped_BT, gates_BT
+            scores_BT, logits_BT, top_c.selected_BT, selected_BT, dropped_BT, update.gates_BT
         )
 
         def run_on(x_BTD, indices_BC):
-            x_BCD, gates_BC, tokens_BC = jax.tree.map(
-                lambda side: gather_tokens(side, indices_BC), (x_BTD, gates_BT, tokens)
+            x_BCD, of_update, tokens_BC = jax.tree.map(
+                lambda side: gather_tokens(side, indices_BC), (x_BTD, update, tokens)
             )
             y_BCD, aux = blocks(x_BCD, tokens_BC)
-            change_BCD = self.change(x_BCD, y_BCD, gates_BC)
+            change_BCD = self.change(x_BCD, y_BCD, of_update)
             return scatter_add_tokens(x_BTD, indices_BC, change_BCD), aux
 
         if len(sizes) < 2:
@@ -108,7 +166,8 @@ class Loop(NamedTuple):
 
 def loops_of(hparams: Hparams, routing: str) -> list[Loop]:
     """All routed loops of the model, from the first."""
-    return [Loop(hparams, routing, place) for place in hparams.model.routed_places]
+    places = hparams.model.routed_places
+    return [Loop(hparams, routing, number, place) for number, place in enumerate(places)]
 
 
 def run_recursions(hparams: Hparams, routing: str, params, tokens: TokenInfo, args, x_BTD):
@@ -124,12 +183,16 @@ def run_recursions(hparams: Hparams, routing: str, params, tokens: TokenInfo, ar
 
     if looped.start:
         x_BTD, _ = run(range(looped.start), x_BTD, tokens)
-    records, candidates = [], tokens
-    for number, loop in enumerate(loops_of(hparams, routing)):
-        router, own = jax.tree.map(lambda leaf, n=number: leaf[n], (params['loop_routers'], args))
+    loops, records, candidates = loops_of(hparams, routing), [], tokens
+    each = [
+        jax.tree.map(lambda leaf, n=loop.number: leaf[n], (params['loop_routers'], args))
+        for loop in loops
+    ]
+    entry = Entry.of(hparams, routing, [router for router, _ in each], x_BTD)
+    for loop, (router, own) in zip(loops, each, strict=True):
         sizes = causal_sizes(hparams, x_BTD.shape[1], routing, loop.place)
         blocks = functools.partial(run, looped)
-        x_BTD, record, _, _ = loop.run(blocks, router, own, x_BTD, candidates, sizes)
+        x_BTD, record, _, _ = loop.run(blocks, router, own, x_BTD, candidates, sizes, entry)
         candidates = mask_tokens(candidates, record.selected_BT)
         records.append(record)
     if looped.stop < hparams.model.num_layers:
@@ -186,6 +249,9 @@ class Recursions(NamedTuple):
         of_loops = [self.layers[at : at + size] for at in range(first, last, size)]
         return self.layers[:first], of_loops, self.layers[last:]
 
+    def _entry(self, x_BTD):
+        return Entry.of(self.hparams, self.routing, [router for router, _ in self.loops], x_BTD)
+
     def run(self, x_BTD, tokens: TokenInfo, keep, sizes_of):
         """x_BTD after all layers, and a list of Section, of whole rows.
 
@@ -203,13 +269,13 @@ class Recursions(NamedTuple):
 
         before, of_loops, after = self._sections()
         x_BTD, kept = run(before, x_BTD, tokens)
-        sections, candidates = [Section(kept)], tokens
+        sections, candidates, entry = [Section(kept)], tokens, self._entry(x_BTD)
         for loop, (router, args), layers in zip(
             loops_of(self.hparams, self.routing), self.loops, of_loops, strict=True
         ):
             blocks, sizes, before_BTD = functools.partial(run, layers), sizes_of(loop), x_BTD
             x_BTD, record, indices_BC, kept = loop.run(
-                blocks, router, args, x_BTD, candidates, sizes
+                blocks, router, args, x_BTD, candidates, sizes, entry
             )
             sections.append(Section(kept, loop, record, indices_BC, before_BTD))
             candidates = mask_tokens(candidates, record.selected_BT)
@@ -263,13 +329,13 @@ class Recursions(NamedTuple):
 
         before, of_loops, after = self._sections()
         x_BTD, dropped_BT = run_all(before, x_BTD), jnp.zeros_like(tokens.positions_BT)
-        candidates = tokens
+        candidates, entry = tokens, self._entry(x_BTD)
         for loop, (router, args), layers in zip(
             loops_of(self.hparams, self.routing), self.loops, of_loops, strict=True
         ):
-            _, logits_BT, gates_BT = loop.decide(router, x_BTD, candidates, args)
+            _, logits_BT, update = loop.decide(router, x_BTD, candidates, args, entry)
             if not loop.place:
-                x_BTD += loop.change(x_BTD, run_all(layers, x_BTD), gates_BT)
+                x_BTD += loop.change(x_BTD, run_all(layers, x_BTD), update)
                 continue
             own = [next(caches) for _ in layers]
             wanted_BT = logits_BT > 0
@@ -277,7 +343,7 @@ class Recursions(NamedTuple):
             dropped_BT += wanted_BT & ~selected_BT
             candidates = mask_tokens(candidates, selected_BT)
             blocks = functools.partial(run, layers, own)
-            rows = x_BTD, candidates, documents_BT, gates_BT
+            rows = x_BTD, candidates, documents_BT, update
             x_BTD, keys = _extend_selected(loop, blocks, rows, selected_BT, own)
             updates.extend(CacheUpdate(one, selected_BT) for one in keys)
         return run_all(after, x_BTD), updates, dropped_BT
@@ -300,11 +366,11 @@ def _extend_selected(loop, blocks, rows, selected_BT, caches):
         def bucket(x_BTD):
             if not size:
                 return x_BTD, nothing
-            selected_CT, (x_CTD, tokens_CT, documents_CT, gates_CT) = jax.tree.map(
+            selected_CT, (x_CTD, tokens_CT, documents_CT, of_update) = jax.tree.map(
                 lambda side: side.at[rows_C].get(mode='clip'), (selected_BT, rows)
             )
             y_CTD, keys = blocks(x_CTD, tokens_CT, documents_CT, rows_C)
-            change_CTD = loop.change(x_CTD, y_CTD, gates_CT)
+            change_CTD = loop.change(x_CTD, y_CTD, of_update)
             change_CTD = jnp.where(selected_CT[..., None], change_CTD, 0)
 
             def put(old_B, new_C):

@@ -1,6 +1,7 @@
 """Routers, by name: what scores the tokens of a routed block; and the gates on its output."""
 
 import fractions
+import functools
 import statistics
 
 import flax.linen as nn
@@ -18,6 +19,7 @@ GATES.register('raw')(lambda scores: scores)
 GATES.register('sigmoid')(jax.nn.sigmoid)
 GATES.register('tanh')(jnp.tanh)
 GATES.register('none')(jnp.ones_like)
+GATES.register('softmax')(functools.partial(jax.nn.softmax, axis=0))  # over the loops
 
 
 @GATES.register('straight_through')
@@ -37,6 +39,7 @@ class Router(nn.Module):
     products = 0  # vectors of width D that it multiplies with each token, for the FLOP count
     is_control = False  # its scores ignore the stream, so that `known_threshold` has a value
     draws = False  # whether it needs TokenInfo.seeds_BT
+    assigns_depth = False  # whether it chooses the loops of a token, not the tokens of a loop
 
     @classmethod
     def check(cls, routing: RoutingHparams):
@@ -96,6 +99,32 @@ class LearnedRouter(Router):
         capacity = self.routing.num_selected(length) / length
         spread = self.routing.initial_gate / selected_mean(capacity)
         return linear_scores(x_BTD, self.param('w', router_init(x_BTD, spread), x_BTD.shape[-1:]))
+
+
+@ROUTERS.register('token_choice')
+class TokenChoiceRouter(Router):
+    """r_n = w_n . x in float32 for each loop n, of the stream before the first, no bias.
+
+    The highest of a token is its last loop (Mixture-of-Recursions, Bae et al. 2025, arXiv
+    2507.10524, section 2.2.1). At first they are N(0, 1).
+    """
+
+    gates = ('softmax',)
+    rules = ('assigned',)
+    products = 1
+    assigns_depth = True
+
+    @nn.compact
+    def __call__(self, x_BTD, tokens: TokenInfo, number):
+        x_BTD = widen(x_BTD)
+        return linear_scores(x_BTD, self.param('w', router_init(x_BTD, 1.0), x_BTD.shape[-1:]))
+
+    @classmethod
+    def check(cls, routing: RoutingHparams):
+        right = f'where model.routing.router is {routing.router}, which no capacity limits'
+        for field, only in (('layers', 'loops'), ('capacity_stages', ''), ('overflow', 'skip')):
+            if (value := getattr(routing, field)) != only:
+                refuse(f'model.routing.{field}', value, f'must be {only or "empty"} {right}')
 
 
 @ROUTERS.register('straight_through')
