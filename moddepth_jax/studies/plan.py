@@ -58,6 +58,14 @@ def _recursions(loops):
     return {f'model.routing.{name}': value for name, value in knobs.items()}
 
 
+_TOKEN_CHOICE = {
+    'model.routing.router': 'token_choice',
+    'model.routing.layers': 'loops',
+    'model.routing.gate': 'auto',
+    'model.routing.causal_rule': 'auto',
+}
+
+
 def _moda(slots='attention+ffn', **depth):
     knobs = {'stream': 'moda', 'slots': slots, **depth}
     return {f'model.depth.{name}': value for name, value in knobs.items()}
@@ -168,6 +176,11 @@ LOOPED_VARIANTS = {
         )
         for loops, words, marker in _LOOP_WORDS
     },
+    'token_choice_3': Variant(
+        'Mixture-of-Recursions, up to three loops by token choice',
+        _looped(3) | _TOKEN_CHOICE,
+        'rose >',
+    ),
 }
 _PLACEMENTS = {'post': 'post-norm', 'reordered': "OLMo2's norm"}
 VARIANTS = {
