@@ -208,6 +208,9 @@ class Hparams:
                 f'must be (): the {model.depth.stream} stream has weights for as many outputs as '
             )
             right += 'the blocks that run'
+        elif model.sized_by_loops and max(counts) != model.loops:
+            right = f'must have model.loops={model.loops} as its largest count: each loop has '
+            right += f'{model.sized_by_loops} of its own'
         if right:
             refuse('training.loops', counts, right)
         dataclasses.replace(model, loops=max(counts))  # refuses too many

@@ -13,6 +13,7 @@ from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.kv_cache import Cache, cache_from_prefill, documents_of, next_positions
 from moddepth_jax.model.layers import embed, lm_head, rms_norm
+from moddepth_jax.model.loop_params import with_embeddings
 from moddepth_jax.model.mod.mixture_of_recursions import Recursions
 from moddepth_jax.model.routing import gather_tokens, mask_to_indices, static_sizes
 from moddepth_jax.model.sharding import unshard_params
@@ -25,7 +26,7 @@ def unroll(variables, hparams: Hparams, routing: str) -> dict:
     """The variables of a Transformer for decoding: `layers` for `stack`, and new `layer_args`."""
     check_dtype(hparams.model)
     params = variables['params']
-    stored = merge_adapters(params['stack'], hparams.model)
+    stored = with_embeddings(merge_adapters(params['stack'], hparams.model), params)
     layers = [one for _, one in unstack_layers(Stack(hparams.model, routing), stored)]
     args = layer_args(hparams.model, variables.get('averages'), routing)
     rest = {name: params[name] for name in ('embedding', 'final_norm', 'head') if name in params}

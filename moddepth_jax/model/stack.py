@@ -12,6 +12,12 @@ from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.attention import DepthSlots, TokenInfo
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.layer import Layer, LayerArgs, LayerOutput, Records
+from moddepth_jax.model.loop_params import (
+    EMBEDDING,
+    EMBEDDINGS,
+    Visit,
+    visit_params,
+)
 from moddepth_jax.model.routing import CHOICE
 from moddepth_jax.model.sharding import constrain, unshard_params
 from moddepth_jax.model.streams import LayerKind, layer_kinds, layer_order
@@ -42,11 +48,11 @@ def find_runs(kinds) -> tuple[Run, ...]:
 
 
 class Place(NamedTuple):
-    """Where the parameters of a layer are: params[run][layer], each leaf at `row`."""
+    """Where the parameters of a layer that runs are: params[run][layer], and there the Visit."""
 
     run: str
     layer: str
-    row: int
+    visit: Visit
 
 
 class Stack(NamedTuple):
@@ -90,16 +96,27 @@ class Stack(NamedTuple):
     def places(self) -> list[Place]:
         """Where the parameters of each layer that runs are."""
         stored = [
-            Place(f'run_{i}', f'layer_{j}', row)
+            Place(f'run_{i}', f'layer_{j}', Visit(row))
             for i, run in enumerate(self.stored_runs)
             for row in range(run.repeats)
             for j in range(len(run.group))
         ]
-        return [stored[layer] for layer in layer_order(self.hparams)] if self.looped else stored
+        if not self.looped:
+            return stored
+        places, visits = [], dict.fromkeys(range(len(stored)), 0)
+        blocks = iter(self.hparams.block_order)
+        for layer in layer_order(self.hparams):
+            loop, place = visits[layer], stored[layer]
+            block = next(blocks) if self.stored_kinds[layer].part == 'block' else None
+            starts = block in self.hparams.blocks_that_start_loops
+            visit = place.visit._replace(loop=loop, embedding=loop if starts else -1)
+            places.append(place._replace(visit=visit))
+            visits[layer] += 1
+        return places
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The layers that run, in groups; the repeats of a layer differ in the row of its Place."""
+        """The layers that run, in groups; the repeats of a layer differ in their Visit."""
         if not self.looped:
             return self.stored_runs
         of_one_leaf = [
@@ -147,10 +164,15 @@ class Stack(NamedTuple):
 
 
 def unstack_layers(stack: Stack, params):
-    """Yield (kind, parameters) of each layer that runs, from the first to the last."""
+    """Yield (kind, parameters) of each layer that runs, from the first to the last.
+
+    `params` may be those of `with_embeddings`: a layer gets the embedding that it adds.
+    """
     for kind, place in zip(stack.kinds, stack.places, strict=True):
-        stored = params.get(place.run, {}).get(place.layer, {})
-        yield kind, jax.tree.map(lambda leaf, row=place.row: leaf[row], stored)
+        layer, row = visit_params(params, place, place.visit, kind), place.visit.embedding
+        if EMBEDDINGS in params and row >= 0:
+            layer |= {EMBEDDING: params[EMBEDDINGS][row]}
+        yield kind, layer
 
 
 def stack_slots(written) -> DepthSlots | None:

@@ -50,6 +50,8 @@ OLDER_RUNS = {
     'model.looped_layers': 'none',
     'model.loops': 1,
     'model.loop_order': 'cycle',
+    'model.loop_norms': 'shared',
+    'model.loop_embeddings': 'none',
     'training.loops': [],
     'model.embedding_residual': 'none',
     'model.value_embeddings': 'none',

@@ -39,8 +39,8 @@ class SavedRun:
     def with_loops(self, loops: int) -> 'SavedRun':
         """The run with another number of loops, without averages, which are those of each loop.
 
-        Raises ValueError if no block is looped, if the model is causal by its averages alone, or if
-        its parameters are made for so many loops.
+        Raises ValueError if no block is looped, if the model is causal by its averages alone, if
+        its parameters are made for so many loops, or if a loop would lack norms or an embedding.
         """
         model = self.hparams.model
         if loops == model.loops:
@@ -56,6 +56,9 @@ class SavedRun:
         if sized:
             right = f'must be {model.loops}: {sized[0]} for so many'
             raise ValueError(f'--loops={loops}: {right}')
+        if model.sized_by_loops and loops > model.loops:
+            right = f'must be at most {model.loops}: each loop has {model.sized_by_loops} of its '
+            raise ValueError(f'--loops={loops}: {right}own')
         hparams, state = self.hparams.with_loops(loops), self.state.replace(averages={})
         return dataclasses.replace(self, hparams=hparams, state=state)
 

@@ -53,6 +53,8 @@ BAD_VALUES = {
     **knobs('model', 'looped_layers', 'every:2', 'middle:1', 'middle:9:9', ''),
     **knobs('model', 'loops', 2, *NOT_POSITIVE),
     **knobs('model', 'loop_order', 'sequence', 'cycles'),
+    **knobs('model', 'loop_norms', 'own', 'Shared', ''),
+    **knobs('model', 'loop_embeddings', 'learned', 'all', ''),
     **knobs('training', 'loops', (2,), (1, 2), (0, 1)),
     **knobs('model.experts', 'choice scores product', 'router', 'tokens', 'soft_max', 'ragged'),
     **knobs('model.experts', 'num_routed top_k d_ff', *NOT_POSITIVE),

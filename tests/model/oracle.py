@@ -105,7 +105,9 @@ def stream(layers, x_TD, row, model):
     if kind in ('residual', 'moda', 'value_residual', 'value_attention'):
         slots = []  # of (key_TKH, value_TKH, valid_T), oldest first; the embedding writes none
         first_TD = x_TD
-        for number, layer in enumerate(layers):
+        for number, layer in zip(blocks_that_run(model), layers, strict=True):
+            if 'loop_embedding' in layer:
+                x_TD = x_TD + layer['loop_embedding']
             if model.embedding_residual != 'none':
                 blend = layer['blend']
                 x_TD = blend['residual_scale'] * x_TD + blend['embedding_scale'] * first_TD
@@ -138,6 +140,50 @@ def stream(layers, x_TD, row, model):
     for number, layer in enumerate(layers):
         outputs.append(block(layer, read(layer['stream']), [], row, number, model)[0])
     return read(last['stream'])
+
+
+def blocks_that_run(model):
+    """Returns the numbers of the blocks, in the order in which they run."""
+    if model.looped_layers == 'none':
+        return range(model.num_layers)
+    _, before, after = model.looped_layers.split(':')
+    first, end = int(before), model.num_layers - int(after)
+    looped = [*range(first, end)] * model.loops
+    if model.loop_order == 'sequence':
+        looped = [block for block in range(first, end) for _ in range(model.loops)]
+    return [*range(first), *looped, *range(end, model.num_layers)]
+
+
+def looped_layers(params, model):
+    """Returns the parameters of each layer that runs, with those of its loop."""
+    stack, blocks, layers = params['stack'], [], []
+    for _, run in sorted(stack.items(), key=lambda item: int(item[0].removeprefix('run_'))):
+        for row in range(len(jax.tree.leaves(run)[0])):
+            for _, layer in sorted(run.items(), key=lambda item: int(item[0][len('layer_') :])):
+                blocks.append(jax.tree.map(lambda leaf, row=row: leaf[row], layer))
+    _, before, after = model.looped_layers.split(':')
+    visits = dict.fromkeys(range(model.num_layers), 0)
+    for block in blocks_that_run(model):
+        loop, layer = visits[block], blocks[block]
+        visits[block] += 1
+        if int(before) <= block < model.num_layers - int(after):
+            layer = at_loop(layer, loop, model)
+            starts = block == int(before) or model.loop_order == 'sequence'
+            if starts and 'loop_embeddings' in params:
+                layer = layer | {'loop_embedding': params['loop_embeddings'][loop]}
+        layers.append(layer)
+    return layers
+
+
+def at_loop(layer, loop, model):
+    """Returns a looped layer with the scales that its own norms have in that loop."""
+    if model.loop_norms == 'shared':
+        return layer
+
+    def pick(path, leaf):
+        return leaf[loop] if path[-2].key.endswith('_norm') else leaf
+
+    return jax.tree_util.tree_map_with_path(pick, layer)
 
 
 def recursions(layers, routers, x_TD, row, model):

@@ -57,6 +57,11 @@ EXPERT = {'experts.choice': 'expert', 'experts.z_loss': 0.02}
 ROUTED = {'routing.router': 'learned', 'routing.capacity': 0.5, 'routing.causal_rule': 'threshold'}
 
 
+# Blocks 1 and 2 of four, three times.
+LOOPED = {'num_layers': 4, 'looped_layers': 'middle:1:1', 'loops': 3}
+OF_LOOPS = {'loop_embeddings': 'learned'}
+
+
 def routed(router='learned', gate='auto', rule='auto', capacity=0.5, **more):
     """Two routed layers."""
     knobs = {'router': router, 'gate': gate, 'causal_rule': rule, 'capacity': capacity}
@@ -108,6 +113,14 @@ CASES = {
     'value embeddings, mudd': ALL_LOOKED_UP | MUDD | PRE,
     'value embeddings, dense stream': LOOKED_UP | DENSE | PRE,
     'value embeddings, attention stream': LOOKED_UP | ATTENTION | PRE,
+    'looped, own norms': LOOPED | {'loop_norms': 'own'} | PRE | HEAD | WINDOWS,
+    'looped, loop embeddings': LOOPED | OF_LOOPS | EMBEDDED | TIED | POST,
+    'looped in sequence': LOOPED
+    | OF_LOOPS
+    | {'loop_norms': 'own', 'loop_order': 'sequence'}
+    | BOTH
+    | REORDERED
+    | FULL,
     'attention residual': SOURCES | PRE | HEAD | BIAS | WINDOWS,
     'hyper-connections': HYPER | PRE | HEAD | WINDOWS,
     'hyper-connections, static': STATIC | REORDERED | {'depth.num_streams': 3},
@@ -235,7 +248,10 @@ def logits_loss_and_gradients(hparams, variables, routing, gradients):
 
 def by_layer(params, model):
     """The parameters as the oracle takes them: a list of layers instead of stacked runs."""
-    layers = [layer for _, layer in unstack_layers(Stack(model, 'top_c'), params['stack'])]
+    if model.looped_layers != 'none' and 'loop_routers' not in params:
+        layers = oracle.looped_layers(params, model)
+    else:
+        layers = [layer for _, layer in unstack_layers(Stack(model, 'top_c'), params['stack'])]
     return {name: params[name] for name in params if name != 'stack'} | {'layers': layers}
 
 
@@ -288,19 +304,20 @@ FAST = ('block slots', 'both slots', 'unrotated', 'attention slot projection', '
 FAST += ('attention stream', 'dense stream, bias', 'average stream, bias')
 FAST += ('value residual', 'value residual, sparse', 'shared values', 'mudd', 'scaled rope')
 FAST += ('value attention', 'value attention, recent', 'embedding residual, experts')
-FAST += ('value embeddings, value residual', 'value embeddings, experts')
+FAST += ('value embeddings, value residual', 'value embeddings, experts', 'looped in sequence')
 
 
 @pytest.mark.parametrize('case', parameters(FAST, CASES))
 def test_model_equals_the_oracle(tiny_config, case):
     """With random parameters and packed segments; experts are neither all in use nor all idle.
 
-    Gradients are compared where there are experts.
+    Gradients are compared where there are experts or loops.
     """
     knobs = {f'model.{name}': value for name, value in (SIZES | CASES[case]).items()}
     config = tiny_config(**knobs)
     routing = 'threshold' if case == 'thresholds' else 'top_c'
-    slopes, run = compare(config, routing, gradients='experts.choice' in CASES[case])
+    gradients = 'experts.choice' in CASES[case] or 'looped' in case
+    slopes, run = compare(config, routing, gradients)
     for path, slope in jax.tree_util.tree_leaves_with_path(slopes):
         where = jax.tree_util.keystr(path)
         # The first sublayer of attention residuals finds one source, whose weight is 1.
