@@ -61,6 +61,7 @@ class ModelHparams:
     loop_order: checks.choice('cycle', 'sequence')
     loop_norms: checks.choice('shared', 'own')
     loop_embeddings: checks.choice('none', 'learned')
+    loop_exit_threshold: checks.Weight
     d_model: checks.Size
     d_ff: checks.Size
     num_heads: checks.Size
@@ -134,8 +135,24 @@ class ModelHparams:
             right += 'to add to; use value_mix learned'
             refuse('model.value_embeddings', self.value_embeddings, right)
         self.depth.stream_class.check(self)
+        if self.loop_exit_threshold:
+            self._check_exits()
         if self.routing.routes_loops:
             self._check_routed_loops()
+
+    def _check_exits(self):
+        needed = {
+            'loop_order': (self.loop_order, 'cycle'),
+            'depth.stream': (self.depth.stream, 'residual'),
+            'routing.router': (self.routing.router, 'none'),
+            'experts.choice': (self.experts.choice, 'none'),
+        }
+        for field, (value, right) in needed.items():
+            if value != right:
+                found = f'{self.loop_exit_threshold:g}'
+                refuse(
+                    f'model.{field}', value, f'must be {right} under loop_exit_threshold={found}'
+                )
 
     def _check_routed_loops(self):
         # field: (value, what it must be, why)
@@ -177,6 +194,7 @@ class ModelHparams:
             right = 'must be 1: no block is looped; set model.looped_layers to all'
             refuse('model.loops', self.loops, right)
         plain = {'loop_order': 'cycle', 'loop_norms': 'shared', 'loop_embeddings': 'none'}
+        plain |= {'loop_exit_threshold': 0}
         for field, value in plain.items() if not self.looped else ():
             if getattr(self, field) != value:
                 right = f'must be {value}: no block is looped; set model.looped_layers to all'

@@ -44,6 +44,7 @@ class Records(NamedTuple):
 
     routing: RoutingRecord | None = None
     experts: ExpertsRecord | None = None
+    loops_BT: jax.Array | None = None  # int32, loops of each token, if tokens leave them; no axis
 
 
 class LayerOutput(NamedTuple):

@@ -12,6 +12,7 @@ from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.attention import DepthSlots, TokenInfo
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.layer import Layer, LayerArgs, LayerOutput, Records
+from moddepth_jax.model.loop_exit import apply_exits, has_exits
 from moddepth_jax.model.loop_params import (
     EMBEDDING,
     EMBEDDINGS,
@@ -67,6 +68,11 @@ class Stack(NamedTuple):
     def looped(self) -> bool:
         """Whether stored layers run several times."""
         return self.hparams.looped and self.layers is None
+
+    @property
+    def has_exits(self) -> bool:
+        """Whether tokens leave the loops."""
+        return self.looped and has_exits(self.hparams, self.routing)
 
     @property
     def stored_kinds(self) -> list[LayerKind]:
@@ -221,10 +227,11 @@ def per_layer_args(kinds, args: LayerArgs) -> list[LayerArgs]:
 def run_unrolled(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
     """The plain form of `run_stack`: a list of slots, ordinary differentiation."""
     written, records = [], []
-    args_of_layers = per_layer_args(stack.kinds, args)
+    args_of_layers, exits = per_layer_args(stack.kinds, args), None
     layers = unstack_layers(stack, params)
     embedded_BTD = embedded_input(stack.hparams, x_BTD)
-    for (kind, layer_params), layer_args in zip(layers, args_of_layers, strict=True):
+    each = enumerate(zip(layers, args_of_layers, strict=True))
+    for place, ((kind, layer_params), layer_args) in each:
 
         def call(params, x_BTD, written, args, embedded_BTD, kind=kind):
             depth = stack_slots(written)
@@ -233,9 +240,14 @@ def run_unrolled(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD
 
         call = with_remat(call, stack.hparams, prevent_cse=True)
         output = call(layer_params, x_BTD, written, layer_args, embedded_BTD)
-        x_BTD, written = output.x_BTD, [*written, output.written]
+        before_BTD, x_BTD, written = x_BTD, output.x_BTD, [*written, output.written]
+        if stack.has_exits:
+            x_BTD, exits = apply_exits(stack.hparams, place, exits, before_BTD, x_BTD)
         records.append(output.records)
-    return x_BTD, merge_records(records, lambda *leaves: jnp.stack(leaves))
+    merged = merge_records(records, lambda *leaves: jnp.stack(leaves))
+    if exits is None:
+        return x_BTD, merged
+    return x_BTD, (merged or Records())._replace(loops_BT=exits.loops_BT)
 
 
 def merge_records(records: list[Records], join) -> Records | None:
@@ -244,4 +256,4 @@ def merge_records(records: list[Records], join) -> Records | None:
     for part in zip(*records, strict=True):
         found = [record for record in part if record is not None]
         parts.append(jax.tree.map(join, *found) if found else None)
-    return None if parts == [None, None] else Records(*parts)
+    return None if parts == [None] * len(parts) else Records(*parts)

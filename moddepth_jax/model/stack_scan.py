@@ -30,7 +30,7 @@ from moddepth_jax.model.streams import layer_kinds
 
 def run_stack(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
     """The embedded tokens through all layers, and Records with an axis of layers, or None."""
-    if stack.hparams.layer_loop == 'unrolled':
+    if stack.hparams.layer_loop == 'unrolled' or stack.has_exits:
         return run_unrolled(stack, params, tokens, args, x_BTD)
     kinds, by_run, first = stack.kinds, [], 0
     for run in stack.runs:  # LayerArgs of each place in its group, with an axis of repeats

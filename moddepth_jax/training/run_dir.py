@@ -52,6 +52,7 @@ OLDER_RUNS = {
     'model.loop_order': 'cycle',
     'model.loop_norms': 'shared',
     'model.loop_embeddings': 'none',
+    'model.loop_exit_threshold': 0.0,
     'training.loops': [],
     'model.embedding_residual': 'none',
     'model.value_embeddings': 'none',

@@ -8,7 +8,7 @@ import pathlib
 import jax
 from jax.sharding import Mesh
 
-from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams import Hparams, checks
 from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.transformer import causal_routing
 from moddepth_jax.training import multihost
@@ -61,6 +61,21 @@ class SavedRun:
             raise ValueError(f'--loops={loops}: {right}own')
         hparams, state = self.hparams.with_loops(loops), self.state.replace(averages={})
         return dataclasses.replace(self, hparams=hparams, state=state)
+
+    def with_exits(self, threshold: float) -> 'SavedRun':
+        """The run whose tokens leave the loops by that threshold; 0: none leaves.
+
+        Raises ValueError, one line, for a threshold or a model that does not fit.
+        """
+        flag = f'--exit_threshold={threshold:g}'
+        checks.positive('--exit_threshold', float(threshold), 0)
+        if not self.hparams.model.looped:
+            raise ValueError(f'{flag}: no block of this run is looped')
+        try:
+            model = dataclasses.replace(self.hparams.model, loop_exit_threshold=float(threshold))
+        except ValueError as error:
+            raise ValueError(f'{flag}: {error}') from None
+        return dataclasses.replace(self, hparams=dataclasses.replace(self.hparams, model=model))
 
     @property
     def merged(self) -> 'SavedRun':

@@ -54,6 +54,7 @@ BAD_VALUES = {
     **knobs('model', 'loops', 2, *NOT_POSITIVE),
     **knobs('model', 'loop_order', 'sequence', 'cycles'),
     **knobs('model', 'loop_norms', 'own', 'Shared', ''),
+    **knobs('model', 'loop_exit_threshold', 0.5, *NO_WEIGHT),
     **knobs('model', 'loop_embeddings', 'learned', 'all', ''),
     **knobs('training', 'loops', (2,), (1, 2), (0, 1)),
     **knobs('model.experts', 'choice scores product', 'router', 'tokens', 'soft_max', 'ragged'),

@@ -211,6 +211,7 @@ CASES = {
         'predictor',
     ),
     'looped, loop embeddings': (LOOPED | OF_LOOPS | POST | EMBEDDED, 'dense'),
+    'looped, exits': (LOOPED | {'model.loop_exit_threshold': 0.7} | HEAD_NORM, 'dense'),
     'looped moda': (ALL_LOOPED | MODA | WINDOWS, 'dense'),
     'looped values': (LOOPED | VALUES | POST, 'dense'),
     'attention residual': (SOURCES | ROUTED | ROOMY | HEAD_NORM, 'predictor'),

@@ -203,6 +203,7 @@ ROUTED_CASES = {
         TOKEN_CHOICE | POST | {'routing.loop_update': 'gated_exit', 'routing.gate_scale': 0.5},
         'assigned',
     ),
+    'exits from loops': (LOOPED | {'loop_exit_threshold': 0.6} | PRE | HEAD | WINDOWS, 'dense'),
     'recursions': (recursions('sigmoid', gate_scale=0.5) | PRE | HEAD, 'top_c'),
     'recursions, aux_loss': (recursions('sigmoid', rule='aux_loss') | POST | WINDOWS, 'aux_loss'),
     'recursions, threshold': (
@@ -295,6 +296,8 @@ def compare(config, routing, gradients):
         expected_RBT = [oracle.stack(run.choices[layer], name) for layer in model.routed_layers]
         found_RBT = getattr(records.routing, name)[:, REAL]
         np.testing.assert_allclose(found_RBT, np.array(expected_RBT)[:, REAL], rtol=1e-9)
+    if run.loops:
+        np.testing.assert_array_equal(records.loops_BT[REAL], np.array(run.loops)[REAL])
     rng = np.random.default_rng(2)
     oracle.assert_gradients(slopes, lambda params: oracle_loss(params)[0], params, 1e-9, rng)
     return slopes, run
@@ -329,7 +332,7 @@ def test_model_equals_the_oracle(tiny_config, case):
 
 FAST = ('sigmoid', 'windows', 'segments', 'threshold', 'predictor', 'straight through', 'moda')
 FAST += ('value residual', 'value attention', 'embedding residual', 'value embeddings, moda')
-FAST += ('recursions', 'token choice')
+FAST += ('recursions', 'token choice', 'exits from loops')
 
 
 # JAX warns of int32 and int64 indices in float64, which no model is trained in.
@@ -344,6 +347,8 @@ def test_routed_blocks_equal_the_oracle(case, tiny_config):
     config = tiny_config(**{f'model.{name}': value for name, value in (SIZES | knobs).items()})
     _, run = compare(config, routing, gradients=True)
     choices = list(run.choices.values())
+    if case == 'exits from loops':
+        assert {1, 2, 3} <= {*np.ravel(run.loops)}
     looped = 'recursions' in case or 'token choice' in case
     for layer in choices[1:] if looped else choices:  # the first loop takes all
         selected_BT, top_c_BT = (oracle.stack(layer, n)[REAL] for n in ('selected_BT', 'top_c_BT'))
