@@ -78,6 +78,14 @@ def recursions(gate, **more):
 TOKEN_CHOICE = recursions('auto', router='token_choice', z_loss=0.01)
 CASES = {
     'residual': PRE | WINDOWS | WIDE,
+    'looped, own norms': LOOPED | {'loop_norms': 'own'} | PRE | HEAD | WINDOWS,
+    'looped, loop embeddings': LOOPED | OF_LOOPS | EMBEDDED | TIED | POST,
+    'looped in sequence': LOOPED
+    | OF_LOOPS
+    | {'loop_norms': 'own', 'loop_order': 'sequence'}
+    | BOTH
+    | REORDERED
+    | FULL,
     'scaled rope': SCALED | QKV | PRE | HEAD,
     'scaled rope, both slots': SCALED | QKVO | BOTH | POST,
     'block slots': BLOCK | POST,
@@ -113,14 +121,6 @@ CASES = {
     'value embeddings, mudd': ALL_LOOKED_UP | MUDD | PRE,
     'value embeddings, dense stream': LOOKED_UP | DENSE | PRE,
     'value embeddings, attention stream': LOOKED_UP | ATTENTION | PRE,
-    'looped, own norms': LOOPED | {'loop_norms': 'own'} | PRE | HEAD | WINDOWS,
-    'looped, loop embeddings': LOOPED | OF_LOOPS | EMBEDDED | TIED | POST,
-    'looped in sequence': LOOPED
-    | OF_LOOPS
-    | {'loop_norms': 'own', 'loop_order': 'sequence'}
-    | BOTH
-    | REORDERED
-    | FULL,
     'attention residual': SOURCES | PRE | HEAD | BIAS | WINDOWS,
     'hyper-connections': HYPER | PRE | HEAD | WINDOWS,
     'hyper-connections, static': STATIC | REORDERED | {'depth.num_streams': 3},
@@ -148,6 +148,7 @@ SLOTS = routed(rule='threshold', layers='1') | {'num_layers': 3}
 MASKED = {'depth.skipped_slots': 'masked'}
 # name: (knobs, the routing of the pass); each is also differentiated.
 ROUTED_CASES = {
+    'exits from loops': (LOOPED | {'loop_exit_threshold': 0.6} | PRE | HEAD | WINDOWS, 'dense'),
     'more places than tokens': (routed(capacity=0.875) | PRE, 'top_c'),
     'tanh, all tokens': (routed(gate='tanh', capacity=1.0) | PRE | HEAD | BIAS | WINDOWS, 'top_c'),
     'sigmoid': (routed(gate='sigmoid', capacity=0.4) | POST | WINDOWS, 'top_c'),
@@ -203,7 +204,6 @@ ROUTED_CASES = {
         TOKEN_CHOICE | POST | {'routing.loop_update': 'gated_exit', 'routing.gate_scale': 0.5},
         'assigned',
     ),
-    'exits from loops': (LOOPED | {'loop_exit_threshold': 0.6} | PRE | HEAD | WINDOWS, 'dense'),
     'recursions': (recursions('sigmoid', gate_scale=0.5) | PRE | HEAD, 'top_c'),
     'recursions, aux_loss': (recursions('sigmoid', rule='aux_loss') | POST | WINDOWS, 'aux_loss'),
     'recursions, threshold': (
