@@ -2,7 +2,8 @@
 
 At evaluation and in decoding alone, by |x_r - x_(r-1)| / |x_r| of its own stream after loop r
 against a threshold. A token that has left still has keys and values in each later loop, those
-that each block makes of the stream it keeps, so that what a token reads depends on no other exit.
+that each block makes of the stream it keeps: nothing depends on later tokens, nor on whether tokens
+come at once or one by one.
 """
 
 from typing import NamedTuple
