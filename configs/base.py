@@ -15,6 +15,9 @@ def get_config() -> ConfigDict:
     model.looped_layers = 'none'  # none | all | middle:FIRST:LAST (not that many at both ends)
     model.loops = 1  # times that the looped blocks run, with the same parameters each time
     model.loop_order = 'cycle'  # of blocks a, b looped twice: cycle (a b a b) | sequence (a a b b)
+    model.loop_norms = 'shared'  # shared | own: scales of norms of a looped block for each loop
+    model.loop_embeddings = 'none'  # none | learned: a vector added to the stream at each loop
+    model.loop_exit_threshold = 0.0  # evaluation: relative change at which a token leaves; 0: off
     model.d_model = 128  # D, width of the residual stream
     model.d_ff = 384  # F, width of the SwiGLU mlp
     model.num_heads = 4  # N, query heads

@@ -300,6 +300,12 @@ def define_loops():
     flags.DEFINE_integer('loops', None, text, lower_bound=1)
 
 
+def define_exit_threshold():
+    """Defines --exit_threshold, which `load_saved_run` reads."""
+    text = 'A token leaves the loops at this relative change of its stream in one. Default: as '
+    flags.DEFINE_float('exit_threshold', None, text + 'in the run, or 0: never.', lower_bound=0.0)
+
+
 def load_saved_run(workdir: str, mesh_of=None, say_remaining=True):
     """Loads the SavedRun in `workdir` on the mesh of `mesh_of(hparams)`, or on one device.
 
@@ -314,6 +320,8 @@ def load_saved_run(workdir: str, mesh_of=None, say_remaining=True):
     run = load_run(workdir, mesh, step)
     if 'loops' in FLAGS and FLAGS['loops'].value is not None:
         run = run.with_loops(FLAGS['loops'].value)
+    if 'exit_threshold' in FLAGS and FLAGS['exit_threshold'].value is not None:
+        run = run.with_exits(FLAGS['exit_threshold'].value)
     _notes.extend(run.notes if multihost.is_leader() else ())
     if say_remaining and step is None and 0 < run.step < run.num_steps and multihost.is_leader():
         remaining = run.num_steps - run.step

@@ -23,6 +23,7 @@ from launch import cli
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 cli.define_step()
 cli.define_loops()
+cli.define_exit_threshold()
 ROUTING = cli.define_routing(
     'top_c, aux_loss, predictor, threshold, dense or bypass', ', compared with top_c'
 )
@@ -180,6 +181,9 @@ def _print_report(report, experts):
         cli.show(f'precision and recall: of {report["compared"]} against the top C of each row')
         if refused:
             cli.show('refused: selected by the rule, but beyond model.routing.cache_capacity')
+    if 'loops_per_token' in report:
+        found = f'{report["loops_per_token"]:.3f} of {report["loops"]} loops a token'
+        cli.show(f'{found}; all loops are computed for every token')
     if 'experts' in report:
         cli.show(expert_line(report['experts'], experts))
     batches, all_batches = report['batches'], report['all_batches']

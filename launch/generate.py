@@ -28,6 +28,7 @@ from launch import cli
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 cli.define_step()
 cli.define_loops()
+cli.define_exit_threshold()
 PROMPT = flags.DEFINE_multi_string('prompt', None, 'Start of the text; several run together.')
 PROMPTS = flags.DEFINE_string(
     'prompts', None, 'File of prompts: a text of one a line, or rows as of data.source.'

@@ -13,6 +13,7 @@ from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.attention import TokenInfo, model_segment_ids
 from moddepth_jax.model.block import Block
 from moddepth_jax.model.layers import apply_rope, embed
+from moddepth_jax.model.loop_params import EMBEDDING, add_embedding, with_embeddings
 from moddepth_jax.model.stack import Stack, unstack_layers
 
 # The score at which a gate is 1, or close to it with some gradient: sigmoid(5) = 0.993,
@@ -68,6 +69,7 @@ def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -
     """
     # On the host: no program per shape.
     stacked = merge_adapters(jax.tree.map(np.asarray, params['stack']), source)
+    stacked = with_embeddings(stacked, params)
     layers, totals = list(unstack_layers(Stack(source, 'top_c'), stacked)), None
     for batch in batches:
         tokens_BT = jnp.asarray(batch['tokens_BT'])
@@ -91,6 +93,8 @@ def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -
 @functools.partial(jax.jit, static_argnames=('model', 'kind'))
 def _layer(params, x_BTD, tokens, *, model, kind):
     """The stream after a dense layer, and its LayerMoments of these tokens."""
+    if EMBEDDING in params:
+        x_BTD = add_embedding(x_BTD, params[EMBEDDING])
     block = Block(model, kind.window, True, False, kind.experts, embeds=kind.embeds)
     (y_BTD, aux), recorded = block.apply(
         {'params': params}, x_BTD, tokens, mutable=['intermediates']

@@ -68,6 +68,14 @@ def check_expressible(model: ModelHparams):
         if value not in known:
             right = f'{file} has no such {name.replace("_", " ")}; it has {", ".join(known)}'
             raise ValueError(f'model.{knob}={value!r}: {right}')
+    for knob, plain in (
+        ('loop_norms', 'shared'),
+        ('loop_embeddings', 'none'),
+        ('loop_exit_threshold', 0.0),
+    ):
+        if (value := getattr(model, knob)) != plain:
+            right = f'{file} has only {plain}: loops are alike there, and take all tokens'
+            raise ValueError(f'model.{knob}={value!r}: {right}')
     if model.routing.routes_loops:
         right = f'{file} has no routed loops; it has routed blocks and loops that take all tokens'
         raise ValueError(f"model.routing.layers='loops': {right}")

@@ -59,6 +59,9 @@ class ModelHparams:
     looped_layers: str
     loops: Annotated[int, functools.partial(checks.positive, maximum=MAX_LAYERS)]
     loop_order: checks.choice('cycle', 'sequence')
+    loop_norms: checks.choice('shared', 'own')
+    loop_embeddings: checks.choice('none', 'learned')
+    loop_exit_threshold: checks.Weight
     d_model: checks.Size
     d_ff: checks.Size
     num_heads: checks.Size
@@ -123,13 +126,33 @@ class ModelHparams:
             right = f'must be none: the {self.depth.stream} stream carries no single running sum '
             right += 'between blocks; use stream residual'
             refuse('model.embedding_residual', self.embedding_residual, right)
+        if self.loop_embeddings != 'none' and not self.depth.stream_class.keeps_sum:
+            right = f'must be none: the {self.depth.stream} stream carries no single running sum '
+            right += 'between blocks; use stream residual'
+            refuse('model.loop_embeddings', self.loop_embeddings, right)
         if self.value_embeddings != 'none' and self.depth.value_mix == 'shared':
             right = 'must be none under value_mix shared: later layers have no values of their own '
             right += 'to add to; use value_mix learned'
             refuse('model.value_embeddings', self.value_embeddings, right)
         self.depth.stream_class.check(self)
+        if self.loop_exit_threshold:
+            self._check_exits()
         if self.routing.routes_loops:
             self._check_routed_loops()
+
+    def _check_exits(self):
+        needed = {
+            'loop_order': (self.loop_order, 'cycle'),
+            'depth.stream': (self.depth.stream, 'residual'),
+            'routing.router': (self.routing.router, 'none'),
+            'experts.choice': (self.experts.choice, 'none'),
+        }
+        for field, (value, right) in needed.items():
+            if value != right:
+                found = f'{self.loop_exit_threshold:g}'
+                refuse(
+                    f'model.{field}', value, f'must be {right} under loop_exit_threshold={found}'
+                )
 
     def _check_routed_loops(self):
         # field: (value, what it must be, why)
@@ -137,6 +160,8 @@ class ModelHparams:
             'looped_layers': (self.looped_layers, self.looped, 'all or middle:FIRST:LAST'),
             'loops': (self.loops, self.loops > 1, '2 or more'),
             'loop_order': (self.loop_order, self.loop_order == 'cycle', 'cycle'),
+            'loop_norms': (self.loop_norms, self.loop_norms == 'shared', 'shared'),
+            'loop_embeddings': (self.loop_embeddings, self.loop_embeddings == 'none', 'none'),
             'experts.choice': (self.experts.choice, self.experts.choice == 'none', 'none'),
             'depth.stream': (self.depth.stream, self.depth.stream == 'residual', 'residual'),
             'embedding_residual': (
@@ -168,9 +193,12 @@ class ModelHparams:
         if not self.looped and self.loops > 1:
             right = 'must be 1: no block is looped; set model.looped_layers to all'
             refuse('model.loops', self.loops, right)
-        if not self.looped and self.loop_order != 'cycle':
-            right = 'must be cycle: no block is looped; set model.looped_layers to all'
-            refuse('model.loop_order', self.loop_order, right)
+        plain = {'loop_order': 'cycle', 'loop_norms': 'shared', 'loop_embeddings': 'none'}
+        plain |= {'loop_exit_threshold': 0}
+        for field, value in plain.items() if not self.looped else ():
+            if getattr(self, field) != value:
+                right = f'must be {value}: no block is looped; set model.looped_layers to all'
+                refuse(f'model.{field}', getattr(self, field), right)
 
     @functools.cached_property
     def _loop(self):
@@ -259,6 +287,18 @@ class ModelHparams:
     def looped_range(self) -> range:
         """The numbers of the looped blocks; from 0 to 0 if there are none."""
         return range(*self._loop)
+
+    @property
+    def blocks_that_start_loops(self) -> range:
+        """The numbers of the blocks before which the embedding of a loop is added."""
+        in_turn = self.loop_order == 'sequence'
+        return self.looped_range if in_turn else self.looped_range[:1]
+
+    @property
+    def sized_by_loops(self) -> str:
+        """What the model has for each loop alone, and not beyond; '' for nothing."""
+        own = {'norms': self.loop_norms == 'own', 'embeddings': self.loop_embeddings != 'none'}
+        return ' and '.join(name for name, has in own.items() if has)
 
     @property
     def first_looped(self) -> int:

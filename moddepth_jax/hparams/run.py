@@ -208,6 +208,9 @@ class Hparams:
                 f'must be (): the {model.depth.stream} stream has weights for as many outputs as '
             )
             right += 'the blocks that run'
+        elif model.sized_by_loops and max(counts) != model.loops:
+            right = f'must have model.loops={model.loops} as its largest count: each loop has '
+            right += f'{model.sized_by_loops} of its own'
         if right:
             refuse('training.loops', counts, right)
         dataclasses.replace(model, loops=max(counts))  # refuses too many
@@ -223,10 +226,12 @@ class Hparams:
         return min(self.training.extended_from or num_steps, num_steps)
 
     def with_loops(self, loops: int) -> 'Hparams':
-        """These hyper-parameters, with so many loops of the model; 0: as they are."""
+        """These hyper-parameters, with so many loops of the model in all steps; 0: as they are."""
         if not loops:
             return self
-        return dataclasses.replace(self, model=dataclasses.replace(self.model, loops=loops))
+        training = dataclasses.replace(self.training, loops=())
+        model = dataclasses.replace(self.model, loops=loops)
+        return dataclasses.replace(self, model=model, training=training)
 
     @property
     def without_adapters(self) -> 'Hparams':

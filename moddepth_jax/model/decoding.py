@@ -13,6 +13,8 @@ from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.kv_cache import Cache, cache_from_prefill, documents_of, next_positions
 from moddepth_jax.model.layers import embed, lm_head, rms_norm
+from moddepth_jax.model.loop_exit import apply_exits, has_exits
+from moddepth_jax.model.loop_params import with_embeddings
 from moddepth_jax.model.mod.mixture_of_recursions import Recursions
 from moddepth_jax.model.routing import gather_tokens, mask_to_indices, static_sizes
 from moddepth_jax.model.sharding import unshard_params
@@ -25,7 +27,7 @@ def unroll(variables, hparams: Hparams, routing: str) -> dict:
     """The variables of a Transformer for decoding: `layers` for `stack`, and new `layer_args`."""
     check_dtype(hparams.model)
     params = variables['params']
-    stored = merge_adapters(params['stack'], hparams.model)
+    stored = with_embeddings(merge_adapters(params['stack'], hparams.model), params)
     layers = [one for _, one in unstack_layers(Stack(hparams.model, routing), stored)]
     args = layer_args(hparams.model, variables.get('averages'), routing)
     rest = {name: params[name] for name in ('embedding', 'final_norm', 'head') if name in params}
@@ -75,9 +77,12 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
         recursions = Recursions(hparams, routing, unrolled['loops'], list(layers))
         grows, layers = routed_capacity is None, ()
         x_BTD, caches, dropped_B = recursions.prefill(x_BTD, tokens, capacity, grows)
-    for layer, params, args in layers:
+    exits, leaves = None, has_exits(hparams.model, routing)
+    for place, (layer, params, args) in enumerate(layers):
         output = layer.apply(params, x_BTD, stack_slots(written), tokens, args, embedded_BTD)
-        x_BTD, written = output.x_BTD, [*written, output.written]
+        before_BTD, x_BTD, written = x_BTD, output.x_BTD, [*written, output.written]
+        if leaves:
+            x_BTD, exits = apply_exits(hparams.model, place, exits, before_BTD, x_BTD)
         if layer.kind.routed:
             record, size = output.records.routing, routed_capacity or sizes[-1]
             indices_BC = mask_to_indices(record.selected_BT, sizes[-1])
@@ -131,8 +136,9 @@ def extend(unrolled, cache: Cache, tokens_BT, begins_BT, branches_BT, *, hparams
         recursions = Recursions(hparams, routing, unrolled['loops'], list(layers))
         layers = ()
         x_BTD, updates, dropped_BT = recursions.extend(x_BTD, tokens, cache, documents_BT)
-    for layer, params, args in layers:
-        inputs = x_BTD, stack_slots(written), tokens, args
+    exits, leaves = None, has_exits(hparams.model, routing)
+    for place, (layer, params, args) in enumerate(layers):
+        before_BTD, inputs = x_BTD, (x_BTD, stack_slots(written), tokens, args)
         if layer.kind.part == 'block':
             past = cache.layers[len(updates)]
             if past.v_BKHS is None:
@@ -143,6 +149,8 @@ def extend(unrolled, cache: Cache, tokens_BT, begins_BT, branches_BT, *, hparams
             dropped_BT += dropped
         else:
             x_BTD, new, *_ = layer.apply(params, *inputs)
+        if leaves:
+            x_BTD, exits = apply_exits(hparams.model, place, exits, before_BTD, x_BTD)
         written.append(new)
     return _final(unrolled, hparams, x_BTD), updates, dropped_BT
 

@@ -11,6 +11,7 @@ from moddepth_jax.model.attention import DepthSlots, KeysValues
 from moddepth_jax.model.block import Block, BlockAux, SlotInputs
 from moddepth_jax.model.embedding_residual import EmbeddingBlend
 from moddepth_jax.model.kv_cache import CacheUpdate, view_of
+from moddepth_jax.model.loop_params import EMBEDDING, add_embedding
 from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths, RoutingArgs
 from moddepth_jax.model.moe.experts import ExpertsRecord, ExpertState
 from moddepth_jax.model.routing import (
@@ -43,6 +44,7 @@ class Records(NamedTuple):
 
     routing: RoutingRecord | None = None
     experts: ExpertsRecord | None = None
+    loops_BT: jax.Array | None = None  # int32, loops of each token, if tokens leave them; no axis
 
 
 class LayerOutput(NamedTuple):
@@ -145,6 +147,8 @@ class Layer(nn.Module):
     def _read(self, x_BTD, depth, embedded_BTD):
         if self.kind.part == 'entry':
             return x_BTD, None, depth
+        if self.has_variable('params', EMBEDDING):
+            x_BTD = add_embedding(x_BTD, self.get_variable('params', EMBEDDING))
         if embedded_BTD is not None:  # of all tokens, also those that skip the block
             x_BTD = self.blend(x_BTD, embedded_BTD)
         return self.stream.read(x_BTD, depth)

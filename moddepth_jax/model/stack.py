@@ -12,6 +12,13 @@ from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.attention import DepthSlots, TokenInfo
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.layer import Layer, LayerArgs, LayerOutput, Records
+from moddepth_jax.model.loop_exit import apply_exits, has_exits
+from moddepth_jax.model.loop_params import (
+    EMBEDDING,
+    EMBEDDINGS,
+    Visit,
+    visit_params,
+)
 from moddepth_jax.model.routing import CHOICE
 from moddepth_jax.model.sharding import constrain, unshard_params
 from moddepth_jax.model.streams import LayerKind, layer_kinds, layer_order
@@ -42,11 +49,11 @@ def find_runs(kinds) -> tuple[Run, ...]:
 
 
 class Place(NamedTuple):
-    """Where the parameters of a layer are: params[run][layer], each leaf at `row`."""
+    """Where the parameters of a layer that runs are: params[run][layer], and there the Visit."""
 
     run: str
     layer: str
-    row: int
+    visit: Visit
 
 
 class Stack(NamedTuple):
@@ -61,6 +68,11 @@ class Stack(NamedTuple):
     def looped(self) -> bool:
         """Whether stored layers run several times."""
         return self.hparams.looped and self.layers is None
+
+    @property
+    def has_exits(self) -> bool:
+        """Whether tokens leave the loops."""
+        return self.looped and has_exits(self.hparams, self.routing)
 
     @property
     def stored_kinds(self) -> list[LayerKind]:
@@ -90,16 +102,27 @@ class Stack(NamedTuple):
     def places(self) -> list[Place]:
         """Where the parameters of each layer that runs are."""
         stored = [
-            Place(f'run_{i}', f'layer_{j}', row)
+            Place(f'run_{i}', f'layer_{j}', Visit(row))
             for i, run in enumerate(self.stored_runs)
             for row in range(run.repeats)
             for j in range(len(run.group))
         ]
-        return [stored[layer] for layer in layer_order(self.hparams)] if self.looped else stored
+        if not self.looped:
+            return stored
+        places, visits = [], dict.fromkeys(range(len(stored)), 0)
+        blocks = iter(self.hparams.block_order)
+        for layer in layer_order(self.hparams):
+            loop, place = visits[layer], stored[layer]
+            block = next(blocks) if self.stored_kinds[layer].part == 'block' else None
+            starts = block in self.hparams.blocks_that_start_loops
+            visit = place.visit._replace(loop=loop, embedding=loop if starts else -1)
+            places.append(place._replace(visit=visit))
+            visits[layer] += 1
+        return places
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The layers that run, in groups; the repeats of a layer differ in the row of its Place."""
+        """The layers that run, in groups; the repeats of a layer differ in their Visit."""
         if not self.looped:
             return self.stored_runs
         of_one_leaf = [
@@ -147,10 +170,15 @@ class Stack(NamedTuple):
 
 
 def unstack_layers(stack: Stack, params):
-    """Yield (kind, parameters) of each layer that runs, from the first to the last."""
+    """Yield (kind, parameters) of each layer that runs, from the first to the last.
+
+    `params` may be those of `with_embeddings`: a layer gets the embedding that it adds.
+    """
     for kind, place in zip(stack.kinds, stack.places, strict=True):
-        stored = params.get(place.run, {}).get(place.layer, {})
-        yield kind, jax.tree.map(lambda leaf, row=place.row: leaf[row], stored)
+        layer, row = visit_params(params, place, place.visit, kind), place.visit.embedding
+        if EMBEDDINGS in params and row >= 0:
+            layer |= {EMBEDDING: params[EMBEDDINGS][row]}
+        yield kind, layer
 
 
 def stack_slots(written) -> DepthSlots | None:
@@ -199,10 +227,11 @@ def per_layer_args(kinds, args: LayerArgs) -> list[LayerArgs]:
 def run_unrolled(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
     """The plain form of `run_stack`: a list of slots, ordinary differentiation."""
     written, records = [], []
-    args_of_layers = per_layer_args(stack.kinds, args)
+    args_of_layers, exits = per_layer_args(stack.kinds, args), None
     layers = unstack_layers(stack, params)
     embedded_BTD = embedded_input(stack.hparams, x_BTD)
-    for (kind, layer_params), layer_args in zip(layers, args_of_layers, strict=True):
+    each = enumerate(zip(layers, args_of_layers, strict=True))
+    for place, ((kind, layer_params), layer_args) in each:
 
         def call(params, x_BTD, written, args, embedded_BTD, kind=kind):
             depth = stack_slots(written)
@@ -211,9 +240,14 @@ def run_unrolled(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD
 
         call = with_remat(call, stack.hparams, prevent_cse=True)
         output = call(layer_params, x_BTD, written, layer_args, embedded_BTD)
-        x_BTD, written = output.x_BTD, [*written, output.written]
+        before_BTD, x_BTD, written = x_BTD, output.x_BTD, [*written, output.written]
+        if stack.has_exits:
+            x_BTD, exits = apply_exits(stack.hparams, place, exits, before_BTD, x_BTD)
         records.append(output.records)
-    return x_BTD, merge_records(records, lambda *leaves: jnp.stack(leaves))
+    merged = merge_records(records, lambda *leaves: jnp.stack(leaves))
+    if exits is None:
+        return x_BTD, merged
+    return x_BTD, (merged or Records())._replace(loops_BT=exits.loops_BT)
 
 
 def merge_records(records: list[Records], join) -> Records | None:
@@ -222,4 +256,4 @@ def merge_records(records: list[Records], join) -> Records | None:
     for part in zip(*records, strict=True):
         found = [record for record in part if record is not None]
         parts.append(jax.tree.map(join, *found) if found else None)
-    return None if parts == [None, None] else Records(*parts)
+    return None if parts == [None] * len(parts) else Records(*parts)

@@ -16,6 +16,13 @@ from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import SLOTS, DepthSlots, KeysValues, TokenInfo
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.layer import LayerArgs, NewSlots
+from moddepth_jax.model.loop_params import (
+    EMBEDDINGS,
+    Visit,
+    add_gradient,
+    visit_embedding,
+    visit_params,
+)
 from moddepth_jax.model.sharding import constrain
 from moddepth_jax.model.stack import Stack, merge_records, pick_args, run_unrolled, with_remat
 from moddepth_jax.model.streams import layer_kinds
@@ -23,7 +30,7 @@ from moddepth_jax.model.streams import layer_kinds
 
 def run_stack(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
     """The embedded tokens through all layers, and Records with an axis of layers, or None."""
-    if stack.hparams.layer_loop == 'unrolled':
+    if stack.hparams.layer_loop == 'unrolled' or stack.has_exits:
         return run_unrolled(stack, params, tokens, args, x_BTD)
     kinds, by_run, first = stack.kinds, [], 0
     for run in stack.runs:  # LayerArgs of each place in its group, with an axis of repeats
@@ -127,29 +134,24 @@ def _function(stack, kind, repeats):
 def _params_of_run(stack, params, i):
     """What a scan over run i takes, and a function from that at one repeat and j to layer j's.
 
-    Each repeat of an ordinary model takes its slice; of a looped model the rows of its layers,
+    Each repeat of an ordinary model takes its slice; of a looped model the Visits of its layers,
     since copies of the parameters for every loop would be as large as a model without loops.
     """
     if not stack.looped:
         return params.get(f'run_{i}', {}), lambda of_repeat, j: of_repeat.get(f'layer_{j}', {})
-    places = stack.places_of(i)
-    rows = [np.array([place.row for place in of_layer], np.int32) for of_layer in places]
+    places, kinds = stack.places_of(i), stack.runs[i].group
+    visits = [
+        Visit(*np.array([place.visit for place in of_layer], np.int32).T) for of_layer in places
+    ]
+    take = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
 
-    def pick(rows, j):
-        stored = params.get(places[j][0].run, {}).get(places[j][0].layer, {})
-        at = functools.partial(jax.lax.dynamic_index_in_dim, index=rows[j], keepdims=False)
-        return jax.tree.map(at, stored)
+    def pick(of_repeat, j):
+        layer = visit_params(params, places[j][0], of_repeat[j], kinds[j], take)
+        if EMBEDDINGS in params and any(visits[j].embedding >= 0):
+            layer |= visit_embedding(params, of_repeat[j], take)
+        return layer
 
-    return rows, pick
-
-
-def _add_gradient(dparams, place, row, dlayer):
-    """The gradients of all parameters with that of a layer added, whose leaves are at a row."""
-    if not dlayer:
-        return dparams
-    run = dparams[place.run]
-    new = jax.tree.map(lambda total, one: total.at[row].add(one), run[place.layer], dlayer)
-    return dparams | {place.run: run | {place.layer: new}}
+    return visits, pick
 
 
 def _run_layers(stack, params, args, tokens, x_BTD, embedded_BTD, call):
@@ -252,8 +254,7 @@ def _backward(stack, residuals, cotangents):
                 dembedded_BTD = jax.tree.map(jnp.add, dembedded_BTD, of_layer_BTD)
                 dslots = dslots if dsums is None else dsums
                 if places:
-                    place, row = places[j][0], own[j]
-                    sums_of_loops = _add_gradient(sums_of_loops, place, row, dlayer)
+                    sums_of_loops = add_gradient(sums_of_loops, places[j][0], own[j], kind, dlayer)
                 else:
                     dparams[f'layer_{j}'] = dlayer
             return (dx_BTD, dslots, sums_of_loops, dembedded_BTD), dparams

@@ -11,6 +11,7 @@ from moddepth_jax.model.attention import DepthSlots, model_segment_ids
 from moddepth_jax.model.embedding_residual import embedded_input, first_scales
 from moddepth_jax.model.layer import LayerArgs, Records
 from moddepth_jax.model.layers import RMSNorm, embed, initializer, lm_head
+from moddepth_jax.model.loop_params import EMBEDDINGS, repeat_norms
 from moddepth_jax.model.mod.mixture_of_depths import RoutingArgs
 from moddepth_jax.model.mod.mixture_of_recursions import (
     causal_sizes,
@@ -42,7 +43,8 @@ class Transformer(nn.Module):
     """Token ids to next-token logits.
 
     Parameters: `embedding` [V, D], `stack` (run_i / layer_j, each leaf with a leading axis of
-    repeats, scanned or not), `final_norm`, and `head` [D, V] unless the embedding is tied.
+    repeats, scanned or not), `final_norm`, `head` [D, V] unless the embedding is tied, and
+    `loop_embeddings` [loops, D] if the model has them.
     `averages`, which training updates, has those of `average_shapes`.
     """
 
@@ -76,6 +78,8 @@ class Transformer(nn.Module):
         embedding_VD = self.param('embedding', initializer(model.embedding_init_std), shape)
         x_BTD = embed(embedding_VD, tokens_BT, model.dtype)
         params, args = self._stack(), self._layer_args(routing, causal_layers_R)
+        if model.loop_embeddings == 'learned':
+            params = params | {EMBEDDINGS: self._loop_embeddings()}
         stream = model.depth.stream_class
         x_BTD = stream.enter(model, x_BTD)
         if model.routing.routes_loops:
@@ -108,6 +112,13 @@ class Transformer(nn.Module):
             return self.get_variable('params', 'stack')
         length = min(self.hparams.data.sequence_length, MAX_INIT_LENGTH)
         return self.param('stack', init_stack, self.hparams.model, length)
+
+    def _loop_embeddings(self):
+        # Of fewer loops than in training it has more rows, which `self.param` would refuse.
+        if self.has_variable('params', EMBEDDINGS):
+            return self.get_variable('params', EMBEDDINGS)
+        shape = (self.hparams.model.loops, self.hparams.model.d_model)
+        return self.param(EMBEDDINGS, nn.initializers.zeros, shape)
 
     def _loop_routers(self):
         if self.has_variable('params', 'loop_routers'):
@@ -250,7 +261,7 @@ def init_layer(
         layer = stack.layer(kind, parent=None)
         output, variables = layer.apply(variables, *inputs, rngs={'params': key}, mutable='params')
     carry = output.x_BTD, *put_slots(slots, valid_LBT, output.written, count)
-    return variables.get('params', {}), carry
+    return repeat_norms(variables.get('params', {}), kind, stack.hparams.loops), carry
 
 
 def check_dtype(hparams: ModelHparams):

@@ -41,6 +41,10 @@ def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: s
         sums['routing'] = routing_counts(records.routing, batch['segment_ids_BT'])
     if records is not None and records.experts is not None:
         sums['experts'] = expert_counts(records.experts)
+    if records is not None and records.loops_BT is not None:
+        real_BT = batch['segment_ids_BT'] > 0
+        sums['loops'] = jnp.sum(records.loops_BT * real_BT, dtype=jnp.float32)
+        sums['real'] = jnp.sum(real_BT, dtype=jnp.float32)
     return jax.lax.with_sharding_constraint(sums, replicated(mesh))
 
 
@@ -56,7 +60,8 @@ def evaluate(
 
     Returns:
       dict: `loss` in nats a target, `bits_per_byte`, `targets`; lists over routed layers,
-      `routing`, of `routing_ratios`, and over layers with experts, `experts`, of `expert_ratios`.
+      `routing`, of `routing_ratios`, and over layers with experts, `experts`, of `expert_ratios`;
+      `loops_per_token`, the mean loops of a token, if tokens leave them by a threshold.
       For a mixture also `domains`: `loss`, `bits_per_byte`, `perplexity` (a token) and `targets` of
       each member. All other values are then weighted by the members' shares of the training data.
     """
@@ -102,6 +107,8 @@ def _ratios(sums, hparams):
     with np.errstate(invalid='ignore', divide='ignore'):
         if 'routing' in sums:
             result['routing'] = routing_ratios(sums['routing'])
+        if 'loops' in sums:
+            result['loops_per_token'] = float(sums['loops'] / sums['real'])
         if 'experts' in sums:
             experts = hparams.model.experts
             result['experts'] = expert_ratios(sums['experts'], experts.top_k, experts.num_routed)

@@ -8,7 +8,7 @@ import pathlib
 import jax
 from jax.sharding import Mesh
 
-from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams import Hparams, checks
 from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.transformer import causal_routing
 from moddepth_jax.training import multihost
@@ -39,8 +39,8 @@ class SavedRun:
     def with_loops(self, loops: int) -> 'SavedRun':
         """The run with another number of loops, without averages, which are those of each loop.
 
-        Raises ValueError if no block is looped, if the model is causal by its averages alone, or if
-        its parameters are made for so many loops.
+        Raises ValueError if no block is looped, if the model is causal by its averages alone, if
+        its parameters are made for so many loops, or if a loop would lack norms or an embedding.
         """
         model = self.hparams.model
         if loops == model.loops:
@@ -56,8 +56,26 @@ class SavedRun:
         if sized:
             right = f'must be {model.loops}: {sized[0]} for so many'
             raise ValueError(f'--loops={loops}: {right}')
+        if model.sized_by_loops and loops > model.loops:
+            right = f'must be at most {model.loops}: each loop has {model.sized_by_loops} of its '
+            raise ValueError(f'--loops={loops}: {right}own')
         hparams, state = self.hparams.with_loops(loops), self.state.replace(averages={})
         return dataclasses.replace(self, hparams=hparams, state=state)
+
+    def with_exits(self, threshold: float) -> 'SavedRun':
+        """The run whose tokens leave the loops by that threshold; 0: none leaves.
+
+        Raises ValueError, one line, for a threshold or a model that does not fit.
+        """
+        flag = f'--exit_threshold={threshold:g}'
+        checks.positive('--exit_threshold', float(threshold), 0)
+        if not self.hparams.model.looped:
+            raise ValueError(f'{flag}: no block of this run is looped')
+        try:
+            model = dataclasses.replace(self.hparams.model, loop_exit_threshold=float(threshold))
+        except ValueError as error:
+            raise ValueError(f'{flag}: {error}') from None
+        return dataclasses.replace(self, hparams=dataclasses.replace(self.hparams, model=model))
 
     @property
     def merged(self) -> 'SavedRun':

@@ -137,6 +137,8 @@ def _describe_model(hparams):
     parts = [f'{model.num_layers} layers of width {model.d_model}']
     if model.looped:
         parts.append(f'{model.num_blocks} blocks run in {model.loops} loops ({model.loop_order})')
+    if model.sized_by_loops:
+        parts.append(f'{model.sized_by_loops} of each loop')
     if model.routed_layers:
         what = 'routed loops' if model.routing.routes_loops else 'routed'
         parts.append(f'{len(model.routed_layers)} {what} ({model.routing.router})')

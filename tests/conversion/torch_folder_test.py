@@ -29,6 +29,7 @@ EXPRESSED = [
     if knobs.get('model.depth.stream') in (None, *torch_folder.CHOICES['depth.stream'])
     and knobs.get('model.routing.router') != 'random'
     and knobs.get('model.routing.layers') != 'loops'
+    and not {'model.loop_norms', 'model.loop_embeddings', 'model.loop_exit_threshold'} & {*knobs}
 ]
 STORED = (  # leaves of every kind, of scalars, looped and gathered layers, and averages
     'mod and moda, own slots',
@@ -95,6 +96,8 @@ ROUTED = {'model.routing.router': 'learned'}
         (cases.DENSE, "depth.stream='dense': modeling_moddepth.py has no such stream; it has resi"),
         (cases.AVERAGE, "depth.stream='average': modeling_moddepth.py has no such stream; it has"),
         ({'model.routing.router': 'random'}, "routing.router='random': modeling_moddepth.py has "),
+        (cases.LOOPED | cases.OWN_NORMS, "loop_norms='own': modeling_moddepth.py has only shar"),
+        (cases.LOOPED | cases.OF_LOOPS, "loop_embeddings='learned': modeling_moddepth.py has only"),
         (cases.RECURSIONS, "routing.layers='loops': modeling_moddepth.py has no routed loops; it "),
     ],
     ids=str,

@@ -83,6 +83,7 @@ COMMANDS = {
         ('--step=3', ['--step=3: no checkpoint of run', 'steps kept: 4']),
         ('--loops=2', ['--loops=2: no block of this run is looped']),
         ('--loops=0', ['--loops=0']),
+        ('--exit_threshold=0.1', ['--exit_threshold=0.1: no block of this run is looped']),
         ("'--data=*.rst'", ['--data=', '*.rst', 'no file']),
         ('--data=other/short.txt', ['6 tokens', 'needs 33']),
         ("'--data=other/*.jsonl'", ['--text_field', "'body'"]),

@@ -53,6 +53,7 @@ GROWS = {'model.routing.overflow': 'grow'}
 ROOMY = {'model.routing.cache_capacity': 2.0}  # no token is dropped
 LOOPED = {'model.looped_layers': 'middle:1:1', 'model.loops': 3}
 ALL_LOOPED = {'model.looped_layers': 'all', 'model.loops': 2, 'model.loop_order': 'sequence'}
+OWN_NORMS, OF_LOOPS = {'model.loop_norms': 'own'}, {'model.loop_embeddings': 'learned'}
 TWO = {'model.routing.layers': '1,2'}
 ADAPTERS = {'model.adapters.rank': 3, 'model.adapters.alpha': 2.0}
 RECURSIONS = LOOPED | {
@@ -204,6 +205,13 @@ CASES = {
         | {'model.routing.causal_rule': 'threshold', 'model.routing.loop_update': 'change'},
         'threshold',
     ),
+    'looped, own norms': (LOOPED | OWN_NORMS | HEAD_NORM | WINDOWS, 'dense'),
+    'looped, own norms, routed': (
+        ALL_LOOPED | OWN_NORMS | OF_LOOPS | ROUTED | ROOMY | FULL_NORM | MODA | UNROTATED,
+        'predictor',
+    ),
+    'looped, loop embeddings': (LOOPED | OF_LOOPS | POST | EMBEDDED, 'dense'),
+    'looped, exits': (LOOPED | {'model.loop_exit_threshold': 0.7} | HEAD_NORM, 'dense'),
     'looped moda': (ALL_LOOPED | MODA | WINDOWS, 'dense'),
     'looped values': (LOOPED | VALUES | POST, 'dense'),
     'attention residual': (SOURCES | ROUTED | ROOMY | HEAD_NORM, 'predictor'),

@@ -134,7 +134,7 @@ IN_FLOAT64 = ('attention stream', 'value embeddings, hyper-connections', 'value 
 IN_FLOAT64 += ('adapters, looped moda', 'looped', 'recursions, aux_loss')
 IN_FLOAT64 += ('embedding residual, values',)
 FAST = ('value residual', 'shared values', 'attention residual', 'mudd', 'embedding residual')
-FAST += ('value embeddings, moda', 'recursions')
+FAST += ('value embeddings, moda', 'recursions', 'looped, own norms, routed', 'looped, exits')
 FAST += (
     'dense',
     'scaled rope',

@@ -77,7 +77,9 @@ def copied(looped, deep, params):
         own, tied = stack[place.run][place.layer], params['stack'][source.run][source.layer]
         for name, side in own.items():  # the last MoDA layer writes no slots without loops
             own[name] = jax.tree.map(
-                lambda a, b, to=place.row, at=source.row: a.at[to].set(b[at]), side, tied[name]
+                lambda a, b, to=place.visit.row, at=source.visit.row: a.at[to].set(b[at]),
+                side,
+                tied[name],
             )
     return params | {'stack': stack}
 

@@ -46,6 +46,7 @@ class Pass:
         above its own. Empty: the largest scores of the row instead.
     seen: {layer: Seen} of experts.
     choices: {layer: a dict for each row} of routed blocks, by the names of RoutingRecord.
+    loops: the loops of each token, of each row, if tokens leave them.
     """
 
     routing: str = 'top_c'
@@ -53,6 +54,7 @@ class Pass:
     expert_thresholds: dict = dataclasses.field(default_factory=dict)
     seen: dict = dataclasses.field(default_factory=dict)
     choices: dict = dataclasses.field(default_factory=dict)
+    loops: list = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -104,12 +106,16 @@ def stream(layers, x_TD, row, model):
     kind = model.depth.stream
     if kind in ('residual', 'moda', 'value_residual', 'value_attention'):
         slots = []  # of (key_TKH, value_TKH, valid_T), oldest first; the embedding writes none
-        first_TD = x_TD
-        for number, layer in enumerate(layers):
+        first_TD, exits = x_TD, LoopExits(model, row, len(x_TD))
+        for number, layer in zip(blocks_that_run(model), layers, strict=True):
+            before_TD = x_TD
+            if 'loop_embedding' in layer:
+                x_TD = x_TD + layer['loop_embedding']
             if model.embedding_residual != 'none':
                 blend = layer['blend']
                 x_TD = blend['residual_scale'] * x_TD + blend['embedding_scale'] * first_TD
             x_TD, written = block(layer, x_TD, newest(slots, model), row, number, model)
+            x_TD = exits.after(number, before_TD, x_TD)
             slots = slots + written
         return x_TD
     if kind == 'attention_residual':
@@ -138,6 +144,78 @@ def stream(layers, x_TD, row, model):
     for number, layer in enumerate(layers):
         outputs.append(block(layer, read(layer['stream']), [], row, number, model)[0])
     return read(last['stream'])
+
+
+class LoopExits:
+    """Which tokens of a row have left the loops, in evaluation by a threshold."""
+
+    def __init__(self, model, row, num_tokens):
+        self.threshold = model.loop_exit_threshold if row.run.routing != 'top_c' else 0
+        self.left_T, self.loops = [False] * num_tokens, [0] * num_tokens
+        if self.threshold:
+            _, before, after = model.looped_layers.split(':')
+            self.first, self.last = int(before), model.num_layers - int(after) - 1
+            row.run.loops.append(self.loops)
+
+    def after(self, number, before_TD, x_TD):
+        """Returns x_TD after a block, where tokens that have left have what they had before."""
+        if not self.threshold or not self.first <= number <= self.last:
+            return x_TD
+        if number == self.first:
+            self.start_TD = before_TD
+        kept_TD = [
+            b if left else x for b, x, left in zip(before_TD, x_TD, self.left_T, strict=True)
+        ]
+        if number == self.last:
+            for t, left in enumerate(self.left_T):
+                change = np.linalg.norm((kept_TD[t] - self.start_TD[t]).real)
+                self.loops[t] += not left
+                self.left_T[t] = left or change < self.threshold * np.linalg.norm(kept_TD[t].real)
+        return np.stack(kept_TD)
+
+
+def blocks_that_run(model):
+    """Returns the numbers of the blocks, in the order in which they run."""
+    if model.looped_layers == 'none':
+        return range(model.num_layers)
+    _, before, after = model.looped_layers.split(':')
+    first, end = int(before), model.num_layers - int(after)
+    looped = [*range(first, end)] * model.loops
+    if model.loop_order == 'sequence':
+        looped = [block for block in range(first, end) for _ in range(model.loops)]
+    return [*range(first), *looped, *range(end, model.num_layers)]
+
+
+def looped_layers(params, model):
+    """Returns the parameters of each layer that runs, with those of its loop."""
+    stack, blocks, layers = params['stack'], [], []
+    for _, run in sorted(stack.items(), key=lambda item: int(item[0].removeprefix('run_'))):
+        for row in range(len(jax.tree.leaves(run)[0])):
+            for _, layer in sorted(run.items(), key=lambda item: int(item[0][len('layer_') :])):
+                blocks.append(jax.tree.map(lambda leaf, row=row: leaf[row], layer))
+    _, before, after = model.looped_layers.split(':')
+    visits = dict.fromkeys(range(model.num_layers), 0)
+    for block in blocks_that_run(model):
+        loop, layer = visits[block], blocks[block]
+        visits[block] += 1
+        if int(before) <= block < model.num_layers - int(after):
+            layer = at_loop(layer, loop, model)
+            starts = block == int(before) or model.loop_order == 'sequence'
+            if starts and 'loop_embeddings' in params:
+                layer = layer | {'loop_embedding': params['loop_embeddings'][loop]}
+        layers.append(layer)
+    return layers
+
+
+def at_loop(layer, loop, model):
+    """Returns a looped layer with the scales that its own norms have in that loop."""
+    if model.loop_norms == 'shared':
+        return layer
+
+    def pick(path, leaf):
+        return leaf[loop] if path[-2].key.endswith('_norm') else leaf
+
+    return jax.tree_util.tree_map_with_path(pick, layer)
 
 
 def recursions(layers, routers, x_TD, row, model):

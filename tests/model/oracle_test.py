@@ -57,6 +57,11 @@ EXPERT = {'experts.choice': 'expert', 'experts.z_loss': 0.02}
 ROUTED = {'routing.router': 'learned', 'routing.capacity': 0.5, 'routing.causal_rule': 'threshold'}
 
 
+# Blocks 1 and 2 of four, three times.
+LOOPED = {'num_layers': 4, 'looped_layers': 'middle:1:1', 'loops': 3}
+OF_LOOPS = {'loop_embeddings': 'learned'}
+
+
 def routed(router='learned', gate='auto', rule='auto', capacity=0.5, **more):
     """Two routed layers."""
     knobs = {'router': router, 'gate': gate, 'causal_rule': rule, 'capacity': capacity}
@@ -73,6 +78,14 @@ def recursions(gate, **more):
 TOKEN_CHOICE = recursions('auto', router='token_choice', z_loss=0.01)
 CASES = {
     'residual': PRE | WINDOWS | WIDE,
+    'looped, own norms': LOOPED | {'loop_norms': 'own'} | PRE | HEAD | WINDOWS,
+    'looped, loop embeddings': LOOPED | OF_LOOPS | EMBEDDED | TIED | POST,
+    'looped in sequence': LOOPED
+    | OF_LOOPS
+    | {'loop_norms': 'own', 'loop_order': 'sequence'}
+    | BOTH
+    | REORDERED
+    | FULL,
     'scaled rope': SCALED | QKV | PRE | HEAD,
     'scaled rope, both slots': SCALED | QKVO | BOTH | POST,
     'block slots': BLOCK | POST,
@@ -135,6 +148,7 @@ SLOTS = routed(rule='threshold', layers='1') | {'num_layers': 3}
 MASKED = {'depth.skipped_slots': 'masked'}
 # name: (knobs, the routing of the pass); each is also differentiated.
 ROUTED_CASES = {
+    'exits from loops': (LOOPED | {'loop_exit_threshold': 0.6} | PRE | HEAD | WINDOWS, 'dense'),
     'more places than tokens': (routed(capacity=0.875) | PRE, 'top_c'),
     'tanh, all tokens': (routed(gate='tanh', capacity=1.0) | PRE | HEAD | BIAS | WINDOWS, 'top_c'),
     'sigmoid': (routed(gate='sigmoid', capacity=0.4) | POST | WINDOWS, 'top_c'),
@@ -235,7 +249,10 @@ def logits_loss_and_gradients(hparams, variables, routing, gradients):
 
 def by_layer(params, model):
     """The parameters as the oracle takes them: a list of layers instead of stacked runs."""
-    layers = [layer for _, layer in unstack_layers(Stack(model, 'top_c'), params['stack'])]
+    if model.looped_layers != 'none' and 'loop_routers' not in params:
+        layers = oracle.looped_layers(params, model)
+    else:
+        layers = [layer for _, layer in unstack_layers(Stack(model, 'top_c'), params['stack'])]
     return {name: params[name] for name in params if name != 'stack'} | {'layers': layers}
 
 
@@ -279,6 +296,8 @@ def compare(config, routing, gradients):
         expected_RBT = [oracle.stack(run.choices[layer], name) for layer in model.routed_layers]
         found_RBT = getattr(records.routing, name)[:, REAL]
         np.testing.assert_allclose(found_RBT, np.array(expected_RBT)[:, REAL], rtol=1e-9)
+    if run.loops:
+        np.testing.assert_array_equal(records.loops_BT[REAL], np.array(run.loops)[REAL])
     rng = np.random.default_rng(2)
     oracle.assert_gradients(slopes, lambda params: oracle_loss(params)[0], params, 1e-9, rng)
     return slopes, run
@@ -288,19 +307,20 @@ FAST = ('block slots', 'both slots', 'unrotated', 'attention slot projection', '
 FAST += ('attention stream', 'dense stream, bias', 'average stream, bias')
 FAST += ('value residual', 'value residual, sparse', 'shared values', 'mudd', 'scaled rope')
 FAST += ('value attention', 'value attention, recent', 'embedding residual, experts')
-FAST += ('value embeddings, value residual', 'value embeddings, experts')
+FAST += ('value embeddings, value residual', 'value embeddings, experts', 'looped in sequence')
 
 
 @pytest.mark.parametrize('case', parameters(FAST, CASES))
 def test_model_equals_the_oracle(tiny_config, case):
     """With random parameters and packed segments; experts are neither all in use nor all idle.
 
-    Gradients are compared where there are experts.
+    Gradients are compared where there are experts or loops.
     """
     knobs = {f'model.{name}': value for name, value in (SIZES | CASES[case]).items()}
     config = tiny_config(**knobs)
     routing = 'threshold' if case == 'thresholds' else 'top_c'
-    slopes, run = compare(config, routing, gradients='experts.choice' in CASES[case])
+    gradients = 'experts.choice' in CASES[case] or 'looped' in case
+    slopes, run = compare(config, routing, gradients)
     for path, slope in jax.tree_util.tree_leaves_with_path(slopes):
         where = jax.tree_util.keystr(path)
         # The first sublayer of attention residuals finds one source, whose weight is 1.
@@ -312,7 +332,7 @@ def test_model_equals_the_oracle(tiny_config, case):
 
 FAST = ('sigmoid', 'windows', 'segments', 'threshold', 'predictor', 'straight through', 'moda')
 FAST += ('value residual', 'value attention', 'embedding residual', 'value embeddings, moda')
-FAST += ('recursions', 'token choice')
+FAST += ('recursions', 'token choice', 'exits from loops')
 
 
 # JAX warns of int32 and int64 indices in float64, which no model is trained in.
@@ -327,6 +347,8 @@ def test_routed_blocks_equal_the_oracle(case, tiny_config):
     config = tiny_config(**{f'model.{name}': value for name, value in (SIZES | knobs).items()})
     _, run = compare(config, routing, gradients=True)
     choices = list(run.choices.values())
+    if case == 'exits from loops':
+        assert {1, 2, 3} <= {*np.ravel(run.loops)}
     looped = 'recursions' in case or 'token choice' in case
     for layer in choices[1:] if looped else choices:  # the first loop takes all
         selected_BT, top_c_BT = (oracle.stack(layer, n)[REAL] for n in ('selected_BT', 'top_c_BT'))

@@ -41,6 +41,8 @@ MODELS = {
     },
 }
 
+OF_EACH_LOOP = {'model.looped_layers': 'all', 'model.loops': 2, 'model.loop_norms': 'own'}
+OF_EACH_LOOP |= {'model.loop_embeddings': 'learned'}
 MHC = {
     'model.depth.stream': 'hyper_connections',
     'model.depth.hyper_form': 'constrained',
@@ -140,6 +142,7 @@ def test_every_mesh_trains_as_one_device(name, tiny_config):
         {'model.depth.stream': 'value_attention'},
         {'model.embedding_residual': 'learned', 'model.depth.stream': 'moda'},
         {'model.value_embeddings': 'alternate', 'model.routing.router': 'learned'},
+        OF_EACH_LOOP,
         {'model.adapters.rank': 4, 'model.adapters.alpha': 64.0},
         {'model.vocab_size': 264, 'training.loss_chunk': 20},
         {'model.vocab_size': 264, 'training.loss_chunk': 20, 'model.tie_embeddings': True},
@@ -147,7 +150,7 @@ def test_every_mesh_trains_as_one_device(name, tiny_config):
     ids=[
         *('micro-batches', 'of experts', 'random', 'depth attention', 'attention residual'),
         *('hyper-connections', 'mhc', 'mudd', 'value attention', 'embedding residual'),
-        *('value embeddings', 'adapters'),
+        *('value embeddings', 'norms and embeddings of loops', 'adapters'),
         *('chunks', 'tied chunks'),
     ],
 )

@@ -50,6 +50,8 @@ def test_schedule_of_short_runs_is_sound(tiny_config, num_steps, warmup):
 AVERAGE = {'model.depth.stream': 'average', 'model.layer_loop': 'unrolled'}
 EMBEDDED = {'model.embedding_residual': 'learned'}
 LOOKED_UP = {'model.value_embeddings': 'alternate'}
+OF_EACH_LOOP = {'model.looped_layers': 'all', 'model.loops': 2, 'model.loop_norms': 'own'}
+OF_EACH_LOOP |= {'model.loop_embeddings': 'learned'}
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,7 @@ LOOKED_UP = {'model.value_embeddings': 'alternate'}
         (True, AVERAGE, {'weights'}),
         (False, EMBEDDED, {'residual_scale', 'embedding_scale'}),
         (True, LOOKED_UP, {'gate'}),
+        (True, OF_EACH_LOOP, {'loop_embeddings'}),
     ],
 )
 def test_weight_decay_is_for_matrices_only(tiny_config, decay_embeddings, model, scalars):

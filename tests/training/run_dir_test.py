@@ -20,6 +20,7 @@ from tests.data.prepared_text import refusal
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = {'seed': 0, 'model': {'d_model': 32, 'windows': (0, 16), 'across_documents': False}}
 CONFIG['model'] |= {'looped_layers': 'none', 'loops': 1, 'loop_order': 'cycle'}
+CONFIG['model'] |= {'loop_norms': 'shared', 'loop_embeddings': 'none', 'loop_exit_threshold': 0.0}
 CONFIG['model'] |= {'embedding_residual': 'none', 'rope_scaling': 'none', 'attention_bias': 'none'}
 CONFIG['model'] |= {'value_embeddings': 'none'}
 CONFIG['training'] = {'log_every': 10, 'max_unsharded': 0.05, 'loss_chunk': 0, 'extended_from': 0}

@@ -153,6 +153,7 @@ def test_a_looped_run_is_read_with_other_loops(tiny_config, tmp_path, original):
     forms = {rule: {'model.routing.causal_rule': rule} for rule in ('predictor', 'threshold')}
     forms['recursions'] = {'model.routing.layers': 'loops'}
     forms['mudd'] = {'model.routing.router': 'none', 'model.depth.stream': 'mudd'}
+    forms['own norms'] = {'model.routing.router': 'none', 'model.loop_norms': 'own'}
     for name, knobs in forms.items():
         hparams = from_config(tiny_config(**LOOPED | knobs))
         open_workdir(tmp_path / name, dataclasses.asdict(hparams))
@@ -173,8 +174,20 @@ def test_a_looped_run_is_read_with_other_loops(tiny_config, tmp_path, original):
         load_run(tmp_path / 'mudd').with_loops(3)
     with pytest.raises(ValueError, match='--loops=3: must be 2: there are routers for so many'):
         load_run(tmp_path / 'recursions').with_loops(3)
+    own = load_run(tmp_path / 'own norms')
+    with pytest.raises(ValueError, match='--loops=3: must be at most 2: each loop has norms'):
+        own.with_loops(3)
+    assert own.with_loops(1).hparams.model.loops == 1
     with pytest.raises(ValueError, match='--loops=3: no block of this run is looped'):
         load_run(original).with_loops(3)
+    assert own.with_exits(0.5).hparams.model.loop_exit_threshold == 0.5
+    for given, threshold, message in (
+        (original, 0.5, '--exit_threshold=0.5: no block of this run is looped'),
+        (tmp_path / 'mudd', 0.5, "--exit_threshold=0.5: model.depth.stream='mudd': must be resid"),
+        (tmp_path / 'own norms', float('nan'), '--exit_threshold=nan: must be 0 or more'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_run(given).with_exits(threshold)
 
 
 def test_a_merged_run_has_the_logits_of_its_adapters(tiny_config, tmp_path):

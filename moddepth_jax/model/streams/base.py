@@ -29,6 +29,7 @@ class LayerKind(NamedTuple):
     opens: tuple[bool, ...] = (False, False)  # attention, mlp: whether its output opens a source
     embeds: bool = False  # whether its attention has a ValueEmbedding
     gathered: bool = False  # whether it is of a routed loop, which selects its tokens
+    own_norms: bool = False  # whether each loop has scales of its own for its norms
 
 
 class Stream(nn.Module):
@@ -128,6 +129,7 @@ class Stream(nn.Module):
                 per_layer,
                 experts=i in experts,
                 gathered=hparams.routing.routes_loops and i in hparams.looped_range,
+                own_norms=hparams.loop_norms == 'own' and i in hparams.looped_range,
             )
             for i in range(layers)
         ]

@@ -1,0 +1,91 @@
+"""Exits from the loops: who leaves, what the ends of the threshold are, and what is refused."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from moddepth_jax.data.pipeline import make_dataset
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.transformer import Transformer
+from moddepth_jax.training.evaluate import evaluate
+from moddepth_jax.training.mesh import make_mesh
+from tests.model.cases import (
+    HEAD_NORM,
+    LOOPED,
+    MODA,
+    ROUTED,
+    TOKENS_BT,
+    build,
+    experts,
+    random_variables,
+    small_hparams,
+)
+
+
+def with_threshold(hparams, threshold):
+    model = dataclasses.replace(hparams.model, loop_exit_threshold=threshold)
+    return dataclasses.replace(hparams, model=model)
+
+
+def test_tokens_of_the_case_leave_after_each_loop(tiny_config):
+    """So that the properties of tests/model/cases.py are those of exits."""
+    _, records = build(tiny_config, 'looped, exits')()
+    assert {*np.unique(records.loops_BT)} == {1, 2, 3}
+
+
+def test_the_ends_of_the_threshold_are_models_without_exits(tiny_config):
+    """Never: all loops. At any change: those of one loop. Training never exits."""
+    plain = small_hparams(tiny_config, LOOPED, HEAD_NORM)
+    variables = random_variables(plain, TOKENS_BT % 32)
+
+    def run(hparams, routing='dense'):
+        return jax.jit(Transformer(hparams).apply, static_argnames='routing')(
+            variables, TOKENS_BT % 32, routing=routing
+        )
+
+    some, records = run(with_threshold(plain, 0.5))
+    all_loops, none = run(plain)
+    assert none is None and np.abs(some - all_loops).max() > 1e-2
+    large, records = run(with_threshold(plain, 1e9))
+    assert np.all(records.loops_BT == 1)
+    np.testing.assert_allclose(large, run(plain.with_loops(1))[0], rtol=1e-4, atol=1e-4)
+    small, records = run(with_threshold(plain, 1e-9))
+    assert np.all(records.loops_BT == 3)
+    np.testing.assert_allclose(small, all_loops, rtol=1e-4, atol=1e-4)
+    trained, records = run(with_threshold(plain, 0.5), 'top_c')
+    assert records is None
+    np.testing.assert_array_equal(trained, run(plain, 'top_c')[0])
+
+
+def test_evaluation_counts_the_loops_of_real_tokens(tiny_config):
+    knobs = {'model.num_layers': 4, 'model.loop_exit_threshold': 0.05}
+    hparams = from_config(tiny_config(**LOOPED | knobs))
+    dataset, mesh = make_dataset(hparams.data, hparams.seed), make_mesh('data=1')
+    variables = random_variables(hparams, np.zeros((1, 32), int))
+    found = {}
+    with jax.set_mesh(mesh):
+        for threshold in (0.0, 0.5, 1e9):
+            result = evaluate(
+                variables, with_threshold(hparams, threshold), dataset, mesh, 2, 'dense'
+            )
+            found[threshold] = result.get('loops_per_token')
+    assert found[0.0] is None and found[1e9] == 1 and 1 < found[0.5] < 3
+
+
+@pytest.mark.parametrize(
+    ('knobs', 'message'),
+    [
+        ({}, 'model.loop_exit_threshold=0.1: must be 0: no block is looped'),
+        (LOOPED | {'model.loop_order': 'sequence'}, "'sequence': must be cycle under loop_exit_th"),
+        (LOOPED | MODA, "stream='moda': must be residual under loop_exit_threshold=0.1"),
+        (LOOPED | ROUTED, "router='learned': must be none under loop_exit_threshold=0.1"),
+        (LOOPED | experts(), "choice='token': must be none under loop_exit_threshold=0.1"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(knobs, message, tiny_config):
+    knobs = {'model.num_layers': 4, 'model.loop_exit_threshold': 0.1} | knobs
+    with pytest.raises(ValueError, match=r'^[^\n]*$') as error:
+        from_config(tiny_config(**knobs))
+    assert message in str(error.value)

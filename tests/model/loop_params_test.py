@@ -1,0 +1,153 @@
+"""Norms and embeddings of each loop: where they start, fewer loops, the program, conversions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.conversion.from_layers import with_layers
+from moddepth_jax.conversion.transfer_params import check_convertible
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.loop_params import EMBEDDINGS, NORMS
+from moddepth_jax.model.transformer import Transformer
+from tests.model.cases import (
+    ALL_LOOPED,
+    HEAD_NORM,
+    LOOPED,
+    OF_LOOPS,
+    OWN_NORMS,
+    ROUTED,
+    TWO,
+    equations,
+    parameters,
+    random_variables,
+    small_hparams,
+)
+
+TOKENS_BT = np.random.default_rng(1).integers(0, 32, (2, 12))
+BOTH = OWN_NORMS | OF_LOOPS | HEAD_NORM
+SEQUENCE = {'model.loop_order': 'sequence'}
+
+
+def leaves_of(params):
+    """{path: leaf}, paths without the run and the layer in it."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {tuple(key.key for key in path): leaf for path, leaf in leaves}
+
+
+@pytest.mark.parametrize('knobs', [LOOPED, ALL_LOOPED | ROUTED | TWO], ids=['dense', 'routed'])
+def test_a_new_model_equals_the_one_that_shares_all(knobs, tiny_config):
+    """Logits to the bit; parameters beyond it are N - 1 copies of each scale, and N vectors of 0.
+
+    The draws are those of each layer's number, however the layers are stored.
+    """
+    plain, own = (small_hparams(tiny_config, knobs, HEAD_NORM, more) for more in ({}, BOTH))
+    found, counts = [], []
+    for hparams in (plain, own):
+        model = Transformer(hparams)
+        variables = jax.jit(model.init)(jax.random.key(3), TOKENS_BT)
+        found.append(jax.device_get(jax.jit(model.apply)(variables, TOKENS_BT)[0]))
+        counts.append(sum(leaf.size for leaf in jax.tree.leaves(variables['params'])))
+    np.testing.assert_array_equal(*found)
+    model, leaves = own.model, leaves_of(variables['params'])
+    assert leaves[EMBEDDINGS,].shape == (model.loops, model.d_model)
+    assert not np.any(leaves[EMBEDDINGS,])
+    scales = 2 * model.d_model + 2 * model.head_dim  # of a block: attention, mlp, query and key
+    more = (model.loops - 1) * len(model.looped_range) * scales + model.loops * model.d_model
+    assert counts[1] - counts[0] == more
+    own_leaves = [leaf for path, leaf in leaves.items() if NORMS & {*path}]
+    looped = [leaf for leaf in own_leaves if leaf.ndim == 3]
+    assert looped and all(leaf.shape[1] == model.loops for leaf in looped)
+
+
+@pytest.mark.parametrize('order', ['cycle', 'sequence'])
+def test_fewer_loops_take_the_first_norms_and_embeddings(order, tiny_config):
+    """Three loops read as two are a model of two loops, which has no others."""
+    knobs = LOOPED | BOTH | {'model.loop_order': order}
+    three = small_hparams(tiny_config, knobs)
+    two = three.with_loops(2)
+    variables = random_variables(three, TOKENS_BT)
+
+    def cut(path, leaf):
+        if path[0].key == EMBEDDINGS:
+            return leaf[:2]
+        looped = NORMS & {key.key for key in path} and leaf.ndim == 3
+        return leaf[:, :2] if looped else leaf
+
+    fewer = {'params': jax.tree_util.tree_map_with_path(cut, variables['params'])}
+    shapes = jax.eval_shape(Transformer(two).init, jax.random.key(0), TOKENS_BT)
+    assert jax.tree.map(np.shape, fewer) == jax.tree.map(lambda leaf: leaf.shape, shapes)
+    apply = jax.jit(Transformer(two).apply)
+    logits_BTV, expected_BTV = (apply(given, TOKENS_BT)[0] for given in (variables, fewer))
+    np.testing.assert_array_equal(logits_BTV, expected_BTV)
+    assert np.abs(logits_BTV - Transformer(three).apply(variables, TOKENS_BT)[0]).max() > 1e-3
+
+
+def test_the_program_has_the_size_of_the_blocks_and_not_of_the_loops(tiny_config):
+    """And the scan of the embeddings alone that of the model without: blocks share it."""
+
+    def count(*knobs):
+        hparams = small_hparams(tiny_config, *knobs)
+        variables = random_variables(hparams, TOKENS_BT)
+
+        def loss(variables):
+            return jnp.sum(Transformer(hparams).apply(variables, TOKENS_BT)[0])
+
+        found = list(equations(jax.make_jaxpr(jax.grad(loss))(variables).jaxpr))
+        return len(found), sum(eqn.primitive.name == 'scan' for eqn in found)
+
+    two, nine = ({'model.loops': loops} for loops in (2, 9))
+    assert count(LOOPED, BOTH, two) == count(LOOPED, BOTH, nine)
+    assert count(LOOPED, OF_LOOPS)[1] == count(LOOPED)[1]
+
+
+ROUTED_LOOPS = LOOPED | {'model.routing.router': 'learned', 'model.routing.layers': 'loops'}
+
+
+@pytest.mark.parametrize(
+    ('knobs', 'message'),
+    [
+        (OWN_NORMS, "model.loop_norms='own': must be shared: no block is looped"),
+        (OF_LOOPS, "model.loop_embeddings='learned': must be none: no block is looped"),
+        (ROUTED_LOOPS | OWN_NORMS, "loop_norms='own': must be shared where model.routing.layers="),
+        (ROUTED_LOOPS | OF_LOOPS, "'learned': must be none where model.routing.layers=loops"),
+        *(
+            (LOOPED | OF_LOOPS | {'model.depth.stream': stream}, f'none: the {stream} stream carr')
+            for stream in ('mudd', 'attention', 'attention_residual', 'hyper_connections')
+        ),
+        (
+            LOOPED | OF_LOOPS | {'training.loops': (1, 2)},
+            'must have model.loops=3 as its largest count: each loop has embeddings of its own',
+        ),
+        (
+            LOOPED | BOTH | {'training.loops': (1, 4)},
+            'model.loops=3 as its largest count: each loop has norms and embeddings of its own',
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(knobs, message, tiny_config):
+    with pytest.raises(ValueError, match=r'^[^\n]*$') as error:
+        from_config(tiny_config(**{'model.num_layers': 4} | knobs))
+    assert message in str(error.value)
+
+
+def test_steps_of_fewer_loops_fit(tiny_config):
+    knobs = {'model.num_layers': 4, 'training.loops': (1, 3)}
+    hparams = from_config(tiny_config(**LOOPED | BOTH | knobs))
+    assert [hparams.with_loops(loops).model.loops for loops in (1, 3)] == [1, 3]
+
+
+@pytest.mark.parametrize('knobs', parameters(('own',), {'own': OWN_NORMS, 'learned': OF_LOOPS}))
+def test_a_conversion_that_would_have_to_make_them_is_refused(knobs, tiny_config):
+    """From layers of a dense run, and from a looped run that shares its norms."""
+    more = {'own': OWN_NORMS, 'learned': OF_LOOPS}[knobs]
+    dense = from_config(tiny_config(**{'model.num_layers': 8}))
+    looped = LOOPED | {'model.num_layers': 4}
+    target = from_config(tiny_config(**looped | more))
+    for source in (
+        with_layers(dense, target, 'average')[0],
+        from_config(tiny_config(**looped)),
+    ):
+        with pytest.raises(ValueError, match=rf"^model\.loop_\w+='{knobs}': is .* in the run that"):
+            check_convertible(source, target)
+    check_convertible(target, target)
