@@ -14,6 +14,8 @@ from tests.model.cases import (
     HYPER,
     MODA,
     MUDD,
+    OF_ATTENTION,
+    OF_MLP,
     RECURSIONS,
     ROUTED,
     SOURCES,
