@@ -114,6 +114,8 @@ def _visit(params, carry, count, tokens, layer_args, embedded_BTD, *, stack, kin
 class LayerDeltas(NamedTuple):
     """Every block's input and delta on a batch; L blocks, the first one first.
 
+    Those of the routed sublayer, in a block of which `model.routing.part` is not all.
+
     Arrays are float32 (or wider); the inputs and the final stream have the model's dtype.
     """
 

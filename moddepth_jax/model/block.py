@@ -65,15 +65,10 @@ class Block(nn.Module):
         return self.mlp_norm(y_BTD) if self.hparams.norm_placement == 'post' else y_BTD, aux
 
     def delta(self, x_BTD, tokens: TokenInfo, view, depth, expert_state):
-        """What `part` adds to x, and BlockAux; no cancellation where the norm placement allows it."""
+        """part(x) - x, without cancellation where the norm placement allows it, and BlockAux."""
         if self.part != 'block':
-            (delta_BTD, y_BTD), keys = (
-                self.attend(x_BTD, tokens, view)
-                if self.part == 'attention'
-                else (self.feed_forward(x_BTD), None)
-            )
-            if self.hparams.norm_placement == 'post':
-                delta_BTD = y_BTD - x_BTD
+            y_BTD, added_BTD, keys = self.sublayer(self.part, x_BTD, tokens, view)
+            delta_BTD = y_BTD - x_BTD if self.hparams.norm_placement == 'post' else added_BTD
             return delta_BTD, BlockAux(keys, SlotInputs(), depth, None, expert_state)
         if self.hparams.norm_placement == 'post':
             y_BTD, aux = self(x_BTD, tokens, view, depth, expert_state)
@@ -81,17 +76,18 @@ class Block(nn.Module):
         attended_BTD, _, transformed_BTD, aux = self._run(x_BTD, tokens, view, depth, expert_state)
         return attended_BTD + transformed_BTD, aux
 
-    def attend(self, x_BTD, tokens: TokenInfo, view=None):
-        """What attention adds to x and x after it with its norm; and its KeysValues."""
-        attended_BTD, middle_BTD, _, keys, *_ = self._attend(x_BTD, tokens, view, None)
-        return (attended_BTD, middle_BTD), keys
+    def sublayer(self, name: str, x_BTD, tokens: TokenInfo, view=None):
+        """x after attention or mlp with its norm, what it adds to x, and KeysValues of attention.
 
-    def feed_forward(self, x_BTD):
-        """What the mlp, which is no experts, adds to x, and x after it with its norm."""
-        transformed_BTD, *_ = self._feed_forward(x_BTD, None, None, NO_EXPERT_STATE)
-        y_BTD = x_BTD + transformed_BTD
+        The mlp is no experts, and there are no depth slots.
+        """
+        if name == 'attention':
+            added_BTD, y_BTD, _, keys, *_ = self._attend(x_BTD, tokens, view, None)
+            return y_BTD, added_BTD, keys
+        added_BTD, *_ = self._feed_forward(x_BTD, tokens, None, NO_EXPERT_STATE)
+        y_BTD = x_BTD + added_BTD
         y_BTD = self.mlp_norm(y_BTD) if self.hparams.norm_placement == 'post' else y_BTD
-        return transformed_BTD, y_BTD
+        return y_BTD, added_BTD, None
 
     def gated(self, x, gates_BT, tokens: TokenInfo, view, depth, expert_state):
         """x after `part` with what it adds to x times the gates, and BlockAux."""
@@ -142,7 +138,7 @@ class Block(nn.Module):
         return attended_BTD, middle_BTD, transformed_BTD, aux
 
     def _attend(self, x_BTD, tokens, view, depth):
-        """What attention adds, the stream after it, its inputs to values, KeysValues, slot, depth."""
+        """What attention adds, the stream after it, what values read, KeysValues, slot, depth."""
         placement = self.hparams.norm_placement
         inputs, depth = self.read(x_BTD, depth)
         if placement == 'pre':

@@ -79,8 +79,6 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
         output = layer.apply(params, x_BTD, stack_slots(written), tokens, args, embedded_BTD)
         x_BTD, written = output.x_BTD, [*written, output.written]
         record = output.records.routing
-        if layer.kind.routed:
-            dropped_B += jnp.sum(record.dropped_BT, axis=1)
         if layer.kind.routed and hparams.model.routing.part != 'mlp':
             size = routed_capacity or sizes[-1]
             indices_BC = mask_to_indices(record.selected_BT, sizes[-1])
@@ -94,6 +92,8 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
                 selected_B = jnp.sum(record.selected_BT, axis=1, dtype=jnp.int32)
                 cache = cache._replace(selected_B=selected_B)
             caches.append(cache)
+        if layer.kind.routed:
+            dropped_B += jnp.sum(record.dropped_BT, axis=1)
     lengths_B = jnp.sum(tokens.segment_ids_BT > 0, axis=1)
     last_B = jnp.maximum(lengths_B - 1, 0)
     x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)

@@ -95,6 +95,10 @@ ROUTED = {'model.routing.router': 'learned'}
         (cases.DENSE, "depth.stream='dense': modeling_moddepth.py has no such stream; it has resi"),
         (cases.AVERAGE, "depth.stream='average': modeling_moddepth.py has no such stream; it has"),
         ({'model.routing.router': 'random'}, "routing.router='random': modeling_moddepth.py has "),
+        (
+            ROUTED | cases.OF_MLP,
+            "routing.part='mlp': modeling_moddepth.py has no such part; it has block",
+        ),
         (cases.RECURSIONS, "routing.layers='loops': modeling_moddepth.py has no routed loops; it "),
     ],
     ids=str,

@@ -111,7 +111,7 @@ class MixtureOfDepths(Chooser):
                 wanted_BT = jnp.where(args.causal, wanted_BT, top_c.selected_BT)
             selection = select_first(wanted_BT, self.sizes[-1])
             y_BTD, aux = self._causal(x_BTD, tokens, gates_BT, selection, depth, args.expert_state)
-        y_BTD = self._after(y_BTD)
+        y_BTD = self._after(y_BTD, tokens)
         aux = aux if keys is None else aux._replace(keys=keys)
         aux, indices_BC = self._for_slots(x_BTD, tokens, aux, selection.indices_BC)
         _, selected_BT, dropped_BT = selection
@@ -124,15 +124,15 @@ class MixtureOfDepths(Chooser):
         """x before the routed part, and KeysValues of all tokens where attention ran on all."""
         if self.part != 'mlp':
             return x_BTD, None
-        (_, x_BTD), keys = self.block.attend(x_BTD, tokens, view)
+        x_BTD, _, keys = self.block.sublayer('attention', x_BTD, tokens, view)
         return x_BTD, keys
 
-    def _after(self, y_BTD):
+    def _after(self, y_BTD, tokens):
         """x after the block, of x after its routed part."""
-        return self.block.feed_forward(y_BTD)[1] if self.part == 'attention' else y_BTD
+        return self.block.sublayer('mlp', y_BTD, tokens)[0] if self.part == 'attention' else y_BTD
 
     def gathered(self, x_BTD, tokens, gates_BT, indices_BC, depth, expert_state):
-        """The routed part on the tokens of the indices alone: x', and the BlockAux of these C tokens."""
+        """The routed part on the tokens of the indices alone: x', and the BlockAux of these C."""
         if depth is not None:
             depth = depth._replace(indices_BC=indices_BC)
 
@@ -203,14 +203,13 @@ class MixtureOfDepths(Chooser):
         of several, the least bucket of tokens in each row that holds the selected ones.
         """
         batch, length = tokens.positions_BT.shape
-        view = None
-        if self.part == 'mlp':
-            view = view_of(cache, tokens, documents_BT, self.window)
+        attends = self.part != 'mlp'  # the routed part, which then has a cache of its tokens alone
+        view = None if attends else view_of(cache, tokens, documents_BT, self.window)
         x_BTD, all_keys = self._before(x_BTD, tokens, view)
         read_BTD, _ = self.block.read(x_BTD, depth)
         _, rule_logits_BT, gates_BT = self.decide(read_BTD, tokens, args)
         wanted_BT = (tokens.segment_ids_BT > 0) & (rule_logits_BT > 0)
-        most = self.sizes[-1] if self.part == 'mlp' else None
+        most = None if attends else self.sizes[-1]
         selected_BT = select_into_cache(cache, wanted_BT, tokens.segment_ids_BT, most)
         tokens = mask_tokens(tokens, selected_BT)  # attention and experts see no other
         skipped = SlotInputs()
@@ -219,7 +218,7 @@ class MixtureOfDepths(Chooser):
         if self.hparams.masks_slots:
             skipped = jax.tree.map(jnp.zeros_like, skipped)
         no_keys = None
-        if self.part != 'mlp':
+        if attends:
             nothing_BTKH = jnp.zeros((batch, length, *cache.k_BKHS.shape[1:3]), read_BTD.dtype)
             no_keys = KeysValues(nothing_BTKH, nothing_BTKH)
         sizes = batch_buckets(batch if length == 1 else length)
@@ -248,7 +247,7 @@ class MixtureOfDepths(Chooser):
         which = jnp.sum(largest > jnp.array(sizes[:-1], largest.dtype))
         branches = [run_at(size) for size in sizes]
         y_BTD, keys, slot_inputs = nn.switch(which, branches, self, x_BTD)
-        y_BTD, keys = self._after(y_BTD), keys if all_keys is None else all_keys
+        y_BTD, keys = self._after(y_BTD, tokens), keys if all_keys is None else all_keys
         return y_BTD, slot_inputs, CacheUpdate(keys, selected_BT), wanted_BT & ~selected_BT
 
     def _extend_tokens(self, by_token, args, cache, depth, rows_C=None):
