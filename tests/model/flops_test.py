@@ -259,6 +259,7 @@ FAST = (
     'dense stream',
     'mod and moda',
     'moda attention slots',
+    'mlp routed',
 )
 FAST += ('shared values', 'token', 'integrated', 'expert choice', 'masked', *LONG)
 
