@@ -86,6 +86,8 @@ def get_config() -> ConfigDict:
     routing.router = 'none'  # what scores the tokens of the routed blocks
     # every:N, from layer N-1 on | middle:FIRST:LAST | 1,3,5 | loops: those of model.looped_layers
     routing.layers = 'every:2'  # blocks that are routed, or loops (Mixture-of-Recursions)
+    # block | attention: the mlp runs on all tokens | mlp: attention runs on all tokens
+    routing.part = 'block'  # part of a routed block that runs on the selected tokens alone
     routing.capacity = 0.125  # share of a sequence's tokens that a routed block, or loop, selects
     routing.capacity_form = 'fraction'  # fraction | log_length: falls with ln T, from 1 to capacity
     routing.log_length_max = 2048  # length at which log_length comes down to capacity

@@ -84,7 +84,9 @@ def _visit(params, carry, count, tokens, layer_args, embedded_BTD, *, stack, kin
         elif isinstance(module, Block) and method == 'read':  # first by the router, of all tokens
             several = isinstance(result[0], AttentionInputs)  # then, what the block adds to
             caught.setdefault('inputs_BTD', args[0].residual_BTD if several else result[0])
-        elif isinstance(module, Block) and module.gathered and method == 'delta':
+        elif isinstance(module, MixtureOfDepths) and method == 'decide':
+            caught['inputs_BTD'] = args[0]
+        elif isinstance(module, Block) and method == 'delta':
             caught['delta_BCD'] = result[0]
         elif isinstance(module, Block) and not module.gathered and method == '__call__':
             caught['outputs_BTD'] = result[0]
@@ -111,6 +113,8 @@ def _visit(params, carry, count, tokens, layer_args, embedded_BTD, *, stack, kin
 
 class LayerDeltas(NamedTuple):
     """Every block's input and delta on a batch; L blocks, the first one first.
+
+    Those of the routed sublayer, in a block of which `model.routing.part` is not all.
 
     Arrays are float32 (or wider); the inputs and the final stream have the model's dtype.
     """

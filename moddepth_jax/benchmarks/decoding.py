@@ -47,8 +47,11 @@ def filled_cache(hparams: Hparams, unrolled, batch: int, length: int) -> Cache:
 
     layers = []
     for layer, router in zip(jax.tree.map(fill, shapes.layers), routers, strict=True):
-        if layer.lengths_B is not None:
+        if router is not None:
             selected = hparams.model.routing.num_selected(length, places[router])
+        if layer.selected_B is not None:
+            layer = layer._replace(selected_B=layer.selected_B + selected)
+        if layer.lengths_B is not None:
             positions_S = jnp.linspace(0, length - 1, layer.positions_BS.shape[1])
             layer = layer._replace(
                 positions_BS=jnp.tile(positions_S.astype(jnp.int32), (batch, 1)),

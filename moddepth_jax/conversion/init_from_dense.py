@@ -51,8 +51,9 @@ class Moments(NamedTuple):
 class LayerMoments(NamedTuple):
     """float64 Moments of a layer of the dense model; None for what the target makes no slot of.
 
-    `stream` is the layer's input, which a router reads; `attention` and `mlp` their inputs, `block`
-    the layer's output; `queries` those of each key/value head as a slot's key meets them, [K, H].
+    `stream` is what a router reads, the layer's input, or that after attention if the mlp alone is
+    routed; `attention` and `mlp` their inputs, `block` the layer's output; `queries` those of each
+    key/value head as a slot's key meets them, [K, H].
     """
 
     stream: Moments
@@ -99,6 +100,9 @@ def _layer(params, x_BTD, tokens, *, model, kind):
     (y_BTD, aux), recorded = block.apply(
         {'params': params}, x_BTD, tokens, mutable=['intermediates']
     )
+    if model.routed_layers and model.routing.part == 'mlp':  # what routers read
+        inputs = 'attention', x_BTD, tokens
+        x_BTD, *_ = block.apply({'params': params}, *inputs, method='sublayer')
     q_BTNH = recorded['intermediates']['attention']['sequence'][0][0]
     if model.depth.slot_keys != 'unrotated':  # as they meet a key of their own position
         q_BTNH = apply_rope(q_BTNH, -tokens.positions_BT, model.rope_theta, model.scaled_rope)

@@ -35,6 +35,7 @@ GENERATION_FILE = 'generation_config.json'
 CHOICES = {
     'depth.stream': ('residual', 'moda', 'value_residual', 'value_attention'),
     'routing.router': ('learned', 'straight_through', 'norm', 'position', 'none'),
+    'routing.part': ('block',),
     'routing.gate': ('raw', 'sigmoid', 'tanh', 'none', 'straight_through'),
     'routing.causal_rule': ('predictor', 'aux_loss', 'threshold', 'positive', 'dense'),
     'experts.choice': ('none', 'token', 'expert'),

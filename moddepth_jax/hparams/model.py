@@ -139,6 +139,17 @@ class ModelHparams:
             self._check_exits()
         if self.routing.routes_loops:
             self._check_routed_loops()
+        if self.routed_layers and self.routing.part != 'block':
+            self._check_routed_part()
+
+    def _check_routed_part(self):
+        for field, value, right in (
+            ('depth.stream', self.depth.stream, 'residual'),
+            ('experts.choice', self.experts.choice, 'none'),
+        ):
+            if value != right:
+                why = f'must be block where model.{field}={value}; with {right} it can be this too'
+                refuse('model.routing.part', self.routing.part, why)
 
     def _check_exits(self):
         needed = {
@@ -174,6 +185,7 @@ class ModelHparams:
                 self.routing.select_per == 'row',
                 'row',
             ),
+            'routing.part': (self.routing.part, self.routing.part == 'block', 'block'),
             'routing.router': (
                 self.routing.router,
                 not self.routing.router_class.is_control,

@@ -24,6 +24,7 @@ class RoutingHparams:
 
     router: str
     layers: str
+    part: checks.choice('block', 'attention', 'mlp')
     capacity: checks.FractionAboveZero
     capacity_form: checks.choice('fraction', 'log_length')
     log_length_max: Annotated[int, functools.partial(checks.positive, minimum=2)]

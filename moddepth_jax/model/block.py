@@ -42,6 +42,7 @@ class Block(nn.Module):
     mixes: bool = False  # whether the stream changes the values of attention
     opens: tuple[bool, ...] = (False, False)  # as of LayerKind
     embeds: bool = False  # as of LayerKind
+    part: str = 'block'  # what `delta` and `gated` run; as `model.routing.part`
 
     def setup(self):
         hparams = self.hparams
@@ -64,15 +65,32 @@ class Block(nn.Module):
         return self.mlp_norm(y_BTD) if self.hparams.norm_placement == 'post' else y_BTD, aux
 
     def delta(self, x_BTD, tokens: TokenInfo, view, depth, expert_state):
-        """block(x) - x, without cancellation where the norm placement allows it, and BlockAux."""
+        """part(x) - x, without cancellation where the norm placement allows it, and BlockAux."""
+        if self.part != 'block':
+            y_BTD, added_BTD, keys = self.sublayer(self.part, x_BTD, tokens, view)
+            delta_BTD = y_BTD - x_BTD if self.hparams.norm_placement == 'post' else added_BTD
+            return delta_BTD, BlockAux(keys, SlotInputs(), depth, None, expert_state)
         if self.hparams.norm_placement == 'post':
             y_BTD, aux = self(x_BTD, tokens, view, depth, expert_state)
             return y_BTD - x_BTD, aux
         attended_BTD, _, transformed_BTD, aux = self._run(x_BTD, tokens, view, depth, expert_state)
         return attended_BTD + transformed_BTD, aux
 
+    def sublayer(self, name: str, x_BTD, tokens: TokenInfo, view=None):
+        """x after attention or mlp with its norm, what it adds to x, and KeysValues of attention.
+
+        The mlp is no experts, and there are no depth slots.
+        """
+        if name == 'attention':
+            added_BTD, y_BTD, _, keys, *_ = self._attend(x_BTD, tokens, view, None)
+            return y_BTD, added_BTD, keys
+        added_BTD, *_ = self._feed_forward(x_BTD, tokens, None, NO_EXPERT_STATE)
+        y_BTD = x_BTD + added_BTD
+        y_BTD = self.mlp_norm(y_BTD) if self.hparams.norm_placement == 'post' else y_BTD
+        return y_BTD, added_BTD, None
+
     def gated(self, x, gates_BT, tokens: TokenInfo, view, depth, expert_state):
-        """x after the block with what it adds to x times the gates, and BlockAux."""
+        """x after `part` with what it adds to x times the gates, and BlockAux."""
         if self.attention_connection is None:
             delta_BTD, aux = self.delta(x, tokens, view, depth, expert_state)
             return x + (gates_BT[..., None] * delta_BTD).astype(x.dtype), aux
@@ -109,6 +127,18 @@ class Block(nn.Module):
 
     def _run(self, x_BTD, tokens, view, depth, expert_state):
         """What attention adds, the stream after it, what the mlp adds to that, and the BlockAux."""
+        attended_BTD, middle_BTD, value_input_BTD, keys, slot, depth = self._attend(
+            x_BTD, tokens, view, depth
+        )
+        transformed_BTD, mlp_input_BTD, depth, record, expert_state = self._feed_forward(
+            middle_BTD, tokens, depth, expert_state
+        )
+        slot_inputs = self._slot_inputs(slot, value_input_BTD, mlp_input_BTD)
+        aux = BlockAux(keys, slot_inputs, depth, record, expert_state)
+        return attended_BTD, middle_BTD, transformed_BTD, aux
+
+    def _attend(self, x_BTD, tokens, view, depth):
+        """What attention adds, the stream after it, what values read, KeysValues, slot, depth."""
         placement = self.hparams.norm_placement
         inputs, depth = self.read(x_BTD, depth)
         if placement == 'pre':
@@ -121,6 +151,11 @@ class Block(nn.Module):
         middle_BTD = _add(self.attention_connection, x_BTD, attended_BTD)
         if placement == 'post':
             middle_BTD = self.attention_norm(middle_BTD)
+        return attended_BTD, middle_BTD, inputs.value_BTD, keys, slot, depth
+
+    def _feed_forward(self, middle_BTD, tokens, depth, expert_state):
+        """What the mlp adds, what it reads, depth, the ExpertsRecord and the ExpertState."""
+        placement = self.hparams.norm_placement
         read_BTD, depth = _read(self.mlp_connection, middle_BTD, depth)
         mlp_input_BTD = self.mlp_norm(read_BTD) if placement == 'pre' else read_BTD
         if self.experts:
@@ -130,9 +165,7 @@ class Block(nn.Module):
             transformed_BTD, record = self.mlp(mlp_input_BTD), None
         if placement == 'reordered':
             transformed_BTD = self.mlp_norm(transformed_BTD)
-        slot_inputs = self._slot_inputs(slot, inputs.value_BTD, mlp_input_BTD)
-        aux = BlockAux(keys, slot_inputs, depth, record, expert_state)
-        return attended_BTD, middle_BTD, transformed_BTD, aux
+        return transformed_BTD, mlp_input_BTD, depth, record, expert_state
 
     def _slot_inputs(self, *inputs):
         given = dict(zip(SlotInputs._fields, inputs, strict=True))

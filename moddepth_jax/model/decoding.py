@@ -83,16 +83,22 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
         before_BTD, x_BTD, written = x_BTD, output.x_BTD, [*written, output.written]
         if leaves:
             x_BTD, exits = apply_exits(hparams.model, place, exits, before_BTD, x_BTD)
-        if layer.kind.routed:
-            record, size = output.records.routing, routed_capacity or sizes[-1]
+        record = output.records.routing
+        if layer.kind.routed and hparams.model.routing.part != 'mlp':
+            size = routed_capacity or sizes[-1]
             indices_BC = mask_to_indices(record.selected_BT, sizes[-1])
             positions_BC = gather_tokens(tokens.positions_BT, indices_BC)
             lengths_B = jnp.sum(record.selected_BT, axis=1)
             caches.append(cache_from_prefill(output.aux.keys, size, positions_BC, lengths_B))
-            dropped_B += jnp.sum(record.dropped_BT, axis=1)
         elif layer.kind.part == 'block':
             cache = cache_from_prefill(output.aux.keys, capacity)
-            caches.append(cache._replace(taken_BE=output.aux.expert_state.taken_BE))
+            cache = cache._replace(taken_BE=output.aux.expert_state.taken_BE)
+            if layer.kind.routed:
+                selected_B = jnp.sum(record.selected_BT, axis=1, dtype=jnp.int32)
+                cache = cache._replace(selected_B=selected_B)
+            caches.append(cache)
+        if layer.kind.routed:
+            dropped_B += jnp.sum(record.dropped_BT, axis=1)
     lengths_B = jnp.sum(tokens.segment_ids_BT > 0, axis=1)
     last_B = jnp.maximum(lengths_B - 1, 0)
     x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
@@ -131,7 +137,8 @@ def extend(unrolled, cache: Cache, tokens_BT, begins_BT, branches_BT, *, hparams
     embedded_BTD = embedded_input(hparams.model, x_BTD)
     # Slots of the new tokens alone: a query sees those of its own position, so none is kept.
     written, updates, dropped_BT = [], [], jnp.zeros_like(tokens_BT)
-    layers = layers_of(unrolled, hparams, routing)
+    most = hparams.model.routing.max_selected(hparams.data.sequence_length, routing)
+    layers = layers_of(unrolled, hparams, routing, (most,))
     if hparams.model.routing.routes_loops:
         recursions = Recursions(hparams, routing, unrolled['loops'], list(layers))
         layers = ()

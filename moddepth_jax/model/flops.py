@@ -18,7 +18,7 @@ def _pairs(length: int, window: int) -> float:
 
 
 def _layers(hparams: Hparams, length: int, routing: str):
-    """(LayerKind, tokens of a row that it processes, its window among them) of each layer."""
+    """(LayerKind, tokens of its attention, its window among them, tokens of its mlp) by layer."""
     model, looped = hparams.model, 0
     for kind in layer_kinds(model):
         tokens, place = length, 1.0
@@ -29,7 +29,11 @@ def _layers(hparams: Hparams, length: int, routing: str):
         elif kind.routed or kind.gathered:
             context = max(length, hparams.data.sequence_length)
             tokens = min(length, model.routing.max_selected(context, routing, place))
-        yield kind, tokens, math.ceil(kind.window * tokens / length)
+        attended, transformed = tokens, tokens
+        if kind.routed and model.routing.part != 'block':
+            by_attention = model.routing.part == 'attention'
+            attended, transformed = (tokens, length) if by_attention else (length, tokens)
+        yield kind, attended, math.ceil(kind.window * attended / length), transformed
 
 
 def expert_pairs(experts: ExpertsHparams, tokens: int) -> float:
@@ -55,7 +59,7 @@ def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c'
     names = ('projections', 'attention', 'mlp', 'expert_router', 'experts', 'router', 'predictor')
     parts = dict.fromkeys((*names, 'depth_projections', 'depth_attention'), 0.0)
     written = 0
-    for kind, tokens, window in _layers(hparams, length, routing):
+    for kind, tokens, window, transformed in _layers(hparams, length, routing):
         parts['depth_projections'] += stream.projection_flops(model, kind, length, tokens)
         parts['depth_attention'] += stream.reading_flops(model, kind, length, tokens, written)
         if kind.part != 'block':
@@ -72,7 +76,7 @@ def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c'
             parts['expert_router'] += 2 * tokens * width * experts.num_choices
             parts['experts'] += expert_pairs(experts, tokens) * _pair_flops(model)
         else:
-            parts['mlp'] += 2 * tokens * 3 * width * model.d_ff
+            parts['mlp'] += 2 * transformed * 3 * width * model.d_ff
     parts['depth_attention'] += sum(
         4 * tokens * seen * heads * model.head_dim
         for tokens, seen, _ in depth_readers(hparams, length, routing)
@@ -91,7 +95,7 @@ def depth_readers(hparams: Hparams, length: int, routing: str) -> list[tuple[int
     depth, readers, written = hparams.model.depth, [], 0
     if not depth.stream_class.attends:
         return readers
-    for kind, tokens, _ in _layers(hparams, length, routing):
+    for kind, tokens, *_ in _layers(hparams, length, routing):
         queries = tokens if depth.stream_class.joins_attention else length
         seen = min(written, depth.slot_window or written)
         if kind.part != 'entry':

@@ -18,6 +18,8 @@ class LayerCache(NamedTuple):
     positions_BS: jax.Array | None  # int32, original positions; None in a dense block: the index
     lengths_B: jax.Array | None  # int32, tokens in the cache; None in a dense block: all of the row
     taken_BE: jax.Array | None = None  # int32, of each expert of a dense block, by `row_capacity`
+    # int32, tokens that the mlp has selected, where it alone is routed and so this is a dense cache
+    selected_B: jax.Array | None = None
 
     @property
     def capacity(self) -> int:
@@ -79,12 +81,18 @@ def view_of(cache: LayerCache, tokens: TokenInfo, documents_CT, window: int, row
     return KVView(cache.k_BKHS, cache.v_BKHS, visible_CTS, own_CTT, rows_C)
 
 
-def select_into_cache(cache: LayerCache, wanted_BT, branches_BT):
-    """The wanted tokens for which a routed block's cache has room: the first of each branch."""
+def select_into_cache(cache: LayerCache, wanted_BT, branches_BT, most: int | None = None):
+    """The wanted tokens for which a routed block has room: the first of each branch.
+
+    The room is that of its cache; `most` tokens of a row where only the mlp is routed.
+    """
     rank_BT = jnp.cumsum(wanted_BT, axis=1)
     earlier_BT = jnp.where(_begins(branches_BT), rank_BT - wanted_BT, 0)
     rank_BT -= jax.lax.cummax(earlier_BT, axis=1)
-    return wanted_BT & (cache.lengths_B[:, None] + rank_BT <= cache.capacity)
+    used_B, capacity = cache.lengths_B, cache.capacity
+    if cache.selected_B is not None:
+        used_B, capacity = cache.selected_B, most
+    return wanted_BT & (used_B[:, None] + rank_BT <= capacity)
 
 
 def _begins(branches_BT):
@@ -158,7 +166,7 @@ def update_cache(cache: Cache, updates, begins_BT, dropped_BT, active_BT) -> Cac
     positions_BT = cache.lengths_B[:, None] + each_T[None]
     for layer, update in zip(cache.layers, updates, strict=True):
         writes_BT = active_BT
-        if update.selected_BT is not None:
+        if update.selected_BT is not None and layer.lengths_B is not None:
             writes_BT = active_BT & update.selected_BT
         free_B = cache.lengths_B if layer.lengths_B is None else layer.lengths_B
         rank_BT = jnp.cumsum(writes_BT, axis=1) - 1
@@ -179,6 +187,9 @@ def update_cache(cache: Cache, updates, begins_BT, dropped_BT, active_BT) -> Cac
             layer = layer._replace(positions_BS=positions_BS, lengths_B=lengths_B)
         elif layer.taken_BE is not None:
             layer = layer._replace(taken_BE=update.taken_BE)
+        elif layer.selected_B is not None:
+            more_B = jnp.sum(active_BT & update.selected_BT, axis=1, dtype=jnp.int32)
+            layer = layer._replace(selected_B=layer.selected_B + more_B)
         layers.append(layer)
     documents_BT = documents_of(cache, begins_BT & active_BT)
     lengths_B = cache.lengths_B + jnp.sum(active_BT, axis=1, dtype=jnp.int32)

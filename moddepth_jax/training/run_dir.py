@@ -23,6 +23,7 @@ SCHEMA_VERSION = 1
 # Knobs that were added later, with the values that keep the behavior of runs that lack them.
 OLDER_RUNS = {
     'model.across_documents': False,
+    'model.routing.part': 'block',
     'model.routing.capacity_form': 'fraction',
     'model.routing.log_length_max': 2048,
     'model.routing.capacity_stages': '',

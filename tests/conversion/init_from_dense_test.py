@@ -48,11 +48,20 @@ def converted(dense, target):
     return params, layer_moments(source.model, given, target.model, [batch])
 
 
-@pytest.mark.parametrize('gate', ['raw', pytest.param('sigmoid', marks=pytest.mark.slow)])
-def test_fitted_gates_leave_the_model_near_to_itself(gate, dense, tiny_config):
+@pytest.mark.parametrize(
+    ('gate', 'part'),
+    [
+        ('raw', 'block'),
+        pytest.param('sigmoid', 'block', marks=pytest.mark.slow),
+        pytest.param('raw', 'attention', marks=pytest.mark.slow),
+        pytest.param('raw', 'mlp', marks=pytest.mark.slow),
+    ],
+)
+def test_fitted_gates_leave_the_model_near_to_itself(gate, part, dense, tiny_config):
     """Far nearer than with routers as at a start; each layer's error is measured."""
     tokens_BT, wanted_BTV = dense[2]['tokens_BT'], dense[3]
-    target = from_config(tiny_config(**DENSE, **ROUTED, **{'model.routing.gate': gate}))
+    knobs = {'model.routing.gate': gate, 'model.routing.part': part}
+    target = from_config(tiny_config(**DENSE, **ROUTED, **knobs))
     params, moments = converted(dense, target)
     fitted, errors = fit_routers(params, target.model, moments)
     apply, averages = jax.jit(Transformer(target).apply), {'thresholds_R': np.zeros(2, np.float32)}

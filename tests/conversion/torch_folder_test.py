@@ -98,6 +98,10 @@ ROUTED = {'model.routing.router': 'learned'}
         ({'model.routing.router': 'random'}, "routing.router='random': modeling_moddepth.py has "),
         (cases.LOOPED | cases.OWN_NORMS, "loop_norms='own': modeling_moddepth.py has only shar"),
         (cases.LOOPED | cases.OF_LOOPS, "loop_embeddings='learned': modeling_moddepth.py has only"),
+        (
+            ROUTED | cases.OF_MLP,
+            "routing.part='mlp': modeling_moddepth.py has no such part; it has block",
+        ),
         (cases.RECURSIONS, "routing.layers='loops': modeling_moddepth.py has no routed loops; it "),
     ],
     ids=str,

@@ -63,7 +63,7 @@ BAD_VALUES = {
     **knobs('model.experts', 'route_scale', *NOT_ABOVE_ZERO),
     **knobs('model.experts', 'balance_weight z_loss', *NO_WEIGHT),
     **knobs('model.experts', 'threshold_decay', *NO_DECAY),
-    **knobs('model.routing', 'router capacity_form select_per gate', 'linear', 'softmax'),
+    **knobs('model.routing', 'router part capacity_form select_per gate', 'linear', 'softmax'),
     **knobs('model.routing', 'gate_scale', *NOT_ABOVE_ZERO),
     **knobs('model.routing', 'balance_weight z_loss', *NO_WEIGHT),
     **knobs('model.routing', 'loop_update', 'output', 'change', 'add'),

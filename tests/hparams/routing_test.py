@@ -44,6 +44,25 @@ def refusal(**changes):
     return str(error.value)
 
 
+@pytest.mark.parametrize('part', ['attention', 'mlp'])
+@pytest.mark.parametrize(
+    ('knob', 'value', 'right'),
+    [
+        ('depth.stream', 'moda', 'residual'),
+        ('depth.stream', 'hyper_connections', 'residual'),
+        ('experts.choice', 'token', 'none'),
+    ],
+)
+def test_parts_of_a_block_are_refused_by_name(part, knob, value, right, tiny_config):
+    """Where blocks are routed; without a router no knob of routing matters."""
+    knobs = {'model.routing.part': part, f'model.{knob}': value}
+    with pytest.raises(ValueError) as error:
+        from_config(tiny_config(**knobs, **{'model.routing.router': 'learned'}))
+    why = f'must be block where model.{knob}={value}; with {right} it can be this too'
+    assert str(error.value) == f'model.routing.part={part!r}: {why}'
+    assert from_config(tiny_config(**knobs)).model.routing.part == part
+
+
 def test_num_selected():
     """C is max(1, floor(capacity T + 1e-6)): 256 of 2048, and rounding loses no token."""
     for capacity, length, selected in (

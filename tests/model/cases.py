@@ -55,6 +55,7 @@ LOOPED = {'model.looped_layers': 'middle:1:1', 'model.loops': 3}
 ALL_LOOPED = {'model.looped_layers': 'all', 'model.loops': 2, 'model.loop_order': 'sequence'}
 OWN_NORMS, OF_LOOPS = {'model.loop_norms': 'own'}, {'model.loop_embeddings': 'learned'}
 TWO = {'model.routing.layers': '1,2'}
+OF_ATTENTION, OF_MLP = ({'model.routing.part': part} for part in ('attention', 'mlp'))
 ADAPTERS = {'model.adapters.rank': 3, 'model.adapters.alpha': 2.0}
 RECURSIONS = LOOPED | {
     **{'model.routing.router': 'learned', 'model.routing.layers': 'loops'},
@@ -119,6 +120,36 @@ CASES = {
     'straight through, predictor': (routed_by('straight_through', 'predictor'), 'predictor'),
     'straight through, aux_loss': (routed_by('straight_through', 'aux_loss'), 'aux_loss'),
     'straight through, positive': (routed_by('straight_through', 'positive'), 'positive'),
+    'attention routed': (
+        routed_by('learned', 'predictor') | OF_ATTENTION | TWO | WINDOWS | HEAD_NORM,
+        'predictor',
+    ),
+    'attention routed, aux_loss': (
+        routed_by('learned', 'aux_loss') | OF_ATTENTION | POST | WINDOWS,
+        'aux_loss',
+    ),
+    'attention routed grows': (
+        routed_by('learned', 'threshold') | OF_ATTENTION | REORDERED | GROWS | TWO,
+        'threshold',
+    ),
+    'mlp routed': (routed_by('learned', 'aux_loss') | OF_MLP | WINDOWS | HEAD_NORM, 'aux_loss'),
+    'mlp routed, threshold': (
+        routed_by('learned', 'threshold') | OF_MLP | POST | TWO | WINDOWS,
+        'threshold',
+    ),
+    'mlp routed grows': (
+        routed_by('straight_through', 'predictor') | OF_MLP | REORDERED | GROWS,
+        'predictor',
+    ),
+    'attention routed, looped': (
+        LOOPED | EMBEDDED | ROUTED | OF_ATTENTION | ROOMY | HEAD_NORM,
+        'predictor',
+    ),
+    'mlp routed, value embeddings': (
+        LOOPED | ALL_LOOKED_UP | ROUTED | OF_MLP | HEAD_NORM | ADAPTERS,
+        'predictor',
+    ),
+    'mlp routed, dense rule': (routed_by('norm', 'dense') | OF_MLP, 'dense'),
     'dense stream': (DENSE | ROUTED | ROOMY, 'predictor'),
     'average stream': (AVERAGE | ROUTED | ROOMY | WINDOWS, 'predictor'),
     'attention stream': (ATTENTION | ROUTED | ROOMY | NEWEST, 'predictor'),

@@ -39,7 +39,8 @@ BEGINS_BT = np.diff(SEGMENTS_BT, axis=1, prepend=1) > 0
 # Tokens that each row gets at a time; rows end at different lengths of the last chunk.
 CHUNK, CHUNKS_B = 5, np.array([4, 5, 2])
 # Cases in which some tokens find no place in the cache.
-DROPS = ('aux_loss', 'threshold')
+DROPS = ('aux_loss', 'threshold', 'attention routed, aux_loss', 'mlp routed')
+DROPS += ('mlp routed, threshold',)
 
 
 @functools.cache
@@ -100,7 +101,7 @@ def decode(model):
         if model.hparams.model.routing.overflow == 'grow':
             used = kv_cache.longest_routed_row(cache)
             routed = [layer for layer in cache.layers if layer.lengths_B is not None]
-            if used == routed[0].capacity:
+            if routed and used == routed[0].capacity:
                 cache = kv_cache.resize_cache(cache, used + 4)
     return out, cache
 
@@ -135,6 +136,7 @@ IN_FLOAT64 += ('adapters, looped moda', 'looped', 'recursions, aux_loss')
 IN_FLOAT64 += ('embedding residual, values',)
 FAST = ('value residual', 'shared values', 'attention residual', 'mudd', 'embedding residual')
 FAST += ('value embeddings, moda', 'recursions', 'looped, own norms, routed', 'looped, exits')
+FAST += ('mlp routed',)
 FAST += (
     'dense',
     'scaled rope',
@@ -153,6 +155,7 @@ def test_prompt_and_steps_equal_the_full_forward(name, tiny_config):
 
 
 FAST_IN_CHUNKS = ('dense', 'aux_loss', 'mod and moda', 'recursions', 'row capacity')
+FAST_IN_CHUNKS += ('attention routed',)
 
 
 @pytest.mark.parametrize('name', parameters(FAST_IN_CHUNKS))
@@ -172,6 +175,14 @@ def test_branches_go_on_from_the_cache_each_alone(name, tiny_config):
     model = build(tiny_config, name)
     unrolled, _, cache = start(model)
     cache = kv_cache.resize_cache(cache, kv_cache.longest_routed_row(cache) + 1)
+    if model.hparams.model.routing.part == 'mlp':
+        used_B = np.full(BATCH, cache_size(model.hparams, model.routing) - 1, np.int32)
+        counted = (layer.selected_B is not None for layer in cache.layers)
+        layers = [
+            layer._replace(selected_B=used_B) if counts else layer
+            for layer, counts in zip(cache.layers, counted, strict=True)
+        ]
+        cache = cache._replace(layers=tuple(layers))
     how = {'hparams': model.hparams, 'routing': model.routing}
     run = jax.jit(functools.partial(extend, **how))
     tokens_BT, begins_BT, drops = TOKENS_BT[:, :7] ^ 1, np.zeros((BATCH, 7), bool), 0
@@ -218,6 +229,11 @@ def check_decoding(name, tiny_config, decode):
 def check_routed(name, model, record, cache):
     layers = [layer for layer in cache.layers if layer.lengths_B is not None]
     selected_LBT = record.selected_BT
+    if model.hparams.model.routing.part == 'mlp':  # dense caches, which count
+        counts_LB = [layer.selected_B for layer in cache.layers if layer.selected_B is not None]
+        np.testing.assert_array_equal(counts_LB, selected_LBT.sum(axis=2))
+        assert not layers and all(layer.capacity == LENGTH for layer in cache.layers)
+        selected_LBT = selected_LBT[:0]
     if model.hparams.model.routing.routes_loops:  # the first loop caches all tokens, as they are
         size = len(model.hparams.model.looped_range)
         selected_LBT = selected_LBT[1:].repeat(size, axis=0)

@@ -16,6 +16,8 @@ from tests.model.cases import (
     MIXED,
     MODA,
     MUDD,
+    OF_ATTENTION,
+    OF_MLP,
     OTHER_BT,
     ROUTED,
     SIZES,
@@ -54,12 +56,15 @@ def changed(one_BTV, other_BTV):
             pytest.param(CONSTRAINED, marks=pytest.mark.slow),
             MUDD,
             MIXED | BY_SEGMENT,
+            pytest.param(OF_ATTENTION | BY_SEGMENT, marks=pytest.mark.slow),
+            pytest.param(OF_MLP | BY_SEGMENT, marks=pytest.mark.slow),
         ),
     ],
     ids=[
         *('dense', 'selected by segment', 'moda', 'moda selected by segment', 'average stream'),
         *('attention residual selected by segment', 'hyper-connections selected by segment'),
         *('mhc', 'mudd', 'value attention selected by segment'),
+        *('attention routed by segment', 'mlp routed by segment'),
     ],
 )
 def test_packed_documents_are_isolated(knobs, tiny_config):

@@ -183,7 +183,7 @@ def _not_counted(hparams, rows, length):
     """FLOPs of a pass on hidden pairs of a query and a key or slot, and on places of no-ops."""
     model, hidden, empty = hparams.model, 0.0, 0.0
     experts_of, written = model.experts, sum(kind.slots for kind in layer_kinds(model))
-    for kind, tokens, window in flops._layers(hparams, length, 'top_c'):
+    for kind, tokens, window, _ in flops._layers(hparams, length, 'top_c'):
         if kind.part == 'block':
             hidden += tokens**2 - flops._pairs(tokens, window)
         if kind.experts and experts_of.choice == 'token':
@@ -218,7 +218,7 @@ def _traced_reads_of_sources(hparams, rows, length):
         return -3 * flops.forward_breakdown(hparams, rows, length)['depth_attention']
     if model.depth.stream != 'attention_residual':
         return 0
-    for kind, tokens, _ in flops._layers(hparams, length, 'top_c'):
+    for kind, tokens, *_ in flops._layers(hparams, length, 'top_c'):
         reads = [(length, 1)] if kind.routed or kind.part == 'exit' else []
         if kind.part == 'block':
             reads += [(tokens, 1), (tokens, 1 + kind.opens[0])]
@@ -259,6 +259,7 @@ FAST = (
     'dense stream',
     'mod and moda',
     'moda attention slots',
+    'mlp routed',
 )
 FAST += ('shared values', 'token', 'integrated', 'expert choice', 'masked', *LONG)
 

@@ -598,6 +598,8 @@ def routed_block(layer, x_TD, visible, row, number, model):
 
     Tokens that skip the block write slots as if it added nothing, or none.
     """
+    if model.routing.part != 'block':
+        return routed_sublayer(layer, x_TD, row, number, model), []
     taken, selected_T, gates_T = decide(layer, x_TD, row, number, model)
     inner = layer['block'] | {'stream': layer.get('stream', {})}
     visible = [[side[taken] for side in slot] for slot in visible]
@@ -622,6 +624,29 @@ def routed_block(layer, x_TD, visible, row, number, model):
         if model.depth.skipped_slots == 'masked':
             valid_T[:] = selected_T
     return y_TD, slots
+
+
+def routed_sublayer(layer, x_TD, row, number, model):
+    """Returns x after a block of which a router chooses the tokens of one sublayer alone.
+
+    That adds gate(r) times what it would add, r of the x that it adds to, to the tokens chosen.
+    """
+    inner = layer['block']
+    for name in SUBLAYERS:
+        taken, selected_T, gates_T = np.arange(len(x_TD)), np.ones(len(x_TD), bool), None
+        if name == model.routing.part:
+            taken, selected_T, gates_T = decide(layer, x_TD, row, number, model)
+        y_CD = x_TD[taken] + sublayer(name, inner, x_TD[taken], row.take(taken), number, model)
+        if model.norm_placement == 'post':
+            y_CD = rms_norm(y_CD, inner[f'{name}_norm'], model)
+        y_TD = x_TD.astype(y_CD.dtype)
+        for at, t in enumerate(taken):
+            if gates_T is None:
+                y_TD[t] = y_CD[at]
+            elif selected_T[t]:
+                y_TD[t] = x_TD[t] + gates_T[t] * (y_CD[at] - x_TD[t])
+        x_TD = y_TD
+    return x_TD
 
 
 def scattered(slot, taken, selected_T):

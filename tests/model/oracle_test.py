@@ -195,6 +195,32 @@ ROUTED_CASES = {
         routed(rule='predictor') | SOURCES_OF_3 | PRE | {'num_layers': 3},
         'predictor',
     ),
+    'attention routed': (routed(part='attention') | PRE | HEAD | WINDOWS, 'top_c'),
+    'attention routed, post': (
+        routed(part='attention', gate='sigmoid', rule='threshold') | POST | BIAS,
+        'threshold',
+    ),
+    'attention routed, reordered': (
+        routed(part='attention', rule='aux_loss', capacity=0.625) | REORDERED | FULL,
+        'aux_loss',
+    ),
+    'attention routed, embeddings': (
+        routed(part='attention', layers='1', capacity=0.4) | EMBEDDED | ALL_LOOKED_UP | PRE,
+        'top_c',
+    ),
+    'mlp routed': (routed(part='mlp', capacity=0.4) | POST | HEAD | WINDOWS, 'top_c'),
+    'mlp routed, segments': (
+        routed(part='mlp', select_per='segment', gate='tanh', capacity=0.4) | PRE | FULL,
+        'top_c',
+    ),
+    'mlp routed, predictor': (
+        routed('straight_through', part='mlp', rule='predictor') | PRE | BIAS | WINDOWS,
+        'predictor',
+    ),
+    'mlp routed, threshold': (
+        routed(part='mlp', rule='threshold', capacity=0.25) | REORDERED | EMBEDDED | ALL_LOOKED_UP,
+        'threshold',
+    ),
     'straight through, aux_loss': (
         routed('straight_through', rule='aux_loss') | POST | BIAS,
         'aux_loss',
@@ -332,7 +358,7 @@ def test_model_equals_the_oracle(tiny_config, case):
 
 FAST = ('sigmoid', 'windows', 'segments', 'threshold', 'predictor', 'straight through', 'moda')
 FAST += ('value residual', 'value attention', 'embedding residual', 'value embeddings, moda')
-FAST += ('recursions', 'token choice', 'exits from loops')
+FAST += ('recursions', 'token choice', 'exits from loops', 'attention routed')
 
 
 # JAX warns of int32 and int64 indices in float64, which no model is trained in.

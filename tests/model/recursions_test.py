@@ -262,6 +262,7 @@ REFUSED = {
     'experts': (experts(), 'experts.choice=.token.: must be none where model.routing.layers=loops'),
     'embedding residual': ({'model.embedding_residual': 'learned'}, 'embedding_residual=.learned.'),
     'by document': ({'model.routing.select_per': 'segment'}, 'select_per=.segment.: must be row'),
+    'the mlp alone': ({'model.routing.part': 'mlp'}, 'routing.part=.mlp.: must be block where'),
     'a control': ({'model.routing.router': 'random', 'model.routing.gate': 'auto'}, 'router=.rand'),
     'drawn loops': ({'training.loops': (2, 3)}, r'training.loops=\(2, 3\): must be \(\)'),
 }

@@ -1,4 +1,4 @@
-"""A routed block: the selected tokens pass through it, the others stay as they are."""
+"""A routed block: the selected tokens pass through it, or a part of it; the others skip that."""
 
 from typing import NamedTuple
 
@@ -68,6 +68,9 @@ class MixtureOfDepths(Chooser):
     f(X) = block(X) - X computes the selected tokens alone, at their original positions (Raposo et
     al. 2024, equation 1). `top_c` selects the C highest scores of each row, a causal rule the first
     sizes[-1] of those it wants; padding (segment 0) is never selected.
+
+    Where `model.routing.part` names a sublayer, f is what that adds alone, x is what it adds to,
+    and the other sublayer runs on all tokens, attention before and the mlp after.
     """
 
     window: int = 0  # of the block's attention
@@ -80,7 +83,9 @@ class MixtureOfDepths(Chooser):
 
     def setup(self):
         super().setup()
-        options = {'experts': self.experts, 'ahead': self.routing == 'top_c', 'gathered': True}
+        self.part = self.hparams.routing.part
+        options = {'experts': self.experts, 'ahead': self.routing == 'top_c'}
+        options |= {'gathered': self.part != 'mlp', 'part': self.part}  # attention's tokens
         options |= {'mixes': self.mixes, 'opens': self.opens, 'embeds': self.embeds}
         self.block = Block(self.hparams, self.window, self.writes_slots, **options)
 
@@ -88,6 +93,7 @@ class MixtureOfDepths(Chooser):
         self, x_BTD, tokens: TokenInfo, args: RoutingArgs, depth: DepthSlots | None = None
     ):
         """x'_BTD, BlockAux, the indices [B, C] of its slot inputs (None: all), RoutingRecord."""
+        x_BTD, keys = self._before(x_BTD, tokens)
         read_BTD, depth = self.block.read(x_BTD, depth)
         scores_BT, rule_logits_BT, gates_BT = self.decide(read_BTD, tokens, args)
         routing = self.hparams.routing
@@ -105,6 +111,8 @@ class MixtureOfDepths(Chooser):
                 wanted_BT = jnp.where(args.causal, wanted_BT, top_c.selected_BT)
             selection = select_first(wanted_BT, self.sizes[-1])
             y_BTD, aux = self._causal(x_BTD, tokens, gates_BT, selection, depth, args.expert_state)
+        y_BTD = self._after(y_BTD, tokens)
+        aux = aux if keys is None else aux._replace(keys=keys)
         aux, indices_BC = self._for_slots(x_BTD, tokens, aux, selection.indices_BC)
         _, selected_BT, dropped_BT = selection
         record = RoutingRecord(
@@ -112,8 +120,19 @@ class MixtureOfDepths(Chooser):
         )
         return y_BTD, aux, indices_BC, record
 
+    def _before(self, x_BTD, tokens, view=None):
+        """x before the routed part, and KeysValues of all tokens where attention ran on all."""
+        if self.part != 'mlp':
+            return x_BTD, None
+        x_BTD, _, keys = self.block.sublayer('attention', x_BTD, tokens, view)
+        return x_BTD, keys
+
+    def _after(self, y_BTD, tokens):
+        """x after the block, of x after its routed part."""
+        return self.block.sublayer('mlp', y_BTD, tokens)[0] if self.part == 'attention' else y_BTD
+
     def gathered(self, x_BTD, tokens, gates_BT, indices_BC, depth, expert_state):
-        """The block on the tokens of the indices alone: x', and the BlockAux of these C tokens."""
+        """The routed part on the tokens of the indices alone: x', and the BlockAux of these C."""
         if depth is not None:
             depth = depth._replace(indices_BC=indices_BC)
 
@@ -184,22 +203,29 @@ class MixtureOfDepths(Chooser):
         of several, the least bucket of tokens in each row that holds the selected ones.
         """
         batch, length = tokens.positions_BT.shape
+        attends = self.part != 'mlp'  # the routed part, which then has a cache of its tokens alone
+        view = None if attends else view_of(cache, tokens, documents_BT, self.window)
+        x_BTD, all_keys = self._before(x_BTD, tokens, view)
         read_BTD, _ = self.block.read(x_BTD, depth)
         _, rule_logits_BT, gates_BT = self.decide(read_BTD, tokens, args)
         wanted_BT = (tokens.segment_ids_BT > 0) & (rule_logits_BT > 0)
-        selected_BT = select_into_cache(cache, wanted_BT, tokens.segment_ids_BT)
+        most = None if attends else self.sizes[-1]
+        selected_BT = select_into_cache(cache, wanted_BT, tokens.segment_ids_BT, most)
         tokens = mask_tokens(tokens, selected_BT)  # attention and experts see no other
         skipped = SlotInputs()
         if self.writes_slots:
             skipped = self.block.skipped_slot_inputs(x_BTD, tokens)
         if self.hparams.masks_slots:
             skipped = jax.tree.map(jnp.zeros_like, skipped)
-        nothing_BTKH = jnp.zeros((batch, length, *cache.k_BKHS.shape[1:3]), read_BTD.dtype)
+        no_keys = None
+        if attends:
+            nothing_BTKH = jnp.zeros((batch, length, *cache.k_BKHS.shape[1:3]), read_BTD.dtype)
+            no_keys = KeysValues(nothing_BTKH, nothing_BTKH)
         sizes = batch_buckets(batch if length == 1 else length)
 
         def run_at(size):
             def bucket(module, x_BTD):
-                old = module.block.skip(x_BTD), KeysValues(nothing_BTKH, nothing_BTKH), skipped
+                old = module.block.skip(x_BTD), no_keys, skipped
                 by_token = x_BTD, gates_BT, tokens, documents_BT
                 if not size:
                     return old
@@ -221,12 +247,15 @@ class MixtureOfDepths(Chooser):
         which = jnp.sum(largest > jnp.array(sizes[:-1], largest.dtype))
         branches = [run_at(size) for size in sizes]
         y_BTD, keys, slot_inputs = nn.switch(which, branches, self, x_BTD)
+        y_BTD, keys = self._after(y_BTD, tokens), keys if all_keys is None else all_keys
         return y_BTD, slot_inputs, CacheUpdate(keys, selected_BT), wanted_BT & ~selected_BT
 
     def _extend_tokens(self, by_token, args, cache, depth, rows_C=None):
         """x', KeysValues and SlotInputs of tokens, of which those of segment id 0 do not exist."""
         x_CTD, gates_CT, tokens_CT, documents_CT = by_token
-        view = view_of(cache, tokens_CT, documents_CT, self.window, rows_C)
+        view = None
+        if self.part != 'mlp':
+            view = view_of(cache, tokens_CT, documents_CT, self.window, rows_C)
         y_CTD, aux = self.block.gated(x_CTD, gates_CT, tokens_CT, view, depth, args.expert_state)
         return y_CTD, aux.keys, aux.slot_inputs
 
