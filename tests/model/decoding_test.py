@@ -131,10 +131,10 @@ def decode_chunks(model):
 # Queries and keys are not normed, or blocks add up much: float32 rounds each of the
 # two by 1e-5 already.
 IN_FLOAT64 = ('attention stream', 'value embeddings, hyper-connections', 'value embeddings grow')
-IN_FLOAT64 += ('adapters, looped moda', 'looped', 'recursions, aux_loss')
+IN_FLOAT64 += ('adapters, looped moda', 'looped', 'recursions, aux_loss', 'token choice')
 IN_FLOAT64 += ('embedding residual, values',)
 FAST = ('value residual', 'shared values', 'attention residual', 'mudd', 'embedding residual')
-FAST += ('value embeddings, moda', 'recursions')
+FAST += ('value embeddings, moda', 'recursions', 'token choice, gated exit')
 FAST += (
     'dense',
     'scaled rope',

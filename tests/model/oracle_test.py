@@ -70,7 +70,7 @@ def recursions(gate, **more):
     return knobs | {'num_layers': 4, 'looped_layers': 'middle:1:1', 'loops': 3}
 
 
-TOKEN_CHOICE = recursions('auto', router='token_choice', z_loss=0.01)
+TOKEN_CHOICE = recursions('auto', router='token_choice', z_loss=0.01, gate_scale=1.5)
 CASES = {
     'residual': PRE | WINDOWS | WIDE,
     'scaled rope': SCALED | QKV | PRE | HEAD,

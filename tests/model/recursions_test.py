@@ -18,6 +18,7 @@ from tests.model.cases import (
     LOOPED,
     MODA,
     RECURSIONS,
+    TOKEN_CHOICE,
     build,
     equations,
     experts,
@@ -99,6 +100,40 @@ def test_the_papers_update_adds_the_whole_output(tiny_config):
     expected_BTD = rms_norm(x_BTD, params['final_norm']['scale'], hparams.model.norm_eps)
     real_BT = SEGMENTS_BT > 0  # padding stays as it is
     np.testing.assert_allclose(found_BTD[real_BT], expected_BTD[real_BT], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('loop_update', ['gated_loops', 'gated_exit'])
+def test_token_choice_is_its_definition(loop_update, tiny_config):
+    """Two loops of one block, on all tokens, of which those that have left are then hidden."""
+    sizes = {'model.num_layers': 1, 'model.looped_layers': 'all', 'model.loops': 2}
+    knobs = sizes | {'model.routing.loop_update': loop_update}
+    hparams = small_hparams(tiny_config, TOKEN_CHOICE, knobs)
+    variables = random_variables(hparams, TOKENS_BT)
+    params, real_BT = variables['params'], SEGMENTS_BT > 0
+    found_BTD, records = Transformer(hparams).apply(
+        variables, TOKENS_BT, SEGMENTS_BT, method='hidden_states'
+    )
+    stack = Stack(hparams.model, 'top_c')
+    ((kind, of_layer), _) = unstack_layers(stack, params['stack'])
+
+    def f(x_BTD, segment_ids_BT):
+        tokens = token_info(hparams, jnp.asarray(TOKENS_BT), jnp.asarray(segment_ids_BT))
+        return stack.apply(kind, of_layer, x_BTD, None, tokens, LayerArgs()).x_BTD
+
+    x_BTD = first_BTD = embed(params['embedding'], TOKENS_BT, 'float32')
+    scores_BTN = first_BTD @ params['loop_routers']['router']['w'].T
+    goes_on_BT = scores_BTN[..., 1] > scores_BTN[..., 0]
+    assert 0.2 < goes_on_BT[real_BT].mean() < 0.8
+    g_BTN = 2 * jax.nn.softmax(scores_BTN)  # gate_scale is 2
+    one_BTD, goes_on_BT1 = f(x_BTD, SEGMENTS_BT), goes_on_BT[..., None]
+    gated_BTD = g_BTN[..., :1] * one_BTD
+    through_BTD = gated_BTD if loop_update == 'gated_loops' else one_BTD
+    x_BTD = jnp.where(goes_on_BT1, through_BTD, first_BTD + gated_BTD)
+    two_BTD = f(x_BTD, np.where(goes_on_BT, SEGMENTS_BT, 0))
+    x_BTD = jnp.where(goes_on_BT1, first_BTD + g_BTN[..., 1:] * two_BTD, x_BTD)
+    expected_BTD = rms_norm(x_BTD, params['final_norm']['scale'], hparams.model.norm_eps)
+    np.testing.assert_allclose(found_BTD[real_BT], expected_BTD[real_BT], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(records.routing.selected_BT[1], goes_on_BT & real_BT)
 
 
 @pytest.mark.parametrize('loops', [2, 5])
