@@ -1,13 +1,24 @@
 """FLOPs of a model by formula (docs/flops.md), and of a traced program, to check the formula."""
 
 import math
+from typing import NamedTuple
 
 import jax
 
 from moddepth_jax.hparams import ExpertsHparams, Hparams, ModelHparams, Stage
 from moddepth_jax.hparams.registry import CAUSAL_RULES
-from moddepth_jax.model.streams import layer_kinds
+from moddepth_jax.model.streams import LayerKind, layer_kinds
 from moddepth_jax.model.value_embeddings import gate_flops
+
+
+class _Work(NamedTuple):
+    """What a layer processes of a row."""
+
+    kind: LayerKind
+    tokens: int  # that it processes
+    pairs: float  # of a query and a key that it sees
+    keys: int  # those of its attention, seen or not
+    makes_keys: bool  # whether it projects keys and values
 
 
 def _pairs(length: int, window: int) -> float:
@@ -18,18 +29,24 @@ def _pairs(length: int, window: int) -> float:
 
 
 def _layers(hparams: Hparams, length: int, routing: str):
-    """(LayerKind, tokens of a row that it processes, its window among them) of each layer."""
+    """The _Work of each layer. Selected tokens are counted as if spread evenly."""
     model, looped = hparams.model, 0
     for kind in layer_kinds(model):
-        tokens, place = length, 1.0
+        tokens, place, loop = length, 1.0, 0
         if kind.gathered:
-            place, looped = model.routed_places[looped // len(model.looped_range)], looped + 1
+            loop, looped = looped // len(model.looped_range), looped + 1
+            place = model.routed_places[loop]
         if routing == 'top_c' and (kind.routed or kind.gathered):
             tokens = model.routing.num_selected(length, place)
         elif kind.routed or kind.gathered:
             context = max(length, hparams.data.sequence_length)
             tokens = min(length, model.routing.max_selected(context, routing, place))
-        yield kind, tokens, math.ceil(kind.window * tokens / length)
+        if loop and model.routing.loop_keys == 'first':
+            seen = _pairs(length, kind.window) * tokens / length
+            yield _Work(kind, tokens, seen, length, False)
+        else:
+            window = math.ceil(kind.window * tokens / length)
+            yield _Work(kind, tokens, _pairs(tokens, window), tokens, True)
 
 
 def expert_pairs(experts: ExpertsHparams, tokens: int) -> float:
@@ -55,18 +72,19 @@ def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c'
     names = ('projections', 'attention', 'mlp', 'expert_router', 'experts', 'router', 'predictor')
     parts = dict.fromkeys((*names, 'depth_projections', 'depth_attention'), 0.0)
     written = 0
-    for kind, tokens, window in _layers(hparams, length, routing):
+    for kind, tokens, pairs, _, makes_keys in _layers(hparams, length, routing):
         parts['depth_projections'] += stream.projection_flops(model, kind, length, tokens)
         parts['depth_attention'] += stream.reading_flops(model, kind, length, tokens, written)
         if kind.part != 'block':
             continue
-        sides = 1 + (not kind.mixes or stream.projects_values(model.depth))  # keys, and values
+        values = not kind.mixes or stream.projects_values(model.depth)
+        sides = (1 + values) if makes_keys else 0
         parts['projections'] += 2 * tokens * width * model.head_dim * (2 * heads + sides * kv_heads)
-        parts['projections'] += tokens * kind.embeds * gate_flops(model)
+        parts['projections'] += tokens * (kind.embeds and makes_keys) * gate_flops(model)
         if kind.mixes:
             parts['depth_attention'] += stream.mixing_flops(model, tokens, written)
         written += kind.slots
-        parts['attention'] += 4 * _pairs(tokens, window) * heads * model.head_dim
+        parts['attention'] += 4 * pairs * heads * model.head_dim
         if kind.experts:
             parts['mlp'] += tokens * experts.num_shared * _pair_flops(model)
             parts['expert_router'] += 2 * tokens * width * experts.num_choices
@@ -91,7 +109,7 @@ def depth_readers(hparams: Hparams, length: int, routing: str) -> list[tuple[int
     depth, readers, written = hparams.model.depth, [], 0
     if not depth.stream_class.attends:
         return readers
-    for kind, tokens, _ in _layers(hparams, length, routing):
+    for kind, tokens, *_ in _layers(hparams, length, routing):
         queries = tokens if depth.stream_class.joins_attention else length
         seen = min(written, depth.slot_window or written)
         if kind.part != 'entry':

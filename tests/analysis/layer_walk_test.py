@@ -11,6 +11,8 @@ from tests.model.cases import (
     ATTENTION,
     AVERAGE,
     DENSE,
+    FIRST_KEYS,
+    GROWS,
     HYPER,
     MODA,
     MUDD,
@@ -40,9 +42,11 @@ CASES = {
     'hyper': (HYPER, ROUTED, 'predictor'),
     'mudd': (MUDD, {}, 'dense'),
     'recursions': (RECURSIONS, {'model.routing.loop_update': 'change'}, 'predictor'),
+    'first keys': (RECURSIONS | FIRST_KEYS, GROWS, 'predictor'),
 }
 
 RARE = ('moda_random', 'dense', 'average', 'attention', 'values', 'sources', 'hyper', 'mudd')
+RARE += ('first keys',)
 SLOW = pytest.mark.slow
 
 

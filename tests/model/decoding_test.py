@@ -100,7 +100,7 @@ def decode(model):
         if model.hparams.model.routing.overflow == 'grow':
             used = kv_cache.longest_routed_row(cache)
             routed = [layer for layer in cache.layers if layer.lengths_B is not None]
-            if used == routed[0].capacity:
+            if routed and used == routed[0].capacity:
                 cache = kv_cache.resize_cache(cache, used + 4)
     return out, cache
 
@@ -153,6 +153,7 @@ def test_prompt_and_steps_equal_the_full_forward(name, tiny_config):
 
 
 FAST_IN_CHUNKS = ('dense', 'aux_loss', 'mod and moda', 'recursions', 'row capacity')
+FAST_IN_CHUNKS += ('recursions, first keys',)
 
 
 @pytest.mark.parametrize('name', parameters(FAST_IN_CHUNKS))
@@ -221,6 +222,9 @@ def check_routed(name, model, record, cache):
     if model.hparams.model.routing.routes_loops:  # the first loop caches all tokens, as they are
         size = len(model.hparams.model.looped_range)
         selected_LBT = selected_LBT[1:].repeat(size, axis=0)
+        if model.hparams.model.routing.loop_keys == 'first':
+            selected_LBT = ()  # it alone has caches
+            assert len(cache.layers) == model.hparams.model.num_layers
     for layer, selected_BT in zip(layers, selected_LBT, strict=True):
         np.testing.assert_array_equal(layer.lengths_B, selected_BT.sum(axis=1))
         for row in range(BATCH):

@@ -190,6 +190,18 @@ ROUTED_CASES = {
         TOKEN_CHOICE | POST | {'routing.loop_update': 'gated_exit', 'routing.gate_scale': 0.5},
         'assigned',
     ),
+    'token choice, first keys': (
+        TOKEN_CHOICE | PRE | WINDOWS | {'routing.loop_keys': 'first'},
+        'assigned',
+    ),
+    'recursions, first keys': (
+        recursions('sigmoid', gate_scale=0.5, loop_keys='first', overflow='grow') | PRE | HEAD,
+        'top_c',
+    ),
+    'recursions, predictor, first keys': (
+        recursions('tanh', rule='predictor', loop_keys='first', overflow='grow') | POST | WINDOWS,
+        'predictor',
+    ),
     'recursions': (recursions('sigmoid', gate_scale=0.5) | PRE | HEAD, 'top_c'),
     'recursions, aux_loss': (recursions('sigmoid', rule='aux_loss') | POST | WINDOWS, 'aux_loss'),
     'recursions, threshold': (
@@ -312,7 +324,7 @@ def test_model_equals_the_oracle(tiny_config, case):
 
 FAST = ('sigmoid', 'windows', 'segments', 'threshold', 'predictor', 'straight through', 'moda')
 FAST += ('value residual', 'value attention', 'embedding residual', 'value embeddings, moda')
-FAST += ('recursions', 'token choice')
+FAST += ('recursions', 'token choice', 'recursions, first keys')
 
 
 # JAX warns of int32 and int64 indices in float64, which no model is trained in.
