@@ -99,6 +99,9 @@ def get_config() -> ConfigDict:
     # stream x_1 before them: auto (gated_loops) | gated_loops: g f(x), at the last + x_1 |
     # gated_exit: f(x), at the last x_1 + g f(x)
     routing.loop_update = 'auto'  # what a routed loop adds, of its blocks f and its gate g
+    # own: each loop makes keys and values, of the tokens that it selects | first: the first loop
+    # makes those of all tokens, and later loops make queries alone
+    routing.loop_keys = 'own'  # loops: what the attention of a routed loop reads
     routing.initial_gate = 1.0  # mean raw gate of selected tokens at step 0 (less above C/T 0.7)
     # auto | predictor | aux_loss | threshold | positive (score > 0, untrained) | dense
     routing.causal_rule = 'auto'  # what selects tokens at evaluation

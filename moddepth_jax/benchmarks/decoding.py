@@ -39,7 +39,9 @@ def filled_cache(hparams: Hparams, unrolled, batch: int, length: int) -> Cache:
     """
     tokens_BT = jax.ShapeDtypeStruct((batch, length), 'int32')
     _, shapes = jax.eval_shape(functools.partial(_prefill, hparams), unrolled, tokens_BT)
-    routers, places = hparams.model.router_of_block, hparams.model.routed_places
+    of_blocks, places = hparams.model.router_of_block, hparams.model.routed_places
+    reads_first = hparams.model.reads_first_keys  # these have no cache
+    routers = [router for router, reads in zip(of_blocks, reads_first, strict=True) if not reads]
 
     def fill(shape):
         value = 0.1 if jnp.issubdtype(shape.dtype, jnp.floating) else 0

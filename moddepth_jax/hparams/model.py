@@ -289,6 +289,12 @@ class ModelHparams:
         return tuple(loop if 0 <= loop < self.loops else None for loop in loops)
 
     @property
+    def reads_first_keys(self) -> tuple[bool, ...]:
+        """Whether each block that runs reads the keys of the first routed loop, and no others."""
+        shared = self.routing.loop_keys == 'first'
+        return tuple(shared and bool(router) for router in self.router_of_block)
+
+    @property
     def routed_places(self) -> tuple[float, ...]:
         """The `place` of RoutingHparams.num_selected of each routed loop, or of each block: 1."""
         if not self.routing.routes_loops:

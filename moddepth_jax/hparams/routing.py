@@ -33,6 +33,7 @@ class RoutingHparams:
     gate: str
     gate_scale: checks.AboveZero
     loop_update: checks.choice('auto', 'output', 'change', 'gated_loops', 'gated_exit')
+    loop_keys: checks.choice('own', 'first')
     balance_weight: checks.Weight
     z_loss: checks.Weight
     initial_gate: checks.Weight
@@ -56,6 +57,9 @@ class RoutingHparams:
         if not self.routes_loops and self.loop_update != 'auto':
             right = 'must be auto: no loop is routed; set model.routing.layers to loops'
             refuse('model.routing.loop_update', self.loop_update, right)
+        if not self.routes_loops and self.loop_keys != 'own':
+            right = 'must be own: no loop is routed; set model.routing.layers to loops'
+            refuse('model.routing.loop_keys', self.loop_keys, right)
 
     def __post_init__(self):
         self.check_values()
@@ -71,6 +75,10 @@ class RoutingHparams:
         if self.router != 'none':
             self.router_class.check(self)
             self._check_rule()
+        capped = not self.router_class.assigns_depth and self.overflow == 'skip'
+        if self.loop_keys == 'first' and capped:
+            right = 'must be grow where loop_keys is first: later loops have no cache to overflow'
+            refuse('model.routing.overflow', self.overflow, right)
 
     @property
     def routes_loops(self) -> bool:

@@ -46,6 +46,13 @@ class KeysValues(NamedTuple):
     v_BTKH: jax.Array
 
 
+class FirstKeys(NamedTuple):
+    """What a looped block made in the first loop, and reads in later ones in place of its own."""
+
+    keys: KeysValues  # [B, S, K, H]
+    tokens: TokenInfo  # of the keys, [B, S]; in decoding, where a view says who sees whom, unused
+
+
 class DepthSlots(NamedTuple):
     """What earlier layers wrote for the same tokens."""
 
@@ -162,17 +169,21 @@ class SelfAttention(nn.Module):
         tokens: TokenInfo,
         view: KVView | None = None,
         depth: DepthSlots | None = None,
+        first: FirstKeys | None = None,
     ):
         """Attend to each other, to the cache of `view` if there is one, and to `depth`.
+
+        With `first`, to its keys in place of each other's; only queries are projected then.
 
         Returns the output, KeysValues of tokens (no values if it has no projection for them) and
         of their depth slots, and `depth`, threaded.
         """
+        if first is not None:
+            o_BTNH = self._over_first(self.query(inputs.query_BTD), tokens, view, first)
+            return self.out(o_BTNH), first.keys, None, depth
         q_BTNH, k_BTKH = self.query(inputs.query_BTD), self.key(inputs.key_BTD)
         v_BTKH = self._values(inputs.value_BTD, tokens) if self.projects_values else None
-        if self.hparams.qk_norm != 'none':
-            q_BTNH = self._normalize(q_BTNH, self.query_norm)
-        q_BTNH = self._rotate(q_BTNH, tokens.positions_BT)
+        q_BTNH = self._turned_query(q_BTNH, tokens.positions_BT)
         rotated_BTKH = self._norm_and_rotate(k_BTKH, tokens.positions_BT)
         if self.mixes:
             arguments = inputs.value_BTD, q_BTNH, rotated_BTKH, v_BTKH, tokens, depth
@@ -209,6 +220,11 @@ class SelfAttention(nn.Module):
             return k_BTKH
         epsilon = self.hparams.norm_eps
         return self._normalize(k_BTKH, lambda k: rms_norm(k, jnp.ones(k.shape[-1:]), epsilon))
+
+    def _turned_query(self, q_BTNH, positions_BT):
+        if self.hparams.qk_norm != 'none':
+            q_BTNH = self._normalize(q_BTNH, self.query_norm)
+        return self._rotate(q_BTNH, positions_BT)
 
     def _norm_and_rotate(self, k_BTKH, positions_BT):
         if self.hparams.qk_norm != 'none':
@@ -248,6 +264,19 @@ class SelfAttention(nn.Module):
         sown = (q_BTNH, keys.k_BTKH, options, tokens.segment_ids_BT)
         self.sow('intermediates', 'sequence', sown)
         return attend(self.hparams, q_BTNH, *keys, depth, options)
+
+    def _over_first(self, q_BTNH, tokens, view, first):
+        q_BTNH = self._turned_query(q_BTNH, tokens.positions_BT)
+        if view is not None:
+            return self._over_cache(q_BTNH, first.keys, view, None)
+        options = {
+            'positions_BT': tokens.positions_BT,
+            'key_positions_BS': first.tokens.positions_BT,
+            'segment_ids_BT': tokens.segment_ids_BT,
+            'key_segment_ids_BS': first.tokens.segment_ids_BT,
+            'window': self.window,
+        }
+        return attend(self.hparams, q_BTNH, *first.keys, None, options)[0]
 
     def _over_cache(self, q_BTNH, keys, view, depth):
         if depth is None:

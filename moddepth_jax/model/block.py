@@ -57,10 +57,17 @@ class Block(nn.Module):
             self.mlp_connection = connection(hparams, self.opens[1])
 
     def __call__(
-        self, x_BTD, tokens: TokenInfo, view=None, depth=None, expert_state=NO_EXPERT_STATE
+        self,
+        x_BTD,
+        tokens: TokenInfo,
+        view=None,
+        depth=None,
+        expert_state=NO_EXPERT_STATE,
+        first=None,
     ) -> tuple[jax.Array, BlockAux]:
         """The block's output [B, T, D] and its BlockAux; arguments as of SelfAttention, Experts."""
-        _, middle_BTD, transformed_BTD, aux = self._run(x_BTD, tokens, view, depth, expert_state)
+        inputs = x_BTD, tokens, view, depth, expert_state, first
+        _, middle_BTD, transformed_BTD, aux = self._run(*inputs)
         y_BTD = _add(self.mlp_connection, middle_BTD, transformed_BTD)
         return self.mlp_norm(y_BTD) if self.hparams.norm_placement == 'post' else y_BTD, aux
 
@@ -125,10 +132,10 @@ class Block(nn.Module):
         slot = self.attention.slot(input_BTD, tokens) if 'attention_slot' in needed else None
         return self._slot_inputs(slot, input_BTD, mlp_input_BTD)
 
-    def _run(self, x_BTD, tokens, view, depth, expert_state):
+    def _run(self, x_BTD, tokens, view, depth, expert_state, first=None):
         """What attention adds, the stream after it, what the mlp adds to that, and the BlockAux."""
         attended_BTD, middle_BTD, value_input_BTD, keys, slot, depth = self._attend(
-            x_BTD, tokens, view, depth
+            x_BTD, tokens, view, depth, first
         )
         transformed_BTD, mlp_input_BTD, depth, record, expert_state = self._feed_forward(
             middle_BTD, tokens, depth, expert_state
@@ -137,7 +144,7 @@ class Block(nn.Module):
         aux = BlockAux(keys, slot_inputs, depth, record, expert_state)
         return attended_BTD, middle_BTD, transformed_BTD, aux
 
-    def _attend(self, x_BTD, tokens, view, depth):
+    def _attend(self, x_BTD, tokens, view, depth, first=None):
         """What attention adds, the stream after it, what values read, KeysValues, slot, depth."""
         placement = self.hparams.norm_placement
         inputs, depth = self.read(x_BTD, depth)
@@ -145,7 +152,7 @@ class Block(nn.Module):
             inputs = jax.tree.map(self.attention_norm, inputs)
         if not isinstance(inputs, AttentionInputs):
             inputs = AttentionInputs(inputs, inputs, inputs)
-        attended_BTD, keys, slot, depth = self.attention(inputs, tokens, view, depth)
+        attended_BTD, keys, slot, depth = self.attention(inputs, tokens, view, depth, first)
         if placement == 'reordered':
             attended_BTD = self.attention_norm(attended_BTD)
         middle_BTD = _add(self.attention_connection, x_BTD, attended_BTD)

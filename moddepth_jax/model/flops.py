@@ -1,13 +1,25 @@
 """FLOPs of a model by formula (docs/flops.md), and of a traced program, to check the formula."""
 
 import math
+from typing import NamedTuple
 
 import jax
 
 from moddepth_jax.hparams import ExpertsHparams, Hparams, ModelHparams, Stage
 from moddepth_jax.hparams.registry import CAUSAL_RULES
-from moddepth_jax.model.streams import layer_kinds
+from moddepth_jax.model.streams import LayerKind, layer_kinds
 from moddepth_jax.model.value_embeddings import gate_flops
+
+
+class _Work(NamedTuple):
+    """What a layer processes of a row."""
+
+    kind: LayerKind
+    tokens: int  # that its attention processes
+    pairs: float  # of a query and a key that it sees
+    keys: int  # those of its attention, seen or not
+    makes_keys: bool  # whether it projects keys and values
+    transformed: int  # tokens that its mlp processes
 
 
 def _pairs(length: int, window: int) -> float:
@@ -18,12 +30,13 @@ def _pairs(length: int, window: int) -> float:
 
 
 def _layers(hparams: Hparams, length: int, routing: str):
-    """(LayerKind, tokens of its attention, its window among them, tokens of its mlp) by layer."""
+    """The _Work of each layer. Selected tokens are counted as if spread evenly."""
     model, looped = hparams.model, 0
     for kind in layer_kinds(model):
-        tokens, place = length, 1.0
+        tokens, place, loop = length, 1.0, 0
         if kind.gathered:
-            place, looped = model.routed_places[looped // len(model.looped_range)], looped + 1
+            loop, looped = looped // len(model.looped_range), looped + 1
+            place = model.routed_places[loop]
         if routing == 'top_c' and (kind.routed or kind.gathered):
             tokens = model.routing.num_selected(length, place)
         elif kind.routed or kind.gathered:
@@ -33,7 +46,12 @@ def _layers(hparams: Hparams, length: int, routing: str):
         if kind.routed and model.routing.part != 'block':
             by_attention = model.routing.part == 'attention'
             attended, transformed = (tokens, length) if by_attention else (length, tokens)
-        yield kind, attended, math.ceil(kind.window * attended / length), transformed
+        if loop and model.routing.loop_keys == 'first':
+            seen = _pairs(length, kind.window) * tokens / length
+            yield _Work(kind, tokens, seen, length, False, tokens)
+        else:
+            pairs = _pairs(attended, math.ceil(kind.window * attended / length))
+            yield _Work(kind, attended, pairs, attended, True, transformed)
 
 
 def expert_pairs(experts: ExpertsHparams, tokens: int) -> float:
@@ -59,18 +77,19 @@ def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c'
     names = ('projections', 'attention', 'mlp', 'expert_router', 'experts', 'router', 'predictor')
     parts = dict.fromkeys((*names, 'depth_projections', 'depth_attention'), 0.0)
     written = 0
-    for kind, tokens, window, transformed in _layers(hparams, length, routing):
+    for kind, tokens, pairs, _, makes_keys, transformed in _layers(hparams, length, routing):
         parts['depth_projections'] += stream.projection_flops(model, kind, length, tokens)
         parts['depth_attention'] += stream.reading_flops(model, kind, length, tokens, written)
         if kind.part != 'block':
             continue
-        sides = 1 + (not kind.mixes or stream.projects_values(model.depth))  # keys, and values
+        values = not kind.mixes or stream.projects_values(model.depth)
+        sides = (1 + values) if makes_keys else 0
         parts['projections'] += 2 * tokens * width * model.head_dim * (2 * heads + sides * kv_heads)
-        parts['projections'] += tokens * kind.embeds * gate_flops(model)
+        parts['projections'] += tokens * (kind.embeds and makes_keys) * gate_flops(model)
         if kind.mixes:
             parts['depth_attention'] += stream.mixing_flops(model, tokens, written)
         written += kind.slots
-        parts['attention'] += 4 * _pairs(tokens, window) * heads * model.head_dim
+        parts['attention'] += 4 * pairs * heads * model.head_dim
         if kind.experts:
             parts['mlp'] += tokens * experts.num_shared * _pair_flops(model)
             parts['expert_router'] += 2 * tokens * width * experts.num_choices

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.attention import DepthSlots, KeysValues
+from moddepth_jax.model.attention import DepthSlots, FirstKeys, KeysValues
 from moddepth_jax.model.block import Block, BlockAux, SlotInputs
 from moddepth_jax.model.embedding_residual import EmbeddingBlend
 from moddepth_jax.model.kv_cache import CacheUpdate, view_of
@@ -90,10 +90,11 @@ class Layer(nn.Module):
         tokens: TokenInfo,
         args: LayerArgs,
         embedded_BTD=None,
+        first: FirstKeys | None = None,
     ) -> LayerOutput:
         """Process all tokens of whole rows; `depth` is None if earlier layers wrote nothing.
 
-        `embedded_BTD` is the `embedded_input` of the model.
+        `embedded_BTD` is the `embedded_input` of the model; `first` as of SelfAttention.
         """
         input_BTD, visible, depth = self._read(x_BTD, depth, embedded_BTD)
         if self.kind.part != 'block':
@@ -107,7 +108,7 @@ class Layer(nn.Module):
             )
         else:
             y_BTD, aux = self.operation(
-                input_BTD, tokens, depth=visible, expert_state=args.expert_state
+                input_BTD, tokens, depth=visible, expert_state=args.expert_state, first=first
             )
         depth = depth if visible is None else aux.depth
         x_BTD, written = self._write(y_BTD, aux.slot_inputs, tokens, indices_BC)
@@ -123,10 +124,12 @@ class Layer(nn.Module):
         documents_BT,
         embedded_BTD=None,
         rows_C=None,
+        first: FirstKeys | None = None,
     ):
         """New tokens of each row: the stream's x, NewSlots, the CacheUpdate, and dropped_BT.
 
         With `rows_C`, of those rows of the cache alone; all else has them in its place of rows.
+        `first` has what the block made of these tokens in the first loop, whose cache it reads.
         """
         input_BTD, visible, _ = self._read(x_BTD, depth, embedded_BTD)
         if self.kind.routed:
@@ -140,7 +143,7 @@ class Layer(nn.Module):
             return x_BTD, written, update, dropped_BT
         view = view_of(cache, tokens, documents_BT, self.kind.window, rows_C)
         expert_state = args.expert_state._replace(taken_BE=cache.taken_BE)
-        y_BTD, aux = self.operation(input_BTD, tokens, view, visible, expert_state)
+        y_BTD, aux = self.operation(input_BTD, tokens, view, visible, expert_state, first)
         x_BTD, written = self._write(y_BTD, aux.slot_inputs, tokens, None)
         return x_BTD, written, CacheUpdate(aux.keys, None, aux.expert_state.taken_BE), False
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from kernels_pallas import order_before_writes
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.attention import SLOTS, DepthSlots, KeysValues, TokenInfo
+from moddepth_jax.model.attention import SLOTS, DepthSlots, FirstKeys, KeysValues, TokenInfo
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.layer import LayerArgs, NewSlots
 from moddepth_jax.model.loop_params import (
@@ -47,6 +47,41 @@ def run_stack(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
     runs = [merge_records(run, in_order) for run in records]
     runs = [run for run in runs if run is not None]
     return x_BTD, merge_records(runs, lambda *leaves: jnp.concatenate(leaves)) if runs else None
+
+
+def run_with_keys(stack: Stack, params, tokens: TokenInfo, x_BTD, first=None):
+    """x_BTD after a section of layers of the residual stream, and the keys that these made.
+
+    Those are a pair: KeysValues of each layer in the group of each run, with an axis of repeats,
+    and `tokens`. With such a pair, `first`, the layers read these and make none: None. Keys reach
+    later sections, so that these are scans which JAX differentiates.
+    """
+    given = None if first is None else first[0]
+    made = []
+    for i, run in enumerate(stack.runs):
+
+        def body(x_BTD, inputs, run=run):
+            of_repeat, given = inputs
+            keys = []
+            for j, kind in enumerate(run.group):
+
+                def call(params, x_BTD, given, tokens, kind=kind):
+                    read = None if first is None else FirstKeys(given, first[1])
+                    inputs = x_BTD, None, tokens, LayerArgs(), None, read
+                    output = stack.apply(kind, params, *inputs)
+                    return output.x_BTD, output.aux.keys
+
+                call = with_remat(call, stack.hparams, prevent_cse=run.repeats == 1)
+                own = None if given is None else given[j]
+                x_BTD, new = call(of_repeat[f'layer_{j}'], x_BTD, own, tokens)
+                keys.append(new)
+            return x_BTD, keys if given is None else None
+
+        unroll = run.repeats if stack.hparams.layer_loop == 'unrolled' else 1
+        inputs = params[f'run_{i}'], None if given is None else given[i]
+        x_BTD, keys = jax.lax.scan(body, x_BTD, inputs, unroll=unroll)
+        made.append(keys)
+    return x_BTD, (made, tokens) if first is None else None
 
 
 def slot_buffer_size(slots: int) -> int:

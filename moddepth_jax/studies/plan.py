@@ -66,6 +66,9 @@ _TOKEN_CHOICE = {
 }
 
 
+_FIRST_KEYS = {'model.routing.loop_keys': 'first', 'model.routing.overflow': 'grow'}
+
+
 def _moda(slots='attention+ffn', **depth):
     knobs = {'stream': 'moda', 'slots': slots, **depth}
     return {f'model.depth.{name}': value for name, value in knobs.items()}
@@ -176,6 +179,11 @@ LOOPED_VARIANTS = {
         )
         for loops, words, marker in _LOOP_WORDS
     },
+    'recursions_3_first': Variant(
+        "Mixture-of-Recursions, three loops that read the first one's keys",
+        _looped(3) | _recursions(3) | _FIRST_KEYS,
+        'sky *',
+    ),
     'token_choice_3': Variant(
         'Mixture-of-Recursions, up to three loops by token choice',
         _looped(3) | _TOKEN_CHOICE,
@@ -234,7 +242,7 @@ def blocks_of_loops(variant: str, num_layers: int) -> int:
 
     ValueError, one line, if loops do not fit.
     """
-    loops = int(variant.rpartition('_')[2])
+    loops = int(variant.removesuffix('_first').rpartition('_')[2])
     between, left = divmod(num_layers - 2, loops)
     if left or between < 1:
         right = f'must be 2 blocks and a multiple of {loops}, as in {2 + 2 * loops}x64'

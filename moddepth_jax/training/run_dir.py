@@ -30,6 +30,7 @@ OLDER_RUNS = {
     'model.routing.select_per': 'row',
     'model.routing.gate_scale': 1.0,
     'model.routing.loop_update': 'auto',
+    'model.routing.loop_keys': 'own',
     'model.routing.balance_weight': 0.1,
     'model.routing.z_loss': 1e-5,
     'model.routing.train_rule': 'top_c',

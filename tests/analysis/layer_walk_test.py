@@ -11,6 +11,8 @@ from tests.model.cases import (
     ATTENTION,
     AVERAGE,
     DENSE,
+    FIRST_KEYS,
+    GROWS,
     HYPER,
     MODA,
     MUDD,
@@ -44,10 +46,11 @@ CASES = {
     'attention alone': (ROUTED, OF_ATTENTION | {'model.norm_placement': 'post'}, 'top_c'),
     'mlp alone': (ROUTED, OF_MLP, 'predictor'),
     'recursions': (RECURSIONS, {'model.routing.loop_update': 'change'}, 'predictor'),
+    'first keys': (RECURSIONS | FIRST_KEYS, GROWS, 'predictor'),
 }
 
 RARE = ('moda_random', 'dense', 'average', 'attention', 'values', 'sources', 'hyper', 'mudd')
-RARE += ('attention alone',)
+RARE += ('attention alone', 'first keys')
 SLOW = pytest.mark.slow
 
 

@@ -1,5 +1,7 @@
 """The decoding benchmark times real steps on caches such as decoding has."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -78,6 +80,18 @@ def test_routed_loops_are_filled_with_their_shares():
     cache = decoding.filled_cache(mor, jax.eval_shape(lambda: decoding.random_weights(mor)), 2, 60)
     lengths = [None if one.lengths_B is None else int(one.lengths_B[0]) for one in cache.layers]
     assert lengths == [None, None, 40, 40, 20, 20]
+
+
+def test_loops_that_read_the_first_keys_have_no_cache():
+    """A cache of all tokens for each block that has parameters, filled as after a prefill."""
+    hparams = make_model('mor', '2x64', 96, 1)
+    routing = dataclasses.replace(hparams.model.routing, loop_keys='first', overflow='grow')
+    model = dataclasses.replace(hparams.model, routing=routing)
+    hparams = dataclasses.replace(hparams, model=model)
+    unrolled = jax.eval_shape(lambda: decoding.random_weights(hparams))
+    cache = jax.eval_shape(lambda u: decoding.filled_cache(hparams, u, 3, 40), unrolled)
+    assert [layer.capacity for layer in cache.layers] == [96] * 2
+    assert all(layer.lengths_B is None for layer in cache.layers)
 
 
 def test_an_unknown_model_is_refused():

@@ -67,6 +67,7 @@ BAD_VALUES = {
     **knobs('model.routing', 'gate_scale', *NOT_ABOVE_ZERO),
     **knobs('model.routing', 'balance_weight z_loss', *NO_WEIGHT),
     **knobs('model.routing', 'loop_update', 'output', 'change', 'add'),
+    **knobs('model.routing', 'loop_keys', 'first', 'last'),
     **knobs('model.routing', 'causal_rule train_rule overflow', 'predict', 'drop'),
     **knobs('model.routing', 'capacity', 0.0, -0.125, 1.5, NAN, INFINITE),
     **knobs('model.routing', 'log_length_max', 1, 0, -1),

@@ -136,6 +136,8 @@ def test_looped_variants_run_as_many_blocks_as_the_plain_model():
         looped, recursions, once = map(model, names)
         assert looped.num_blocks == recursions.num_blocks == 8
         assert {looped.num_layers, recursions.num_layers, once.num_blocks} == {stored}
+    first = model('recursions_3_first')
+    assert first.num_layers == 4 and sum(first.reads_first_keys) == 4
     with pytest.raises(ValueError, match='9 blocks of looped_3: must be 2 blocks and a multiple'):
         model('looped_3', '9x64')
 

@@ -61,6 +61,7 @@ RECURSIONS = LOOPED | {
     **{'model.routing.router': 'learned', 'model.routing.layers': 'loops'},
     **{'model.routing.gate': 'sigmoid', 'model.routing.capacity': 0.25},
 }
+FIRST_KEYS = {'model.routing.loop_keys': 'first'}
 TOKEN_CHOICE = LOOPED | {
     **{'model.routing.router': 'token_choice', 'model.routing.layers': 'loops'},
     **{'model.routing.gate_scale': 2.0},
@@ -228,6 +229,11 @@ CASES = {
         TOKEN_CHOICE | {'model.routing.loop_update': 'gated_exit'} | HEAD_NORM | TIED,
         'assigned',
     ),
+    'recursions, first keys': (
+        RECURSIONS | FIRST_KEYS | GROWS | WINDOWS | HEAD_NORM | {'model.num_layers': 4},
+        'predictor',
+    ),
+    'token choice, first keys': (TOKEN_CHOICE | FIRST_KEYS | WINDOWS, 'assigned'),
     'recursions grow': (
         RECURSIONS
         | WINDOWS

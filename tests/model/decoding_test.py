@@ -132,11 +132,11 @@ def decode_chunks(model):
 # Queries and keys are not normed, or blocks add up much: float32 rounds each of the
 # two by 1e-5 already.
 IN_FLOAT64 = ('attention stream', 'value embeddings, hyper-connections', 'value embeddings grow')
-IN_FLOAT64 += ('adapters, looped moda', 'looped', 'recursions, aux_loss')
+IN_FLOAT64 += ('adapters, looped moda', 'looped', 'recursions, aux_loss', 'token choice')
 IN_FLOAT64 += ('embedding residual, values',)
 FAST = ('value residual', 'shared values', 'attention residual', 'mudd', 'embedding residual')
 FAST += ('value embeddings, moda', 'recursions', 'looped, own norms, routed', 'looped, exits')
-FAST += ('mlp routed',)
+FAST += ('mlp routed', 'token choice, gated exit')
 FAST += (
     'dense',
     'scaled rope',
@@ -155,7 +155,7 @@ def test_prompt_and_steps_equal_the_full_forward(name, tiny_config):
 
 
 FAST_IN_CHUNKS = ('dense', 'aux_loss', 'mod and moda', 'recursions', 'row capacity')
-FAST_IN_CHUNKS += ('attention routed',)
+FAST_IN_CHUNKS += ('attention routed', 'recursions, first keys')
 
 
 @pytest.mark.parametrize('name', parameters(FAST_IN_CHUNKS))
@@ -237,6 +237,9 @@ def check_routed(name, model, record, cache):
     if model.hparams.model.routing.routes_loops:  # the first loop caches all tokens, as they are
         size = len(model.hparams.model.looped_range)
         selected_LBT = selected_LBT[1:].repeat(size, axis=0)
+        if model.hparams.model.routing.loop_keys == 'first':
+            selected_LBT = ()  # it alone has caches
+            assert len(cache.layers) == model.hparams.model.num_layers
     for layer, selected_BT in zip(layers, selected_LBT, strict=True):
         np.testing.assert_array_equal(layer.lengths_B, selected_BT.sum(axis=1))
         for row in range(BATCH):

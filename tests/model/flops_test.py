@@ -12,8 +12,11 @@ from moddepth_jax.training.summary import num_parameters
 from moddepth_jax.training.train_step import init_state, train_step
 from tests.model.cases import (
     CASES,
+    FIRST_KEYS,
+    GROWS,
     MASKED,
     MODA,
+    RECURSIONS,
     SOURCES,
     at_size,
     experts,
@@ -104,6 +107,18 @@ def test_breakdown_of_slots_is_the_sum_by_hand(tiny_config):
         assert parts['depth_attention'] == 4 * N * H * (2 * C + 4 * T + 6 * C)
 
 
+@pytest.mark.parametrize('window', [0, 4])
+def test_later_loops_make_queries_alone_to_all_keys(window, tiny_config):
+    """C_r queries see what C_r of T tokens, spread evenly, see of the keys of the first loop."""
+    knobs = RECURSIONS | FIRST_KEYS | GROWS | {'model.num_layers': 4, 'model.windows': (window,)}
+    parts = flops.forward_breakdown(from_config(tiny_config(**knobs)), 1, 32)
+    T, D, N, K, H = 32, 32, 4, 2, 8
+    queries = 2 * T + 2 * (32 + 20 + 8)  # two blocks once, two in loops of 1, 5/8 and 1/4
+    pairs = T / 2 if not window else window - window**2 / (2 * T)  # of a query, on average
+    assert parts['attention'] == 4 * N * H * pairs * queries
+    assert parts['projections'] == 2 * D * H * (2 * N * queries + 2 * K * 4 * T)
+
+
 def four_experts(**knobs):
     return experts(num_routed=4, d_ff=16, **knobs)
 
@@ -183,9 +198,9 @@ def _not_counted(hparams, rows, length):
     """FLOPs of a pass on hidden pairs of a query and a key or slot, and on places of no-ops."""
     model, hidden, empty = hparams.model, 0.0, 0.0
     experts_of, written = model.experts, sum(kind.slots for kind in layer_kinds(model))
-    for kind, tokens, window, _ in flops._layers(hparams, length, 'top_c'):
+    for kind, tokens, pairs, keys, *_ in flops._layers(hparams, length, 'top_c'):
         if kind.part == 'block':
-            hidden += tokens**2 - flops._pairs(tokens, window)
+            hidden += tokens * keys - pairs
         if kind.experts and experts_of.choice == 'token':
             places = tokens * experts_of.top_k
             if experts_of.row_capacity:
@@ -262,6 +277,7 @@ FAST = (
     'mlp routed',
 )
 FAST += ('shared values', 'token', 'integrated', 'expert choice', 'masked', *LONG)
+FAST += ('recursions, first keys',)
 
 
 @pytest.mark.parametrize('name', parameters(FAST, TRACED))

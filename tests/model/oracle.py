@@ -65,12 +65,14 @@ class Row:
     positions_T: np.ndarray
     run: Pass
     tokens_T: np.ndarray | None = None
+    # {block: (Row, key_TKH, value_TKH)} of the first loop, if later loops read these.
+    made: dict | None = None
 
     def take(self, tokens):
         """The same of some tokens alone."""
         arrays = self.segments_T, self.positions_T, self.tokens_T
         segments_T, positions_T, tokens_T = (array[tokens] for array in arrays)
-        return Row(segments_T, positions_T, self.run, tokens_T)
+        return Row(segments_T, positions_T, self.run, tokens_T, self.made)
 
 
 def forward(params, tokens_BT, segment_ids_BT, model, run):
@@ -227,18 +229,19 @@ def recursions(layers, routers, x_TD, row, model):
     size = model.num_layers - int(before) - int(after)
     end = int(before) + model.loops * size
     going_T = row.segments_T != 0
+    looped_row = dataclasses.replace(row, made={} if model.routing.loop_keys == 'first' else None)
     for number, layer in enumerate(layers[: int(before)]):
         x_TD, _ = block(layer, x_TD, [], row, number, model)
     if model.routing.router == 'token_choice':
         looped = layers[int(before) : int(before) + size]
-        x_TD = assigned_loops(looped, routers['router']['w'], x_TD, row, int(before), model)
+        x_TD = assigned_loops(looped, routers['router']['w'], x_TD, looped_row, int(before), model)
     for loop in range(model.loops if model.routing.router != 'token_choice' else 0):
         start = int(before) + loop * size
         router = jax.tree.map(lambda leaf, loop=loop: leaf[loop], routers)
         share = (model.loops - 1 - loop * (1 - model.routing.capacity)) / (model.loops - 1)
         places = max(1, int(share * len(x_TD) + 1e-6))
         taken, gates_T = recur(router, x_TD, row, going_T, places, start, loop, model)
-        y_TD, part = x_TD[taken], row.take(taken)
+        y_TD, part = x_TD[taken], looped_row.take(taken)
         part.segments_T = np.where(going_T[taken], part.segments_T, 0)
         for i, layer in enumerate(layers[start : start + size]):
             y_TD, _ = block(layer, y_TD, [], part, int(before) + i, model)
@@ -767,6 +770,8 @@ def attention(weights, inputs, visible, row, window, number, model):
     inputs: x_TD of the queries, of the keys and of the values.
     """
     assert ('value_embedding' in weights) == has_table(number, model)
+    if row.made and number in row.made:
+        return attention_to_first(weights, inputs[0], row, window, number, model), None
     query_TNH, key_TKH = (
         linear(x_TD, weights[name]) for x_TD, name in zip(inputs, ('query', 'key'), strict=False)
     )
@@ -776,6 +781,8 @@ def attention(weights, inputs, visible, row, window, number, model):
 
     q_TNH, k_TKH = turned(query_TNH, 'query_norm'), turned(key_TKH, 'key_norm')
     value_TKH = mixed_values(weights, inputs[2], q_TNH, k_TKH, visible, row, number, model)
+    if row.made is not None:
+        row.made[number] = (row, k_TKH, value_TKH)
     if model.depth.stream != 'moda':
         visible = []
     if model.depth.slot_keys == 'unrotated':
@@ -793,6 +800,25 @@ def attention(weights, inputs, visible, row, window, number, model):
     y_TD = np.einsum('tnh,nhd->td', mixed_TNH, weights['out']['kernel'])
     slot = (k_TKH, value_TKH, np.ones(num_tokens, bool))
     return y_TD + weights['out'].get('bias', 0), slot
+
+
+def attention_to_first(weights, x_TD, row, window, number, model):
+    """Returns y_TD, of queries of a row to all keys that the block made in the first loop."""
+    of_keys, k_SKH, value_SKH = row.made[number]
+    q_TNH = qk_norm(linear(x_TD, weights['query']), weights, 'query_norm', model)
+    q_TNH = rope(q_TNH, row.positions_T, model)
+    mixed_TNH, size = np.zeros_like(q_TNH), model.num_heads // model.num_kv_heads
+    for t, n in np.ndindex(q_TNH.shape[:2]):
+        seen = []
+        for s, segment in enumerate(of_keys.segments_T):
+            distance = row.positions_T[t] - of_keys.positions_T[s]
+            near = not window or distance < window
+            if segment == row.segments_T[t] and distance >= 0 and near:
+                seen.append(s)
+        keys, values = ([side[s, n // size] for s in seen] for side in (k_SKH, value_SKH))
+        mixed_TNH[t, n] = one_query(q_TNH[t, n], keys, values)
+    y_TD = np.einsum('tnh,nhd->td', mixed_TNH, weights['out']['kernel'])
+    return y_TD + weights['out'].get('bias', 0)
 
 
 def sees(t, s, row, window):

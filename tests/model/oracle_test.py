@@ -75,7 +75,7 @@ def recursions(gate, **more):
     return knobs | {'num_layers': 4, 'looped_layers': 'middle:1:1', 'loops': 3}
 
 
-TOKEN_CHOICE = recursions('auto', router='token_choice', z_loss=0.01)
+TOKEN_CHOICE = recursions('auto', router='token_choice', z_loss=0.01, gate_scale=1.5)
 CASES = {
     'residual': PRE | WINDOWS | WIDE,
     'looped, own norms': LOOPED | {'loop_norms': 'own'} | PRE | HEAD | WINDOWS,
@@ -230,6 +230,18 @@ ROUTED_CASES = {
         TOKEN_CHOICE | POST | {'routing.loop_update': 'gated_exit', 'routing.gate_scale': 0.5},
         'assigned',
     ),
+    'token choice, first keys': (
+        TOKEN_CHOICE | PRE | WINDOWS | {'routing.loop_keys': 'first'},
+        'assigned',
+    ),
+    'recursions, first keys': (
+        recursions('sigmoid', gate_scale=0.5, loop_keys='first', overflow='grow') | PRE | HEAD,
+        'top_c',
+    ),
+    'recursions, predictor, first keys': (
+        recursions('tanh', rule='predictor', loop_keys='first', overflow='grow') | POST | WINDOWS,
+        'predictor',
+    ),
     'recursions': (recursions('sigmoid', gate_scale=0.5) | PRE | HEAD, 'top_c'),
     'recursions, aux_loss': (recursions('sigmoid', rule='aux_loss') | POST | WINDOWS, 'aux_loss'),
     'recursions, threshold': (
@@ -359,6 +371,7 @@ def test_model_equals_the_oracle(tiny_config, case):
 FAST = ('sigmoid', 'windows', 'segments', 'threshold', 'predictor', 'straight through', 'moda')
 FAST += ('value residual', 'value attention', 'embedding residual', 'value embeddings, moda')
 FAST += ('recursions', 'token choice', 'exits from loops', 'attention routed')
+FAST += ('recursions, first keys',)
 
 
 # JAX warns of int32 and int64 indices in float64, which no model is trained in.

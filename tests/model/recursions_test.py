@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moddepth_jax.model.attention import FirstKeys
 from moddepth_jax.model.decoding import decode_step, prefill, unroll
 from moddepth_jax.model.flops import dot_general_flops
 from moddepth_jax.model.kv_cache import cache_bytes
@@ -14,10 +15,12 @@ from moddepth_jax.model.routing import batch_buckets
 from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.transformer import Transformer, token_info
 from tests.model.cases import (
+    FIRST_KEYS,
     GROWS,
     LOOPED,
     MODA,
     RECURSIONS,
+    TOKEN_CHOICE,
     build,
     equations,
     experts,
@@ -101,6 +104,67 @@ def test_the_papers_update_adds_the_whole_output(tiny_config):
     np.testing.assert_allclose(found_BTD[real_BT], expected_BTD[real_BT], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize('loop_update', ['gated_loops', 'gated_exit'])
+def test_token_choice_is_its_definition(loop_update, tiny_config):
+    """Two loops of one block, on all tokens, of which those that have left are then hidden."""
+    sizes = {'model.num_layers': 1, 'model.looped_layers': 'all', 'model.loops': 2}
+    knobs = sizes | {'model.routing.loop_update': loop_update}
+    hparams = small_hparams(tiny_config, TOKEN_CHOICE, knobs)
+    variables = random_variables(hparams, TOKENS_BT)
+    params, real_BT = variables['params'], SEGMENTS_BT > 0
+    found_BTD, records = Transformer(hparams).apply(
+        variables, TOKENS_BT, SEGMENTS_BT, method='hidden_states'
+    )
+    stack = Stack(hparams.model, 'top_c')
+    ((kind, of_layer), _) = unstack_layers(stack, params['stack'])
+
+    def f(x_BTD, segment_ids_BT):
+        tokens = token_info(hparams, jnp.asarray(TOKENS_BT), jnp.asarray(segment_ids_BT))
+        return stack.apply(kind, of_layer, x_BTD, None, tokens, LayerArgs()).x_BTD
+
+    x_BTD = first_BTD = embed(params['embedding'], TOKENS_BT, 'float32')
+    scores_BTN = first_BTD @ params['loop_routers']['router']['w'].T
+    goes_on_BT = scores_BTN[..., 1] > scores_BTN[..., 0]
+    assert 0.2 < goes_on_BT[real_BT].mean() < 0.8
+    g_BTN = 2 * jax.nn.softmax(scores_BTN)  # gate_scale is 2
+    one_BTD, goes_on_BT1 = f(x_BTD, SEGMENTS_BT), goes_on_BT[..., None]
+    gated_BTD = g_BTN[..., :1] * one_BTD
+    through_BTD = gated_BTD if loop_update == 'gated_loops' else one_BTD
+    x_BTD = jnp.where(goes_on_BT1, through_BTD, first_BTD + gated_BTD)
+    two_BTD = f(x_BTD, np.where(goes_on_BT, SEGMENTS_BT, 0))
+    x_BTD = jnp.where(goes_on_BT1, first_BTD + g_BTN[..., 1:] * two_BTD, x_BTD)
+    expected_BTD = rms_norm(x_BTD, params['final_norm']['scale'], hparams.model.norm_eps)
+    np.testing.assert_allclose(found_BTD[real_BT], expected_BTD[real_BT], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(records.routing.selected_BT[1], goes_on_BT & real_BT)
+
+
+def test_later_loops_read_the_keys_of_the_first(tiny_config):
+    """Of all tokens, as they were there, whoever goes on: two loops of one block, by hand."""
+    sizes = {'model.num_layers': 1, 'model.looped_layers': 'all', 'model.loops': 2}
+    knobs = sizes | FIRST_KEYS | GROWS | {'model.windows': (5,), 'model.routing.capacity': 0.5}
+    hparams = small_hparams(tiny_config, RECURSIONS, AUX, knobs)
+    variables = random_variables(hparams, TOKENS_BT)
+    params = variables['params']
+    found_BTD, records = Transformer(hparams).apply(
+        variables, TOKENS_BT, SEGMENTS_BT, method='hidden_states'
+    )
+    stack = Stack(hparams.model, 'top_c')
+    ((kind, of_layer), _) = unstack_layers(stack, params['stack'])
+    tokens = token_info(hparams, jnp.asarray(TOKENS_BT), jnp.asarray(SEGMENTS_BT))
+    x_BTD, keys = embed(params['embedding'], TOKENS_BT, 'float32'), None
+    record = records.routing
+    for gates_BT, selected_BT in zip(record.gates_BT, record.selected_BT, strict=True):
+        first = None if keys is None else FirstKeys(keys, tokens)
+        made = stack.apply(kind, of_layer, x_BTD, None, tokens, LayerArgs(), None, first)
+        keys = made.aux.keys
+        change_BTD = jnp.where(selected_BT[..., None], gates_BT[..., None] * made.x_BTD, 0)
+        x_BTD = x_BTD + change_BTD
+    assert 0 < record.selected_BT[1].sum() < (SEGMENTS_BT > 0).sum()
+    expected_BTD = rms_norm(x_BTD, params['final_norm']['scale'], hparams.model.norm_eps)
+    real_BT = SEGMENTS_BT > 0
+    np.testing.assert_allclose(found_BTD[real_BT], expected_BTD[real_BT], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize('loops', [2, 5])
 def test_loops_select_among_those_of_the_loop_before(loops, tiny_config):
     """k_r = floor(c_r T) of T, not of the candidates, with c_r from 1 down to the capacity."""
@@ -154,15 +218,15 @@ def test_no_bias_of_the_loss_by_those_who_cannot_be_chosen(tiny_config):
     np.testing.assert_array_equal(free_RBT[1:], selected_RBT[:-1])
 
 
-@pytest.mark.parametrize(('capacity', 'share'), [(1 / 3, 2 / 3)])
-def test_the_cache_is_as_large_as_the_loops_are(capacity, share, tiny_config):
-    """(N + 1) / (2 N) of that of the looped model, if capacities fall evenly to 1 / N."""
+@pytest.mark.parametrize(('more', 'share'), [({}, 2 / 3), (FIRST_KEYS | GROWS, 1 / 3)])
+def test_the_cache_is_as_large_as_the_loops_are(more, share, tiny_config):
+    """Of that of the looped model (N + 1) / (2 N), if capacities fall evenly to 1 / N; or 1 / N."""
     size = 24
-    knobs = {'model.routing.capacity': capacity, 'model.routing.cache_capacity': 1.0}
+    knobs = {'model.routing.capacity': 1 / 3, 'model.routing.cache_capacity': 1.0}
     knobs |= {'model.looped_layers': 'all', 'data.sequence_length': size}
     sizes = []
     for hparams in (
-        small_hparams(tiny_config, RECURSIONS, AUX, knobs),
+        small_hparams(tiny_config, RECURSIONS, AUX, knobs, more),
         small_hparams(tiny_config, LOOPED, knobs),
     ):
         routed = bool(hparams.model.routed_layers)
@@ -177,9 +241,10 @@ def test_the_cache_is_as_large_as_the_loops_are(capacity, share, tiny_config):
     assert sizes[0] / sizes[1] == pytest.approx(share)
 
 
-def test_a_document_does_not_see_another(tiny_config):
+@pytest.mark.parametrize('more', [{}, FIRST_KEYS], ids=['own keys', 'first keys'])
+def test_a_document_does_not_see_another(more, tiny_config):
     """Under the causal rule: the first document does not change what the second computes."""
-    hparams = small_hparams(tiny_config, RECURSIONS, AUX, GROWS)
+    hparams = small_hparams(tiny_config, RECURSIONS, AUX, GROWS, more)
     variables = random_variables(hparams, TOKENS_BT)
     other_BT = np.where(np.arange(T)[None] < 7, (TOKENS_BT + 5) % 32, TOKENS_BT)
     run = jax.jit(
@@ -264,6 +329,14 @@ REFUSED = {
     'by document': ({'model.routing.select_per': 'segment'}, 'select_per=.segment.: must be row'),
     'the mlp alone': ({'model.routing.part': 'mlp'}, 'routing.part=.mlp.: must be block where'),
     'a control': ({'model.routing.router': 'random', 'model.routing.gate': 'auto'}, 'router=.rand'),
+    'first keys, no room': (
+        FIRST_KEYS | {'model.routing.overflow': 'skip'},
+        'overflow=.skip.: must be grow where loop_keys is first',
+    ),
+    'first keys, no loops': (
+        FIRST_KEYS | {'model.routing.layers': 'every:1'},
+        'loop_keys=.first.: must be own: no loop is routed',
+    ),
     'drawn loops': ({'training.loops': (2, 3)}, r'training.loops=\(2, 3\): must be \(\)'),
 }
 

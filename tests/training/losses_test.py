@@ -94,6 +94,35 @@ COUNTED = {
 SEGMENT_IDS = np.array([[1, 1, 2, 2], [1, 1, 1, 0]])
 
 
+def test_losses_of_token_choice_are_their_sums_over_real_tokens(tiny_config):
+    """N sum_n f_n P_n and the mean squared log-partition, by hand; no slope at padding or in f."""
+    knobs = {'router': 'token_choice', 'layers': 'loops', 'balance_weight': 0.7, 'z_loss': 0.03}
+    knobs = {f'model.routing.{name}': value for name, value in knobs.items()}
+    hparams = from_config(tiny_config(**{'model.looped_layers': 'all', 'model.loops': 3}, **knobs))
+    random = np.random.default_rng(1)
+    scores_NBT = random.normal(size=(3, 2, 6), scale=2).astype(np.float32)
+    scores_NBT[0] += 2  # not balanced
+    real_BT = np.array([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]], bool)
+
+    def loss(scores_NBT):
+        record = routing_record(scores_NBT, *[np.zeros((3, 2, 6))] * 5)
+        return losses.causal_rule_loss(hparams, record, real_BT.astype(int), real_BT.sum())
+
+    found, slope_NBT = jax.value_and_grad(loss)(scores_NBT)
+    of_loops, last_of = np.zeros(3), np.zeros(3)
+    squares, count = 0.0, 0
+    for b, t in np.argwhere(real_BT):
+        exp_N = np.exp(scores_NBT[:, b, t].astype(np.float64))
+        of_loops += exp_N / exp_N.sum()
+        last_of[np.argmax(exp_N)] += 1
+        squares, count = squares + np.log(exp_N.sum()) ** 2, count + 1
+    balance = 3 * sum(last_of / count * of_loops / count)
+    assert balance > 1.1  # it is 1 at an even load
+    np.testing.assert_allclose(found, 0.7 * balance + 0.03 * squares / count, rtol=1e-6)
+    np.testing.assert_array_equal((slope_NBT != 0).all(axis=0), real_BT)
+    assert loss(np.where(real_BT, scores_NBT, 50)) == found
+
+
 def test_routing_ratios_of_a_hand_made_record():
     """By eye, padding is in none; without a token that the rule selects, precision is NaN."""
     record = routing_record(*COUNTED.values(), COUNTED['scores'])

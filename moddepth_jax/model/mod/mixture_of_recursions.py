@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.hparams.registry import GATES
-from moddepth_jax.model.attention import KeysValues
+from moddepth_jax.model.attention import FirstKeys, KeysValues
 from moddepth_jax.model.kv_cache import Cache, CacheUpdate, cache_from_prefill, select_into_cache
 from moddepth_jax.model.layer import LayerArgs
 from moddepth_jax.model.mod.mixture_of_depths import Chooser, RoutingArgs
@@ -27,7 +27,7 @@ from moddepth_jax.model.routing import (
     static_sizes,
 )
 from moddepth_jax.model.stack import Stack
-from moddepth_jax.model.stack_scan import run_stack
+from moddepth_jax.model.stack_scan import run_stack, run_with_keys
 
 CERTAIN = 1e9  # the logit of a choice that is none
 
@@ -87,6 +87,16 @@ class Loop(NamedTuple):
     number: int  # from 0
     place: float  # as of RoutingHparams.num_selected
 
+    @property
+    def makes_keys(self) -> bool:
+        """Whether later loops read the keys of this one."""
+        return self.hparams.model.routing.loop_keys == 'first' and not self.number
+
+    @property
+    def reads_keys(self) -> bool:
+        """Whether this loop reads keys that the first one made, and makes none."""
+        return self.hparams.model.routing.loop_keys == 'first' and self.number > 0
+
     def decide(self, router, x_BTD, tokens: TokenInfo, args: RoutingArgs, entry: Entry | None):
         """scores_BT, rule_logits_BT, Update; `tokens` has segment id 0 for no candidate."""
         real_BT = tokens.segment_ids_BT > 0
@@ -142,6 +152,8 @@ class Loop(NamedTuple):
             change_BCD = self.change(x_BCD, y_BCD, of_update)
             return scatter_add_tokens(x_BTD, indices_BC, change_BCD), aux
 
+        if self.makes_keys:  # of all tokens
+            sizes = ()
         if len(sizes) < 2:
             x_BTD, aux = run_on(x_BTD, indices_BC)
             return x_BTD, record, indices_BC, aux
@@ -181,6 +193,10 @@ def run_recursions(hparams: Hparams, routing: str, params, tokens: TokenInfo, ar
         part, of_part = whole.section(params['stack'], layers)
         return run_stack(part, of_part, tokens, LayerArgs(), x_BTD)[0], None
 
+    def run_shared(first, x_BTD, tokens):
+        part, of_part = whole.section(params['stack'], looped)
+        return run_with_keys(part, of_part, tokens, x_BTD, first)
+
     if looped.start:
         x_BTD, _ = run(range(looped.start), x_BTD, tokens)
     loops, records, candidates = loops_of(hparams, routing), [], tokens
@@ -189,10 +205,14 @@ def run_recursions(hparams: Hparams, routing: str, params, tokens: TokenInfo, ar
         for loop in loops
     ]
     entry = Entry.of(hparams, routing, [router for router, _ in each], x_BTD)
+    first = None
     for loop, (router, own) in zip(loops, each, strict=True):
         sizes = causal_sizes(hparams, x_BTD.shape[1], routing, loop.place)
         blocks = functools.partial(run, looped)
-        x_BTD, record, _, _ = loop.run(blocks, router, own, x_BTD, candidates, sizes, entry)
+        if hparams.model.routing.loop_keys == 'first':
+            blocks = functools.partial(run_shared, first)
+        x_BTD, record, _, made = loop.run(blocks, router, own, x_BTD, candidates, sizes, entry)
+        first = made if first is None else first
         candidates = mask_tokens(candidates, record.selected_BT)
         records.append(record)
     if looped.stop < hparams.model.num_layers:
@@ -259,27 +279,30 @@ class Recursions(NamedTuple):
         a Loop to its static sizes.
         """
 
-        def run(layers, x_BTD, tokens):
-            kept = []
-            for layer, variables, args in layers:
-                output = layer.apply(variables, x_BTD, None, tokens, args)
-                kept.append(keep(x_BTD, output))
+        def run(layers, loop, first, x_BTD, tokens):
+            reads = [None] * len(layers) if first is None else first
+            kept, made = [], []
+            for (layer, variables, args), read in zip(layers, reads, strict=True):
+                output = layer.apply(variables, x_BTD, None, tokens, args, None, read)
+                made.append(FirstKeys(output.aux.keys, tokens))
+                kept.append(keep(x_BTD, output if read is None else output._replace(aux=None)))
                 x_BTD = output.x_BTD
-            return x_BTD, kept
+            return x_BTD, (kept, made if loop is not None and loop.makes_keys else None)
 
         before, of_loops, after = self._sections()
-        x_BTD, kept = run(before, x_BTD, tokens)
+        x_BTD, (kept, first) = run(before, None, None, x_BTD, tokens)
         sections, candidates, entry = [Section(kept)], tokens, self._entry(x_BTD)
         for loop, (router, args), layers in zip(
             loops_of(self.hparams, self.routing), self.loops, of_loops, strict=True
         ):
-            blocks, sizes, before_BTD = functools.partial(run, layers), sizes_of(loop), x_BTD
-            x_BTD, record, indices_BC, kept = loop.run(
-                blocks, router, args, x_BTD, candidates, sizes, entry
+            blocks, before_BTD = functools.partial(run, layers, loop, first), x_BTD
+            x_BTD, record, indices_BC, (kept, made) = loop.run(
+                blocks, router, args, x_BTD, candidates, sizes_of(loop), entry
             )
+            first = made if loop.makes_keys else first
             sections.append(Section(kept, loop, record, indices_BC, before_BTD))
             candidates = mask_tokens(candidates, record.selected_BT)
-        x_BTD, kept = run(after, x_BTD, tokens)
+        x_BTD, (kept, _) = run(after, None, None, x_BTD, tokens)
         return x_BTD, [*sections, Section(kept)]
 
     def prefill(self, x_BTD, tokens: TokenInfo, capacity: int, grows: bool):
@@ -289,12 +312,12 @@ class Recursions(NamedTuple):
         def most(loop):
             context = self.hparams.data.sequence_length
             some = min(capacity, knobs.cache_size(context, self.routing, loop.place))
-            return length if grows else some
+            return length if grows or loop.reads_keys else some
 
         x_BTD, sections = self.run(
             x_BTD,
             tokens,
-            lambda _, output: output.aux.keys,
+            lambda _, output: None if output.aux is None else output.aux.keys,
             lambda loop: static_sizes(length, most(loop)),
         )
         caches, dropped_B = [], jnp.zeros(x_BTD.shape[0], jnp.int32)
@@ -302,6 +325,8 @@ class Recursions(NamedTuple):
             size, places = capacity, ()
             if loop is not None:
                 dropped_B += jnp.sum(record.dropped_BT, axis=1)
+            if loop is not None and loop.reads_keys:
+                continue
             if loop is not None and loop.place:  # else all tokens are in the cache, in order
                 lengths_B = jnp.sum(record.selected_BT, axis=1)
                 places = (gather_tokens(tokens.positions_BT, indices_BC), lengths_B)
@@ -313,52 +338,60 @@ class Recursions(NamedTuple):
         """x_BTD after all layers, CacheUpdates, and dropped_BT; as decoding.extend."""
         caches, updates = iter(cache.layers), []
 
-        def run(layers, caches, x_CTD, tokens_CT, documents_CT, rows_C=None):
+        def run(layers, caches, x_CTD, tokens_CT, documents_CT, first=None, rows_C=None):
             keys = []
-            for (layer, variables, args), past in zip(layers, caches, strict=True):
-                inputs = tokens_CT, args, past, documents_CT, None, rows_C
+            reads = [None] * len(layers) if first is None else first
+            for (layer, variables, args), past, read in zip(layers, caches, reads, strict=True):
+                read = None if read is None else FirstKeys(read, tokens_CT)
+                inputs = tokens_CT, args, past, documents_CT, None, rows_C, read
                 x_CTD, _, update, _ = layer.apply(variables, x_CTD, None, *inputs, method='extend')
                 keys.append(update.keys)
-            return x_CTD, keys
+            return x_CTD, keys if first is None else []
 
         def run_all(layers, x_BTD):
             own = [next(caches) for _ in layers]
             x_BTD, keys = run(layers, own, x_BTD, tokens, documents_BT)
             updates.extend(CacheUpdate(one, None) for one in keys)
-            return x_BTD
+            return x_BTD, own, keys
 
         before, of_loops, after = self._sections()
-        x_BTD, dropped_BT = run_all(before, x_BTD), jnp.zeros_like(tokens.positions_BT)
+        (x_BTD, *_), dropped_BT = run_all(before, x_BTD), jnp.zeros_like(tokens.positions_BT)
         candidates, entry = tokens, self._entry(x_BTD)
         for loop, (router, args), layers in zip(
             loops_of(self.hparams, self.routing), self.loops, of_loops, strict=True
         ):
             _, logits_BT, update = loop.decide(router, x_BTD, candidates, args, entry)
             if not loop.place:
-                x_BTD += loop.change(x_BTD, run_all(layers, x_BTD), update)
+                y_BTD, first_caches, first = run_all(layers, x_BTD)
+                x_BTD += loop.change(x_BTD, y_BTD, update)
                 continue
-            own = [next(caches) for _ in layers]
-            wanted_BT = logits_BT > 0
-            selected_BT = select_into_cache(own[0], wanted_BT, tokens.segment_ids_BT)
+            selected_BT = wanted_BT = logits_BT > 0
+            if loop.reads_keys:  # all new tokens are visible, whoever goes on
+                blocks = functools.partial(run, layers, first_caches)
+                rows = x_BTD, update, (tokens, documents_BT, first)
+            else:
+                own = [next(caches) for _ in layers]
+                selected_BT = select_into_cache(own[0], wanted_BT, tokens.segment_ids_BT)
+                blocks = functools.partial(run, layers, own)
+                rows = x_BTD, update, (mask_tokens(candidates, selected_BT), documents_BT, None)
             dropped_BT += wanted_BT & ~selected_BT
             candidates = mask_tokens(candidates, selected_BT)
-            blocks = functools.partial(run, layers, own)
-            rows = x_BTD, candidates, documents_BT, update
-            x_BTD, keys = _extend_selected(loop, blocks, rows, selected_BT, own)
+            x_BTD, keys = _extend_selected(loop, blocks, rows, selected_BT, first_caches)
             updates.extend(CacheUpdate(one, selected_BT) for one in keys)
-        return run_all(after, x_BTD), updates, dropped_BT
+        x_BTD, *_ = run_all(after, x_BTD)
+        return x_BTD, updates, dropped_BT
 
 
 def _extend_selected(loop, blocks, rows, selected_BT, caches):
-    """x' of a loop that computes the rows with a selected token, and their KeysValues.
+    """x' of a loop that computes the rows with a selected token, and the KeysValues it makes.
 
-    It runs at the least bucket of rows.
+    It runs at the least bucket of rows. `caches` are like those that would hold the keys.
     """
     x_BTD, (batch, length) = rows[0], selected_BT.shape
     some_B = jnp.any(selected_BT, axis=1)
     indices_B = mask_to_indices(some_B[None], batch)[0]
     nothing_BTKH = jnp.zeros((batch, length, *caches[0].k_BKHS.shape[1:3]), x_BTD.dtype)
-    nothing = [KeysValues(nothing_BTKH, nothing_BTKH)] * len(caches)
+    nothing = [] if loop.reads_keys else [KeysValues(nothing_BTKH, nothing_BTKH)] * len(caches)
 
     def run_at(size):
         rows_C = indices_B[:size]
@@ -366,10 +399,10 @@ def _extend_selected(loop, blocks, rows, selected_BT, caches):
         def bucket(x_BTD):
             if not size:
                 return x_BTD, nothing
-            selected_CT, (x_CTD, tokens_CT, documents_CT, of_update) = jax.tree.map(
+            selected_CT, (x_CTD, of_update, inputs) = jax.tree.map(
                 lambda side: side.at[rows_C].get(mode='clip'), (selected_BT, rows)
             )
-            y_CTD, keys = blocks(x_CTD, tokens_CT, documents_CT, rows_C)
+            y_CTD, keys = blocks(x_CTD, *inputs, rows_C)
             change_CTD = loop.change(x_CTD, y_CTD, of_update)
             change_CTD = jnp.where(selected_CT[..., None], change_CTD, 0)
 
