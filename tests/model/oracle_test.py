@@ -78,7 +78,7 @@ def recursions(gate, **more):
 TOKEN_CHOICE = recursions('auto', router='token_choice', z_loss=0.01, gate_scale=1.5)
 CASES = {
     'residual': PRE | WINDOWS | WIDE,
-    'looped, own norms': LOOPED | {'loop_norms': 'own'} | PRE | HEAD | WINDOWS,
+    'looped, own norms': LOOPED | {'loop_norms': 'own'} | OF_LOOPS | PRE | HEAD | WINDOWS,
     'looped, loop embeddings': LOOPED | OF_LOOPS | EMBEDDED | TIED | POST,
     'looped in sequence': LOOPED
     | OF_LOOPS
@@ -345,7 +345,7 @@ FAST = ('block slots', 'both slots', 'unrotated', 'attention slot projection', '
 FAST += ('attention stream', 'dense stream, bias', 'average stream, bias')
 FAST += ('value residual', 'value residual, sparse', 'shared values', 'mudd', 'scaled rope')
 FAST += ('value attention', 'value attention, recent', 'embedding residual, experts')
-FAST += ('value embeddings, value residual', 'value embeddings, experts', 'looped in sequence')
+FAST += ('value embeddings, value residual', 'value embeddings, experts', 'looped, own norms')
 
 
 @pytest.mark.parametrize('case', parameters(FAST, CASES))
