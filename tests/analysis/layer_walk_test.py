@@ -42,7 +42,11 @@ CASES = {
     'hyper': (HYPER, ROUTED, 'predictor'),
     'mudd': (MUDD, {}, 'dense'),
     'recursions': (RECURSIONS, {'model.routing.loop_update': 'change'}, 'predictor'),
-    'first keys': (RECURSIONS | FIRST_KEYS, GROWS, 'predictor'),
+    'first keys': (
+        RECURSIONS | FIRST_KEYS | GROWS,
+        {'model.routing.loop_update': 'change'},
+        'predictor',
+    ),
 }
 
 RARE = ('moda_random', 'dense', 'average', 'attention', 'values', 'sources', 'hyper', 'mudd')
