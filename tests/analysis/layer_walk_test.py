@@ -46,7 +46,11 @@ CASES = {
     'attention alone': (ROUTED, OF_ATTENTION | {'model.norm_placement': 'post'}, 'top_c'),
     'mlp alone': (ROUTED, OF_MLP, 'predictor'),
     'recursions': (RECURSIONS, {'model.routing.loop_update': 'change'}, 'predictor'),
-    'first keys': (RECURSIONS | FIRST_KEYS, GROWS, 'predictor'),
+    'first keys': (
+        RECURSIONS | FIRST_KEYS | GROWS,
+        {'model.routing.loop_update': 'change'},
+        'predictor',
+    ),
 }
 
 RARE = ('moda_random', 'dense', 'average', 'attention', 'values', 'sources', 'hyper', 'mudd')
