@@ -68,7 +68,7 @@ def restacked(source, target, params):
     for place, other in zip(places, sources, strict=True):
         own, given = stack[place.run][place.layer], params['stack'][other.run][other.layer]
         for side, leaf in zip(jax.tree.leaves(own), jax.tree.leaves(given), strict=True):
-            side[place.row] = leaf[other.row]
+            side[place.visit.row] = leaf[other.visit.row]
     return {name: leaf for name, leaf in params.items() if name != 'loop_routers'} | {
         'stack': stack
     }
