@@ -130,7 +130,7 @@ study-streams-fast: .venv/installed
 # Eight blocks run in all but once_2 and once_3.
 study-recursions: .venv/installed
 	$(call isoflop) $(AT_BUDGET) --budgets=2e12 --sizes=8x64 --seeds=$(EIGHT) \
-	    --variants=dense,once_2,once_3,looped_2,looped_3,recursions_2,recursions_3,mod,token_choice_3
+	    --variants=dense,once_2,once_3,looped_2,looped_3,recursions_2,recursions_3,recursions_3_first,mod,token_choice_3
 
 # On the text of packages that every installation has, with a tokenizer of 4,096 ids.
 TEXT := runs/study-text/text
