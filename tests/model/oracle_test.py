@@ -78,7 +78,7 @@ def recursions(gate, **more):
 TOKEN_CHOICE = recursions('auto', router='token_choice', z_loss=0.01, gate_scale=1.5)
 CASES = {
     'residual': PRE | WINDOWS | WIDE,
-    'looped, own norms': LOOPED | {'loop_norms': 'own'} | OF_LOOPS | PRE | HEAD | WINDOWS,
+    'looped, own norms': LOOPED | {'loop_norms': 'own'} | OF_LOOPS | PRE | HEAD,
     'looped, loop embeddings': LOOPED | OF_LOOPS | EMBEDDED | TIED | POST,
     'looped in sequence': LOOPED
     | OF_LOOPS
