@@ -23,6 +23,9 @@ class Backend(NamedTuple):
     backward: str
     needs: str = ''  # '' | gpu | hopper; kernels of the depth part also run interpreted on a CPU
     fused: bool = False  # the forward pass computes both parts in one kernel
+    # Module with `supports(group, width, own_query)` and fused_backward, which computes both parts
+    # where the sequence part is mosaic_gpu's. '': each part has its own.
+    joined: str = ''
     takes_dlse: bool = True  # a sequence part's backward pass takes a cotangent of the logsumexp
 
 
@@ -33,7 +36,11 @@ BACKENDS = (
     Backend('sequence', 'xla', 'xla.sequence', 'xla.sequence'),
     Backend('depth', 'xla', 'xla.depth', 'xla.depth'),
     Backend('depth', 'mosaic_gpu', 'mosaic.depth', 'mosaic.depth', 'hopper'),
-    Backend('depth', 'mosaic_gpu_fused', 'mosaic.fused', 'mosaic.depth', 'hopper', fused=True),
+    Backend(
+        *('depth', 'mosaic_gpu_fused', 'mosaic.fused', 'mosaic.depth', 'hopper'),
+        fused=True,
+        joined='mosaic.fused_backward',
+    ),
     Backend('depth', 'pallas', 'triton.depth', 'triton.depth', 'gpu'),
 )
 SEQUENCE, DEPTH = (
@@ -121,6 +128,14 @@ def _supported(rows, shapes, device):
     return supported, {name: reason for name, reason in reasons.items() if reason}
 
 
+def joins_backward(implementation: str, shapes: Shapes) -> bool:
+    """Whether a depth part's backward pass computes the sequence too, with mosaic_gpu's parts."""
+    group, joined = shapes.q[2] // shapes.k[2], DEPTH[implementation].joined
+    if not joined or not shapes.num_slots:
+        return False
+    return load_module(joined).supports(group, shapes.q[3], shapes.slot_queries)
+
+
 def plan(shapes: Shapes, device: Device) -> tuple[list[Parts], dict[str, str]]:
     """The candidates on a GPU, the one to use unmeasured first; {name: reason} against others."""
     sequences, refused = _supported(SEQUENCE, shapes, device)
@@ -174,7 +189,9 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
                 f'these can: {", ".join(["reference", *depths])}'
             )
         sequence, refused = 'xla', {}
-        if implementation != 'xla' and device.platform == 'gpu':
+        if joins_backward(implementation, shapes):
+            sequence = 'mosaic_gpu'
+        elif implementation != 'xla' and device.platform == 'gpu':
             hopper = DEPTH[implementation].needs == 'hopper'
             rows = {name: row for name, row in SEQUENCE.items() if hopper or row.needs != 'hopper'}
             (sequence, *_), refused = _supported(rows, shapes, device)

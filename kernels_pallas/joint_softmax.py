@@ -61,6 +61,14 @@ def _depth(static, way):
     return functools.partial(getattr(module, f'depth_{way}'), **options)
 
 
+def _joined(static, q_BTNH, k_BSKH, q_depth_BTNH) -> bool:
+    """Whether one backward pass computes both parts."""
+    group, joined = q_BTNH.shape[2] // k_BSKH.shape[2], DEPTH[static.parts.depth].joined
+    if not joined or static.parts.sequence != 'mosaic_gpu':
+        return False
+    return load_module(joined).supports(group, q_BTNH.shape[3], q_depth_BTNH is not None)
+
+
 def _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sums):
     depth, sides = DEPTH[static.parts.depth], None
     if slots is not None and depth.fused:
@@ -85,22 +93,31 @@ def _backward(static, residuals, cotangents):
     product_BTN = jnp.sum(do_BTNH.astype(lse_BNT.dtype) * o_BTNH.astype(lse_BNT.dtype), axis=-1)
     delta_BNT = jnp.moveaxis(product_BTN, 2, 1) - dlse_BNT
     lse_BNT = jnp.where(lse_BNT == -jnp.inf, 0.0, lse_BNT)
-    sequence = SEQUENCE[static.parts.sequence]
-    if static.returns_lse and not sequence.takes_dlse:
-        sequence = SEQUENCE['xla']
-    dq_BTNH, dk_BSKH, dv_BSKH = load_module(sequence.backward).sequence_backward(
-        q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT
-    )
-    dslots, dq_depth_BTNH = None, None
+    dslots, dq_depth_BTNH, sums = None, None, dsides if dsums is None else dsums
+    if slots is not None and _joined(static, q_BTNH, k_BSKH, q_depth_BTNH):
+        backward = load_module(DEPTH[static.parts.depth].joined).fused_backward
+        dq_BTNH, dk_BSKH, dv_BSKH, *sums = backward(
+            *(q_BTNH, k_BSKH, v_BSKH, mask.segment_ids_BT, slots, sums, static),
+            *(do_BTNH, lse_BNT, delta_BNT),
+        )
+    else:
+        sequence = SEQUENCE[static.parts.sequence]
+        if static.returns_lse and not sequence.takes_dlse:
+            sequence = SEQUENCE['xla']
+        dq_BTNH, dk_BSKH, dv_BSKH = load_module(sequence.backward).sequence_backward(
+            q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT
+        )
+        if slots is not None:
+            q = q_BTNH if q_depth_BTNH is None else q_depth_BTNH
+            dq_depth_BTNH, *sums = _depth(static, 'backward')(
+                q, do_BTNH, lse_BNT, delta_BNT, slots, sums
+            )
+            if q_depth_BTNH is None:
+                wide = lse_BNT.dtype
+                dq_BTNH, dq_depth_BTNH = dq_BTNH.astype(wide) + dq_depth_BTNH.astype(wide), None
+            else:
+                dq_depth_BTNH = dq_depth_BTNH.astype(q_depth_BTNH.dtype)
     if slots is not None:
-        q = q_BTNH if q_depth_BTNH is None else q_depth_BTNH
-        sums, backward = dsides if dsums is None else dsums, _depth(static, 'backward')
-        dq_depth_BTNH, *sums = backward(q, do_BTNH, lse_BNT, delta_BNT, slots, sums)
-        if q_depth_BTNH is None:
-            wide = lse_BNT.dtype
-            dq_BTNH, dq_depth_BTNH = dq_BTNH.astype(wide) + dq_depth_BTNH.astype(wide), None
-        else:
-            dq_depth_BTNH = dq_depth_BTNH.astype(q_depth_BTNH.dtype)
         dsides, dsums = (sums, None) if dsums is None else (dsides, tuple(sums))
         dslots = Slots(*dsides, None)
     dq_BTNH = dq_BTNH.astype(q_BTNH.dtype)

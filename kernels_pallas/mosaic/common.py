@@ -102,7 +102,7 @@ def by_row(x, shape):
 
 def matrix(ref, sizes):
     """Octets of rows of shared memory as a matrix; the interpreter cannot, and its loads are."""
-    return ref if sizes.interpret else ref.reshape(ref.shape[0] * OCTET, sizes.width)
+    return ref if sizes.interpret else ref.reshape(ref.shape[0] * OCTET, ref.shape[-1])
 
 
 def accumulate(initial, shape, add_products, sizes):
@@ -112,8 +112,8 @@ def accumulate(initial, shape, add_products, sizes):
         total = [jnp.zeros(shape, jnp.float32) if initial is None else initial]
 
         def add(a, b, transpose=False):
-            a = a if isinstance(a, jax.Array) else a[...].reshape(-1, sizes.width)
-            b = b[...].reshape(-1, sizes.width).astype(jnp.float32)
+            a = a if isinstance(a, jax.Array) else a[...].reshape(-1, a.shape[-1])
+            b = b[...].reshape(-1, b.shape[-1]).astype(jnp.float32)
             total[0] = total[0] + jnp.dot(a.astype(jnp.float32), b.T if transpose else b)
             # The interpreter lets a copy overtake these reads, though not those of wgmma.
             plgpu.commit_smem()

@@ -96,15 +96,21 @@ def make_operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, s
     }
     if sizes.documents:
         operands |= _documents(segment_ids_BT.astype(jnp.int32), sizes)
-    return operands if slots is None else operands | _slots(slots, static.slot_window, sizes)
+    return operands if slots is None else operands | slot_operands(slots, static, sizes)
 
 
-def _slots(slots, slot_window, sizes):
-    if sizes.by_row:
-        sides = [pad(x, 0, round_up(x.shape[0], OCTET)) for x in slots[:2]]
-        k, v = (x.reshape(-1, OCTET, *x.shape[1:]) for x in sides)
-    else:
-        k, v = (x.reshape(*x.shape[:2], -1, OCTET, *x.shape[3:]) for x in slots[:2])
+def split_slots(x_LBRKH, sizes):
+    """Slots whose tokens are in octets, or, where each token is copied by itself, the slots are."""
+    if not sizes.by_row:
+        return x_LBRKH.reshape(*x_LBRKH.shape[:2], -1, OCTET, *x_LBRKH.shape[3:])
+    x_LBRKH = pad(x_LBRKH, 0, round_up(x_LBRKH.shape[0], OCTET))
+    return x_LBRKH.reshape(-1, OCTET, *x_LBRKH.shape[1:])
+
+
+def slot_operands(slots, static, sizes):
+    """Arrays of the kernel that say where slots are, and which are visible, by name."""
+    k, v = (split_slots(x, sizes) for x in slots[:2])
+    slot_window = static.slot_window
     end = jnp.asarray(slots.num, jnp.int32)
     first = jnp.maximum(end - slot_window, 0) if slot_window else 0
     bounds = jnp.stack([first, end]).astype(jnp.int32)  # of the visible slots
@@ -112,15 +118,15 @@ def _slots(slots, slot_window, sizes):
     return operands | _words(slots, slot_window, sizes) if sizes.by_token else operands
 
 
-def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):
-    """The `Sizes` of arguments of `fused_forward`."""
+def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, reserved=0):
+    """The `Sizes` of arguments of `fused_forward`; reserved: bytes of memory for something else."""
     _, length, heads, width = q_BTNH.shape
     size, swizzle = q_BTNH.dtype.itemsize, swizzle_of(width, q_BTNH.dtype)
     width, own_query = round_up(width, swizzle // size), q_depth_BTNH is not None
     held, mask, rows = (None,) * 3
     if slots is not None:
         held, mask, rows = slots.k_LBRKH, slots.mask_LBR, slots.rows_BT
-    room = SHARED_BYTES - (1 + own_query) * TILES * ROWS * width * size
+    room = SHARED_BYTES - reserved - (1 + own_query) * TILES * ROWS * width * size
     return body.Sizes(
         length=length,
         kv_heads=k_BSKH.shape[2],
@@ -166,7 +172,7 @@ def run_kernel(name, compute, fill, operands, results, scratch, sizes, blocks):
       name: of the kernel.
       compute: function of (refs by name, shared memory, warpgroup).
       fill: function of (refs by name, shared memory).
-      operands: arrays by name; those that are None have no reference.
+      operands: arrays by name, and mutable references; those that are None have no reference.
       results: jax.ShapeDtypeStruct by name.
       scratch: what `plgpu` allocates in shared memory.
       sizes: `Sizes`.
@@ -194,16 +200,14 @@ def run_kernel(name, compute, fill, operands, results, scratch, sizes, blocks):
     def kernel(*refs):
         pl.run_scoped(lambda shared: run(shared, refs), scratch, collective_axes='warpgroup')
 
-    kernel.__name__ = name  # by which profilers list it
-    return plgpu.kernel(
+    mesh = {'grid': (blocks,), 'grid_names': ('item',)}
+    return pl.kernel(
         kernel,
         out_type=[*results.values()],
-        grid=(blocks,),
-        grid_names=('item',),
-        num_threads=TILES + 1,
-        thread_name='warpgroup',
+        mesh=plgpu.Mesh(**mesh, num_threads=TILES + 1, thread_name='warpgroup'),
         compiler_params=common.compiler_params(approx_math=True),
         interpret=common.interpret_params(sizes.interpret),
+        name=name,  # by which profilers list it
     )(*given.values())
 
 

@@ -41,8 +41,13 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 
 # In shared memory: q (later the results), q_depth and lse of each tile; the ring
 # [stages, KEYS / 8, 8, H]; barriers: queries have arrived, a stage has been filled with keys, or
-# with slots, or used by both tiles, and whose turn it is at the tensor core.
-Shared = collections.namedtuple('Shared', 'q q_depth lse ring q_full full slots_full used turn')
+# with slots, or used by both tiles, and whose turn it is at the tensor core. The last three are
+# those of fused_backward.py: weights and their gradients, and the slots' sums with their barriers.
+Shared = collections.namedtuple(
+    'Shared',
+    'q q_depth lse ring q_full full slots_full used turn scores sums sums_full',
+    defaults=(None,) * 3,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +162,35 @@ def finish(shared, steps, sizes):
         plgpu.barrier_wait(shared.used.at[stage_of(step, sizes)])
 
 
-def fill(refs, shared, sizes):
-    """The memory warpgroup: keys, values and slots into the ring, in the order of their use."""
+def for_slots(move, ref, refs, tile, chunk, octet, columns, sizes):
+    """Calls move(reference, octets, exist) for each piece of 8 slots of 8 tokens in global memory.
+
+    octets: the slice of a stage's octets of rows that the piece fills. exist: whether the tokens
+    do; where they do not, the reference is to another token's slots.
+    """
+    if not sizes.by_row:
+        exist, octet = octet < ref.shape[2], jnp.minimum(octet, ref.shape[2] - 1)
+        slots = pl.ds(chunk * SLOTS, SLOTS)
+        piece = ref.at[slots, tile.batch, octet, :, tile.kv_head, columns]
+        move(piece, pl.ds(0, SLOTS), exist)
+        return
+
+    @pl.loop(0, OCTET)
+    def _(i):
+        token = octet * OCTET + i
+        exists, row = token < sizes.length, jnp.minimum(token, sizes.length - 1)
+        if refs.rows is not None:
+            row = refs.rows[tile.batch, row]
+            exists, row = exists & (row < ref.shape[3]), jnp.minimum(row, ref.shape[3] - 1)
+        piece = ref.at[pl.ds(chunk, 1), :, tile.batch, row, tile.kv_head, columns]
+        move(piece, pl.ds(i, 1), exists)
+
+
+def fill(refs, shared, sizes, in_pairs=False):
+    """The memory warpgroup: keys, values and slots into the ring, in the order of their use.
+
+    in_pairs: the values of each 8 tokens' slots follow their keys, and not all keys of a chunk.
+    """
     tile, width = tile_of(refs, sizes), full_slice(sizes.width)
 
     @pl.loop(0, tile.end)
@@ -169,36 +201,37 @@ def fill(refs, shared, sizes):
             source = ref.at[tile.batch, octets, :, tile.kv_head, width]
             plgpu.copy_gmem_to_smem(source, shared.ring.at[stage], shared.full.at[stage])
 
-    def fill_slots(ref, chunk, octet, place, barrier):
-        """8 slots of 8 tokens."""
-        if not sizes.by_row:
-            octet = jnp.minimum(octet, ref.shape[2] - 1)
-            slots = pl.ds(chunk * SLOTS, SLOTS)
-            source = ref.at[slots, tile.batch, octet, :, tile.kv_head, width]
-            plgpu.copy_gmem_to_smem(source, place, barrier)
-            return
-        for i in range(OCTET):
-            row = jnp.minimum(octet * OCTET + i, sizes.length - 1)
-            if refs.rows is not None:
-                row = jnp.minimum(refs.rows[tile.batch, row], ref.shape[3] - 1)
-            source = ref.at[pl.ds(chunk, 1), :, tile.batch, row, tile.kv_head, width]
-            plgpu.copy_gmem_to_smem(source, place.at[pl.ds(i, 1)], barrier)
+    def fill_slots(ref, chunk, part, step):
+        stage = next_stage(shared, step, sizes)
+        for warpgroup in range(TILES):
+            octet = lax.div(tile.token + warpgroup * sizes.tokens, OCTET) + part
+            place = shared.ring.at[stage, pl.ds(warpgroup * SLOTS, SLOTS)]
 
-    if refs.k_depth is not None:
+            def move(source, octets, exist, place=place):
+                del exist
+                plgpu.copy_gmem_to_smem(source, place.at[octets], shared.slots_full.at[stage])
+
+            for_slots(move, ref, refs, tile, tile.first_chunk + chunk, octet, width, sizes)
+
+    sides = () if refs.k_depth is None else (refs.k_depth, refs.v_depth)
+    if sides and in_pairs:
+
+        @pl.loop(0, tile.chunks * sizes.parts)
+        def _(i):
+            for side, ref in enumerate(sides):
+                step = 2 * (tile.end + i) + side
+                fill_slots(ref, lax.div(i, sizes.parts), lax.rem(i, sizes.parts), step)
+
+    elif sides:
 
         @pl.loop(0, tile.chunks)
         def _(chunk):
-            for side, ref in enumerate((refs.k_depth, refs.v_depth)):
+            for side, ref in enumerate(sides):
                 step = 2 * tile.end + (2 * chunk + side) * sizes.parts
 
                 @pl.loop(0, sizes.parts)
                 def _(part, step=step, ref=ref):
-                    stage = next_stage(shared, step + part, sizes)
-                    for warpgroup in range(TILES):
-                        octet = lax.div(tile.token + warpgroup * sizes.tokens, OCTET) + part
-                        place = shared.ring.at[stage, pl.ds(warpgroup * SLOTS, SLOTS)]
-                        barrier = shared.slots_full.at[stage]
-                        fill_slots(ref, tile.first_chunk + chunk, octet, place, barrier)
+                    fill_slots(ref, chunk, part, step + part)
 
     finish(shared, tile.steps, sizes)
 
@@ -344,6 +377,62 @@ def _attend_keys(refs, shared, place, warpgroup, sizes, carry):
     return carry
 
 
+def slot_and_token(row, sizes):
+    """Those of a row of a stage, of 8 each."""
+    pair = row >> 3, row & (OCTET - 1)
+    return pair[::-1] if sizes.by_row else pair
+
+
+def visible_slots(tile, words, slot, chunk, sizes):
+    """Whether slots of a chunk are visible, by their bits in words or by their number."""
+    if sizes.by_token:
+        return lax.shift_right_logical(words, slot) & 1 != 0
+    slot += chunk * SLOTS
+    return (tile.first_slot <= slot) & (slot < tile.end_slot)
+
+
+def shown_rows(refs, tile, octet, chunk, sizes):
+    """1 for each row of a stage that is a visible slot of 8 tokens, else 0."""
+    words, layout = None, LAYOUT.reduce(1)
+    if sizes.by_token:
+        words = load(refs.slot_words.at[tile.batch, octet, chunk], layout, optimized=False)
+    slot = slot_and_token(iota((ROWS,), 0, layout), sizes)[0]
+    return jnp.where(visible_slots(tile, words, slot, chunk, sizes), 1, 0)
+
+
+def load_rows(place, sizes):
+    """Octets of rows of shared memory, as `matrix` gives them, in registers."""
+    return place[...].reshape(ROWS, -1) if sizes.interpret else load(place, LAYOUT)
+
+
+def store_matrix(place, x, sizes):
+    """Writes what `load_rows` reads, for products and copies to see."""
+    place[...] = x.reshape(place.shape) if sizes.interpret else x
+    plgpu.commit_smem()
+
+
+def clear_hidden(place, refs, tile, octet, chunk, sizes):
+    """Zeroes the hidden slots of a stage: they may hold NaN, and 0 times NaN is NaN."""
+
+    def clear():
+        shown = shown_rows(refs, tile, octet, chunk, sizes)
+        x = load_rows(place, sizes)
+        x = jnp.where(by_row(shown, x.shape) != 0, x, jnp.zeros_like(x))
+        store_matrix(place, x, sizes)
+
+    if sizes.by_token:
+        clear()
+    else:
+        slot = chunk * SLOTS
+        pl.when((slot < tile.first_slot) | (slot + SLOTS > tile.end_slot))(clear)
+
+
+def own_slots(shared, stage, warpgroup, sizes):
+    """A warpgroup's half of a stage: 8 slots of 8 of its tokens, as a matrix."""
+    start = pl.multiple_of(warpgroup * SLOTS, SLOTS)
+    return matrix(shared.ring.at[stage, pl.ds(start, SLOTS)], sizes)
+
+
 def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
     dtype, (tile, token) = shared.ring.dtype, place()
     queries = (shared.q_depth if sizes.own_query else shared.q).at[warpgroup]
@@ -354,51 +443,16 @@ def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
         here = (iota(x.shape, 0) & (sizes.tokens - 1)) >> 3 == part
         return jnp.where(here, x, jnp.zeros_like(x))
 
-    def own_slots(stage):
-        start = pl.multiple_of(warpgroup * SLOTS, SLOTS)
-        return matrix(shared.ring.at[stage, pl.ds(start, SLOTS)], sizes)
-
-    def slot_and_token(row):
-        """Those of a row of a stage, of 8 each."""
-        pair = row >> 3, row & (OCTET - 1)
-        return pair[::-1] if sizes.by_row else pair
-
-    def visible_slots(words, slot, chunk):
-        if sizes.by_token:
-            return lax.shift_right_logical(words, slot) & 1 != 0
-        slot += chunk * SLOTS
-        return (tile.first_slot <= slot) & (slot < tile.end_slot)
-
-    def clear_hidden(place, chunk, part):
-        """Zeroes the hidden slots of a stage: they may hold NaN, and 0 times NaN is NaN."""
-
-        def clear():
-            words, layout = None, LAYOUT.reduce(1)
-            if sizes.by_token:
-                words = refs.slot_words.at[tile.batch, lax.div(token, OCTET) + part, chunk]
-                words = load(words, layout, optimized=False)
-            slot = slot_and_token(iota((ROWS,), 0, layout))[0]
-            seen = visible_slots(words, slot, chunk)
-            x = place[...].reshape(ROWS, -1) if sizes.interpret else load(place, LAYOUT)
-            x = jnp.where(by_row(jnp.where(seen, 1, 0), x.shape) != 0, x, jnp.zeros_like(x))
-            place[...] = x.reshape(place.shape) if sizes.interpret else x
-            plgpu.commit_smem()
-
-        if sizes.by_token:
-            clear()
-        else:
-            slot = chunk * SLOTS
-            pl.when((slot < tile.first_slot) | (slot + SLOTS > tile.end_slot))(clear)
-
     def add_parts(add, left, step, chunk, clear, transpose):
         def one_part(part, _):
             stage = stage_of(step + part, sizes)
             plgpu.barrier_wait(shared.slots_full.at[stage])
+            own = own_slots(shared, stage, warpgroup, sizes)
             if clear:
-                clear_hidden(own_slots(stage), chunk, part)
+                clear_hidden(own, refs, tile, lax.div(token, OCTET) + part, chunk, sizes)
             # Queries are loaded again: otherwise the compiler keeps all parts of them in registers.
             rows = load(queries, LAYOUT) if left is None else left
-            add(of_part(part, rows), own_slots(stage), transpose)
+            add(of_part(part, rows), own, transpose)
             if not sizes.interpret:
                 plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(shared.used.at[stage])
@@ -426,9 +480,10 @@ def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
         if sizes.by_token:
             words = refs.row_words.at[tile.batch, lax.div(token, sizes.tokens), chunk]
             words = by_row(load(words, LAYOUT.reduce(1), optimized=False), shape)
-        slot, of_token = slot_and_token(iota(shape, 1))
+        slot, of_token = slot_and_token(iota(shape, 1), sizes)
         own = iota(shape, 0) & (OCTET - 1) == of_token
-        scores = jnp.where(own & visible_slots(words, slot, chunk), scores, -jnp.inf)
+        visible = visible_slots(tile, words, slot, chunk, sizes)
+        scores = jnp.where(own & visible, scores, -jnp.inf)
         weights, acc, highest, total = _soften(scores, acc, highest, total, sizes.factor)
         total += weights.sum(axis=1)
         narrow, step = weights.astype(dtype), step + sizes.parts

@@ -42,17 +42,23 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
     """As `xla.sequence.sequence_backward`, all gradients in the dtype of q; nothing is atomic."""
     del o_BTNH
-    do_BTNH = do_BTNH.astype(q_BTNH.dtype)
-    ids_BT = mask.segment_ids_BT
+    ids_BT, do_BTNH = mask.segment_ids_BT, do_BTNH.astype(q_BTNH.dtype)
     sizes = fused.make_sizes(q_BTNH, k_BSKH, ids_BT, do_BTNH, None, static)
+    scalars = lse_BNT, delta_BNT
+    operands = joint_operands(q_BTNH, k_BSKH, v_BSKH, ids_BT, do_BTNH, *scalars, static, sizes)
+    swizzle = common.swizzle_of(q_BTNH.shape[3], q_BTNH.dtype)
+    dq = _gradient_of_queries(operands, sizes, swizzle)
+    dk, dv = gradients_of_keys(operands, ids_BT, sizes, swizzle)
+    return tuple(x[:, : sizes.length] for x in (dq, dk, dv))
+
+
+def joint_operands(q_BTNH, k_BSKH, v_BSKH, ids_BT, do_BTNH, lse_BNT, delta_BNT, static, sizes):
+    """Arrays of the kernels by name, without slots; do takes the place of queries for the slots."""
     operands = fused.make_operands(q_BTNH, k_BSKH, v_BSKH, ids_BT, do_BTNH, None, static, sizes)
     # Unused rows have weights of 0.
     operands['lse'] = _by_tile(lse_BNT * LOG2E, sizes, jnp.inf)
     operands['delta'] = _by_tile(delta_BNT, sizes, 0.0)
-    swizzle = common.swizzle_of(q_BTNH.shape[3], q_BTNH.dtype)
-    dq = _gradient_of_queries(operands, sizes, swizzle)
-    dk, dv = _gradients_of_keys(_by_octet(operands, ids_BT, sizes), sizes, swizzle)
-    return tuple(x[:, : sizes.length] for x in (dq, dk, dv))
+    return operands
 
 
 def _gradient_of_queries(operands, sizes, swizzle):
@@ -61,7 +67,7 @@ def _gradient_of_queries(operands, sizes, swizzle):
     blocks = sizes.blocks * len(q) * sizes.kv_heads * sizes.pieces
     (dq,) = fused.run_kernel(
         'sequence_backward_q',
-        functools.partial(_compute_dq, sizes=sizes),
+        functools.partial(compute_dq, sizes=sizes),
         functools.partial(body.fill, sizes=sizes),
         operands,
         {'o': jax.ShapeDtypeStruct(q.shape, q.dtype)},
@@ -72,7 +78,9 @@ def _gradient_of_queries(operands, sizes, swizzle):
     return dq
 
 
-def _gradients_of_keys(operands, sizes, swizzle):
+def gradients_of_keys(operands, ids_BT, sizes, swizzle):
+    """dk and dv of `joint_operands`."""
+    operands = _by_octet(operands, ids_BT, sizes)
     k = operands['k']
     # Wide heads have products over 32 queries, which a wider swizzle does not allow.
     scratch = fused.make_scratch(sizes, k.dtype, swizzle if sizes.width <= 64 else min(swizzle, 64))
@@ -109,8 +117,11 @@ def _extend(x, axis, size, fill):
     return jnp.pad(x, widths, constant_values=fill)
 
 
-def _compute_dq(refs, shared, warpgroup, sizes):
-    """A compute warpgroup: dq of a tile of queries, by blocks of keys."""
+def compute_dq(refs, shared, warpgroup, sizes, over_slots=None):
+    """A compute warpgroup: dq of a tile of queries, by blocks of keys.
+
+    over_slots: function (refs, shared, place, warpgroup, sizes, dq) that adds what the slots give.
+    """
     dtype = shared.ring.dtype
 
     def place():
@@ -150,6 +161,8 @@ def _compute_dq(refs, shared, warpgroup, sizes):
 
     dq = plgpu.layout_cast(jnp.zeros((ROWS, sizes.width), jnp.float32), LAYOUT)
     (dq,) = body.over_keys(refs, place, sizes, one, (dq,), halves=2)
+    if over_slots is not None:
+        dq = over_slots(refs, shared, place, warpgroup, sizes, dq)
     shared.q.at[warpgroup][...] = (dq * (sizes.factor / LOG2E)).astype(dtype)
     plgpu.commit_smem()
     body.store_rows(refs, shared.q.at[warpgroup], *place(), sizes)

@@ -70,13 +70,18 @@ def _keys(sizes, batch):
     return 2 * columns * rows * sizes.width * 2
 
 
-def fused_forward(sizes: TileSizes, batch: int, held: int, num_slots: int, slot_window: int = 0):
-    """`Traffic` of `fused.fused_forward` of 16-bit arrays, of L = `held` slots; 0: the sequence."""
-    columns, even, tiles = _tiles(sizes, batch)
+def _slots(sizes, held, num_slots, slot_window):
+    """Rows of slots that are copied for each token, in eights, of those held."""
     first = max(num_slots - slot_window, 0) if slot_window else 0
     chunks = range(first // SLOTS * SLOTS, num_slots, SLOTS)
     held = round_up(held, OCTET) if sizes.by_row else held
-    rows = sum(min(SLOTS, held - start) for start in chunks) * sizes.tokens
+    return sum(min(SLOTS, held - start) for start in chunks)
+
+
+def fused_forward(sizes: TileSizes, batch: int, held: int, num_slots: int, slot_window: int = 0):
+    """`Traffic` of `fused.fused_forward` of 16-bit arrays, of L = `held` slots; 0: the sequence."""
+    columns, even, tiles = _tiles(sizes, batch)
+    rows = _slots(sizes, held, num_slots, slot_window) * sizes.tokens
     queries = columns * sizes.heads * (1 + sizes.own_query)
     results = batch * sizes.kv_heads * sizes.group
     return Traffic(
@@ -93,6 +98,24 @@ def sequence_backward_q(sizes: TileSizes, batch: int) -> Traffic:
     scalars = 2 * tiles * ROWS * FLOAT
     own = queries * even * sizes.width * 2 + scalars
     return Traffic(0, own=own, shared=_keys(sizes, batch))
+
+
+def fused_backward_q(
+    sizes: TileSizes, batch: int, held: int, num_slots: int, sum_bytes: int, slot_window: int = 0
+) -> Traffic:
+    """Of the kernel of `fused_backward.fused_backward` that sums dq, of 16-bit arrays.
+
+    sum_bytes: of a number of the slots' gradients.
+    """
+    (columns, _, tiles), plain = _tiles(sizes, batch), sequence_backward_q(sizes, batch)
+    rows = _slots(sizes, held, num_slots, slot_window)
+    # Logsumexps and deltas are loaded again for each 8 slots of 8 tokens.
+    scalars = tiles * sizes.parts * -(-rows // SLOTS) * 2 * ROWS * FLOAT
+    return plain._replace(
+        slots=2 * tiles * sizes.tokens * rows * sizes.width * 2,
+        sums=4 * columns * sizes.length * rows * sizes.width * sum_bytes,
+        own=plain.own + scalars,
+    )
 
 
 def sequence_backward_kv(sizes: TileSizes, batch: int) -> Traffic:

@@ -23,6 +23,8 @@ COPY = COPY_TARGET * 4.3e12  # bytes a second: that share of an H200's copy band
 CUDNN, MOSAIC = {64: 538e12, 128: 645e12}, {64: 502e12, 128: 636e12}
 # Of both passes of cuDNN at H = 64, by T (published); wider heads are taken to gain as forward.
 CUDNN_BOTH = {4096: 370e12, 16384: 432e12, 65536: 441e12}
+# Of a Mosaic backward pass of two kernels as ours, which run 7 products where 5 are counted.
+MOSAIC_BACKWARD, DQ_PRODUCTS, ALL_PRODUCTS = {64: 334e12, 128: 452e12}, 3, 7
 # Slots held and written; None: all.
 SLOTS_HELD = ((16, None), (24, None), (48, None), (64, None), (64, 33))
 
@@ -62,11 +64,12 @@ def count_bytes(case: Case) -> Bytes:
 
 
 def over_cudnn(case: Case) -> dict[str, float]:
-    """Modelled time of both passes over plain cuDNN's, less 1, of the ideal, split and fused forms.
+    """Modelled time of both passes over plain cuDNN's, less 1, of four forms.
 
     `ideal`: cuDNN, and the least bytes of the slots. `split`: cuDNN and our depth kernels. `fused`:
-    as split, with a fused forward pass that hides its slots' bytes under its products, or these
-    under the bytes; its slots are products of whole 64 x 64 tiles at the kernel's rate.
+    a forward and a dq kernel that hide their slots' bytes under their products, or these under the
+    bytes; slots are products of whole 64 x 64 tiles at the kernels' rates. `mixed`: the fused
+    forward pass and the split backward pass.
     """
     plain = flops(case, 0, True) / (CUDNN_BOTH[case.length] * CUDNN[case.width] / CUDNN[64])
     forward = flops(case, 0, False) / CUDNN[case.width]
@@ -76,11 +79,22 @@ def over_cudnn(case: Case) -> dict[str, float]:
     moved = traffic.fused_forward(sizes, case.batch, case.slots, case.visible)
     compute = (flops(case, 0, False) + products) / MOSAIC[case.width]
     fused = max(compute, (moved.slots + moved.own) / COPY)
+    # Mosaic's rates are published for T = 16k: they are taken to change with T as cuDNN's.
+    slower = CUDNN_BOTH[16384] / CUDNN_BOTH[case.length]
+    sequence = slower * (flops(case, 0, True) - flops(case, 0, False)) / MOSAIC_BACKWARD[case.width]
+    executed = MOSAIC_BACKWARD[case.width] * ALL_PRODUCTS / 5
+    moved = traffic.fused_backward_q(sizes, case.batch, case.slots, case.visible, 2)
+    compute = sequence * DQ_PRODUCTS / ALL_PRODUCTS + 2.5 * products / executed
+    dq = max(compute, (moved.slots + moved.sums + moved.own) / COPY)
+    both = fused + (slower - 1) * forward + dq + sequence * (1 - DQ_PRODUCTS / ALL_PRODUCTS)
+    # XLA fills the gradients with zeros, and reads o and do for delta.
+    queries = 2 * case.batch * case.length * case.heads * case.width * 2
     ideal = depth_bytes(case, False) + depth_bytes(case, True)
     added = {
         'ideal': ideal / COPY,
         'split': sum(counts) / COPY,
-        'fused': fused - forward + (sum(counts) - counts.forward) / COPY,
+        'mixed': fused - forward + (sum(counts) - counts.forward) / COPY,
+        'fused': both + (counts.zeros + queries) / COPY - plain,
     }
     return {name: seconds / plain for name, seconds in added.items()}
 
@@ -116,6 +130,6 @@ def paper(*, kv_heads: list[int] | None = None, widths: list[int] | None = None)
             slots = f'{held}' if written is None else f'{written} of {held}'
             lines[f'{64 // few}, {width}, {slots}'] = _row(case)
     heads = ['G, H, slots', 'forward', 'backward', 'all']
-    heads += [f'{name} {form}' for name in LENGTHS for form in ('ideal', 'split', 'fused')]
+    heads += [f'{name} {form}' for name in LENGTHS for form in ('ideal', 'split', 'mixed', 'fused')]
     title = 'bytes of the depth phase over the ideal; % of time over plain cuDNN, by a model'
     yield {'lines': lines}, [Table(title, heads, lines)]

@@ -17,6 +17,7 @@ KERNELS = ('mosaic_gpu', 'mosaic_gpu_fused', 'pallas')
 XLA, CUDNN = Parts(), Parts('cudnn')
 LARGE = USUAL._replace(q=(8, 1024, 16, 64), k=(8, 1024, 2, 64))
 FLOAT32 = {'dtypes': ('float32',)}
+WIDE = {'q': (8, 1024, 16, 128), 'k': (8, 1024, 2, 128)}
 # Documents and a window at once are not for cuDNN, on any version of JAX.
 NOT_CUDNN = {'segments': True, 'window': 5}
 
@@ -94,7 +95,12 @@ def test_a_name_is_taken_or_refused():
         assert choose(Parts('xla', 'pallas'), LARGE, device) == Parts('xla', 'pallas')
     assert choose('pallas', USUAL, AMD) == Parts('xla', 'pallas')
     for name in ('mosaic_gpu', 'mosaic_gpu_fused'):
-        assert choose(name, LARGE, hopper) == Parts('cudnn', name)
+        # The fused form computes both parts, unless a group or a head is too large.
+        sequence = {'mosaic_gpu': 'cudnn', 'mosaic_gpu_fused': 'mosaic_gpu'}[name]
+        assert choose(name, LARGE, hopper) == Parts(sequence, name)
+        for change in ({'slot_queries': True}, {'k': (8, 1024, 1, 64)}, {'num_slots': 0}, WIDE):
+            depth = name if change.get('num_slots', 1) else 'xla'
+            assert choose(name, LARGE._replace(**change), hopper) == Parts('cudnn', depth)
         assert choose(name, LARGE._replace(**NOT_CUDNN), hopper) == Parts('mosaic_gpu', name)
         with pytest.raises(ValueError, match='capability 8.0 must be 9.x.*: .*xla, pallas'):
             choose(name, LARGE, older)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.backends import DEPTH, Parts, load_module
 from kernels_pallas.joint_softmax import SequenceMask, Slots, Static
-from kernels_pallas.mosaic import fused, sequence
+from kernels_pallas.mosaic import fused, fused_backward, sequence
 
 # An H200, as XLA's target configuration describes devices.
 TARGET = """
@@ -207,10 +207,10 @@ def depth_call(backend, way, B, T, K, G, H, L, R=None, mask=False, dtype=jnp.bfl
     return function, (q, q, by_head, by_head, slots, sums)
 
 
-def fused_call(T, K, G, H, L, R=None, kind='', dtype=jnp.bfloat16, windows=(1024, 16)):
-    """The fused forward, and its arguments; num_slots is traced.
+def fused_call(T, K, G, H, L, R=None, kind='', dtype=jnp.bfloat16, windows=(1024, 16), wide=None):
+    """The fused forward, or, with sums of dtype `wide`, backward; its arguments; num_slots traced.
 
-    kind 'documents': with segments; 'general': with windows, own queries, mask and rows too.
+    kind 'documents': with segments; 'general': with windows, own queries (forward), mask and rows.
     """
     q, key, rows = shape(1, T, K * G, H, dtype=dtype), shape(1, T, K, H, dtype=dtype), None
     segments, own, mask = shape(1, T, dtype=jnp.int32) if kind else None, None, None
@@ -220,8 +220,15 @@ def fused_call(T, K, G, H, L, R=None, kind='', dtype=jnp.bfloat16, windows=(1024
     slots = Slots(side, side, shape(dtype=jnp.int32), mask, rows)
     window, slot_window = windows if kind == 'general' else (0, 0)
     static = Static(window, True, slot_window, H**-0.5, False, Parts('xla', 'mosaic_gpu_fused'))
-    function = functools.partial(fused.fused_forward, static=static)
-    return function, (q, key, key, segments, own, slots)
+    if wide is None:
+        function = functools.partial(fused.fused_forward, static=static)
+        return function, (q, key, key, segments, own, slots)
+    by_head, sums = shape(1, K * G, T, dtype=jnp.float32), (shape(*side.shape, dtype=wide),) * 2
+
+    def backward(q, k, v, ids, slots, sums, *joint):
+        return fused_backward.fused_backward(q, k, v, ids, slots, sums, static, *joint)
+
+    return backward, (q, key, key, segments, slots, sums, q, by_head, by_head)
 
 
 def sequence_call(way, T, K, G, H, documents=False, window=0, dtype=jnp.bfloat16):
@@ -267,12 +274,24 @@ FUSED = (
 SEQUENCE = ((64, 1, False), (128, 2, False), (128, 8, False), (64, 8, True), (128, 2, True))
 
 
+def supports_backward(group, width):
+    """Whether there is a fused backward pass."""
+    return fused_backward.supports(group, width, own_query=False)
+
+
 def _kernels():
     """By name: what gives a function and the shapes of its arguments; T = 4096, bfloat16."""
     found = {}
     for H, G, L, kind in FUSED:
         name = f'fused_forward_H{H}_G{G}_L{L}' + f'_{kind}' * bool(kind)
         found[name] = functools.partial(fused_call, 4096, 8, G, H, L, kind=kind)
+        if supports_backward(G, H):
+            options = {'kind': kind, 'wide': jnp.bfloat16 if L == 64 else jnp.float32}
+            name = name.replace('forward', 'backward')
+            found[name] = functools.partial(fused_call, 4096, 8, G, H, L, **options)
+        if L == 64 and supports_backward(G, H):
+            options |= {'wide': jnp.float32}
+            found[f'{name}_float32'] = functools.partial(fused_call, 4096, 8, G, H, L, **options)
     for way, (H, G, documents) in itertools.product(('forward', 'backward'), SEQUENCE):
         name = f'mosaic_sequence_{way}_H{H}_G{G}' + '_documents' * documents
         options = {'documents': documents, 'window': 1024 * documents}

@@ -6,7 +6,7 @@ import pytest
 
 from kernels_pallas.backends import Parts
 from kernels_pallas.joint_softmax import SequenceMask, Slots, Static
-from kernels_pallas.mosaic import depth, fused, sequence, slot_loader, traffic
+from kernels_pallas.mosaic import depth, fused, fused_backward, sequence, slot_loader, traffic
 from tests.kernels.depth_backends_test import interpreted
 
 
@@ -105,7 +105,7 @@ TILES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(('T', 'K', 'G', 'H', 'L', 'num', 'B'), TILES)
 def test_tiles_move_what_is_said(moved, monkeypatch, T, K, G, H, L, num, B):
-    """Fused forward, dq, and dk with dv: each array's bytes, where T, L and G divide nothing."""
+    """Fused forward, dq with and without slots, dk with dv; T, L and G divide nothing."""
     q, k, lse, side = arrays(T, K, G, H, L, B)
     static = Static(0, True, 0, 1.0, False, Parts('mosaic_gpu', 'mosaic_gpu_fused', interpret=True))
     slots, found, run_kernel = Slots(side, side, jnp.int32(num)), {}, fused.run_kernel
@@ -114,7 +114,7 @@ def test_tiles_move_what_is_said(moved, monkeypatch, T, K, G, H, L, num, B):
         def kind(shape, dtype, written):
             if name == 'sequence_backward_kv' and dtype == jnp.float32:
                 return 'shared'
-            return {5: 'shared', 6: 'slots'}.get(len(shape), 'own')
+            return {5: 'shared', 6: 'sums' if written else 'slots'}.get(len(shape), 'own')
 
         results = jax.block_until_ready(run_kernel(name, *arguments))
         found[name] = totals(moved, kind)
@@ -123,12 +123,22 @@ def test_tiles_move_what_is_said(moved, monkeypatch, T, K, G, H, L, num, B):
     monkeypatch.setattr(fused, 'run_kernel', run)
     fused.fused_forward(q, k, k, None, None, slots, static)
     sequence.sequence_backward(q, k, k, SequenceMask(None, None), static, q, q, lse, lse)
+    joined = fused_backward.supports(G, H, own_query=False)
+    sums = (side.astype(jnp.float32),) * 2 if G == 3 else (side,) * 2
+    if joined:
+        arguments = q, k, k, None, slots, sums, static, q, lse, lse
+        fused_backward.fused_backward(*arguments)
     sizes = [fused.make_sizes(q, k, None, *rest, static) for rest in ((None, slots), (q, None))]
     said = {
         'fused_forward': traffic.fused_forward(sizes[0], B, L, num),
         'sequence_backward_q': traffic.sequence_backward_q(sizes[1], B),
         'sequence_backward_kv': traffic.sequence_backward_kv(sizes[1], B),
     }
+    if joined:
+        wide = sums[0].dtype
+        with_slots, _ = fused_backward.make_sizes(q, k, None, q, slots, static, wide)
+        said['fused_backward_q'] = traffic.fused_backward_q(with_slots, B, L, num, wide.itemsize)
+    assert set(found) == set(said)
     for name, bytes_ in said.items():
         kinds = {key: size for key, size in bytes_._asdict().items() if size}
         assert found[name] == kinds, name

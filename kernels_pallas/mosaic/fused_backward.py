@@ -1,0 +1,268 @@
+"""Backward pass of sequence and slots on Hopper: dq of both in one kernel, dk and dv in another.
+
+A tile of queries has the slots of its own tokens, as in the fused forward: after its keys it adds
+what they give to dq, and their own gradients to the sums, in place. docs/depth_attention.md,
+section 8.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.mosaic import common, fused, sequence
+from kernels_pallas.mosaic import fused_body as body
+from kernels_pallas.mosaic.common import (
+    CHUNK,
+    LAYOUT,
+    LOG2E,
+    OCTET,
+    accumulate,
+    add_product,
+    by_row,
+    iota,
+    load,
+    matrix,
+)
+from kernels_pallas.mosaic.fused_body import HEADS, ROWS, SLOTS, TILES
+
+MAX_WIDTH = 64  # above it some calls would spill registers: 44 bytes at H = 128, G = 2, documents
+MIN_STAGES = 3  # of the ring: with fewer, no block of keys is on its way while another is used
+SPARE_BYTES = 4 * 1024  # of the 7 KiB that fused.SHARED_BYTES keeps for barriers and logsumexps
+
+
+def supports(group, width, own_query) -> bool:
+    """Whether one tile has all heads of a slot, of a width that fits the registers."""
+    return group <= HEADS and width <= MAX_WIDTH and not own_query
+
+
+def fused_backward(
+    q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, slots, sums, static, do_BTNH, lse_BNT, delta_BNT
+):
+    """Gradients of what `supports`: dq, dk and dv in the dtype of q, and both sums.
+
+    Args:
+      q_BTNH: queries of sequence and slots; k_BSKH and v_BSKH: keys and values.
+      segment_ids_BT: int, or None.
+      slots: `joint_softmax.Slots`.
+      sums: two arrays [L, B, R, K, H], float32 or of q's dtype, to which gradients are added.
+      static: `joint_softmax.Static`.
+      do_BTNH: cotangent of the output.
+      lse_BNT: the joint logsumexp.
+      delta_BNT: sum of do o over H, less the cotangent of lse.
+    """
+    dtype, width = q_BTNH.dtype, q_BTNH.shape[3]
+    do_BTNH, swizzle = do_BTNH.astype(dtype), common.swizzle_of(width, dtype)
+    arguments = q_BTNH, k_BSKH, segment_ids_BT, do_BTNH
+    plain = fused.make_sizes(*arguments, None, static)
+    operands = sequence.joint_operands(
+        q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, do_BTNH, lse_BNT, delta_BNT, static, plain
+    )
+    dk, dv = sequence.gradients_of_keys(operands, segment_ids_BT, plain, swizzle)
+    sizes, buffers = make_sizes(*arguments, slots, static, sums[0].dtype)
+    operands |= fused.slot_operands(slots, static, sizes)
+    totals = [jax.new_ref(fused.split_slots(total, sizes)) for total in sums]
+    operands |= {'dk_depth': totals[0], 'dv_depth': totals[1]}
+    (dq,) = fused.run_kernel(
+        'fused_backward_q',
+        functools.partial(_compute, sizes=sizes),
+        functools.partial(body.fill, sizes=sizes, in_pairs=True),
+        operands,
+        {'o': jax.ShapeDtypeStruct(operands['q'].shape, dtype)},
+        _make_scratch(sizes, dtype, sums[0].dtype, width, buffers),
+        sizes,
+        sizes.blocks * len(q_BTNH) * sizes.kv_heads,
+    )
+    shape = slots.k_LBRKH.shape
+    sums = [_joined(jax.freeze(total), sizes, shape) for total in totals]
+    return *(x[:, : sizes.length] for x in (dq, dk, dv)), *sums
+
+
+def _joined(total, sizes, shape):
+    """A sum as it was before `fused.split_slots`."""
+    return total.reshape(-1, *shape[1:])[: shape[0]] if sizes.by_row else total.reshape(shape)
+
+
+def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, do_BTNH, slots, static, sum_dtype):
+    """(`Sizes` of the kernel of dq, number of pieces of sums of each tile in memory at once)."""
+    arguments = q_BTNH, k_BSKH, segment_ids_BT, do_BTNH, slots, static
+    columns = min(CHUNK, fused.make_sizes(*arguments).width)
+    for buffers in (2, 1):
+        wide = buffers * columns * jnp.dtype(sum_dtype).itemsize
+        reserved = TILES * ROWS * (2 * ROWS * q_BTNH.dtype.itemsize + wide)
+        sizes = fused.make_sizes(*arguments, reserved - SPARE_BYTES)
+        if sizes.stages >= MIN_STAGES:
+            break
+    return sizes, buffers
+
+
+def _make_scratch(sizes, dtype, sum_dtype, width, buffers):
+    swizzle, sum_swizzle = (common.swizzle_of(width, x) for x in (dtype, sum_dtype))
+    minor = sum_swizzle // jnp.dtype(sum_dtype).itemsize
+    transforms = plgpu.TilingTransform((1, OCTET, minor)), plgpu.SwizzleTransform(sum_swizzle)
+    shape = TILES * buffers, SLOTS, OCTET, min(CHUNK, sizes.width)
+    copies = OCTET if sizes.by_row else 1
+    return fused.make_scratch(sizes, dtype, swizzle)._replace(
+        q=common.tiled((2 * TILES, ROWS, sizes.width), dtype, swizzle),
+        q_depth=None,
+        scores=common.tiled((2 * TILES, ROWS, ROWS), dtype, swizzle),
+        sums=plgpu.SMEM(shape, sum_dtype, transforms=transforms),
+        sums_full=plgpu.Barrier(num_arrivals=copies, num_barriers=TILES * buffers),
+    )
+
+
+def _compute(refs, shared, warpgroup, sizes):
+    # One array of queries and cotangents: `_add_to_sums` takes both by their number.
+    shared = shared._replace(q_depth=shared.q.at[pl.ds(TILES, TILES)])
+    sequence.compute_dq(refs, shared, warpgroup, sizes, over_slots=_over_slots)
+
+
+def _clear_unused(rows, sizes):
+    """Zeroes the rows of a tile that have no head, which may hold NaN."""
+    used = sizes.heads * sizes.tokens
+    if used < ROWS:
+        x = load(rows, LAYOUT)
+        rows[...] = jnp.where(iota(x.shape, 0) < used, x, jnp.zeros_like(x))
+        plgpu.commit_smem()
+
+
+class _Sums:
+    """The sums of 8 slots of 8 tokens: keys' (side 0), then values', by pieces of 64 columns.
+
+    More columns at once would not fit the registers.
+    """
+
+    def __init__(self, refs, shared, tile, warpgroup, chunk, octet, sizes):
+        self.refs, self.shared, self.warpgroup, self.sizes = refs, shared, warpgroup, sizes
+        self.at = tile, chunk, octet
+        self.buffers, self.pieces = shared.sums.shape[0] // TILES, -(-sizes.width // CHUNK)
+
+    def start(self):
+        """Starts loading as many pieces as have a buffer."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for number in range(self.buffers):
+            self._load(jnp.int32(0), number)
+
+    def _buffer(self, side, piece):
+        number = self.warpgroup * self.buffers + lax.rem(side * self.pieces + piece, self.buffers)
+        return self.shared.sums_full.at[number], self.shared.sums.at[number]
+
+    def _columns(self, piece):
+        return piece * CHUNK, min(CHUNK, self.sizes.width - piece * CHUNK)
+
+    def _for_places(self, side, piece, move):
+        tile, chunk, octet = self.at
+        start, size = self._columns(piece)
+        # A constant start would be limited to the array's end.
+        columns = pl.ds(chunk * 0 + start, size)
+        for i, ref in enumerate((self.refs.dk_depth, self.refs.dv_depth)):
+            places = ref, self.refs, tile, chunk, octet, columns, self.sizes
+            pl.when(side == i)(functools.partial(body.for_slots, move, *places))
+
+    def _load(self, side, number):
+        """Starts loading the piece that is `number` behind the first of a side."""
+        side, piece = side + number // self.pieces, number % self.pieces
+        full, buffer = self._buffer(side, piece)
+        buffer = buffer.at[:, :, pl.ds(0, self._columns(piece)[1])]
+
+        def move(source, octets, exist):
+            # The sums of tokens that do not exist are another tile's.
+            copy = functools.partial(plgpu.copy_gmem_to_smem, source, buffer.at[octets], full)
+            lax.cond(exist, copy, functools.partial(plgpu.barrier_arrive, full))
+
+        self._for_places(side, piece, move)
+
+    def add(self, side, _):
+        """Adds the gradients of a side, whose pieces have been started, and writes them."""
+        sizes, number = self.sizes, side * TILES + self.warpgroup
+        left = self.shared.scores.at[number]
+        left = left[...].T if sizes.interpret else left.T
+        factor = jnp.where(side == 0, jnp.float32(sizes.factor / LOG2E), 1.0)
+        for piece in range(self.pieces):
+            start, size = self._columns(piece)
+            right = self.shared.q.at[number, :, pl.ds(start, size)]
+            more = accumulate(
+                None, (ROWS, size), functools.partial(add_product, left, right), sizes
+            )
+            full, buffer = self._buffer(side, piece)
+            buffer = buffer.at[:, :, pl.ds(0, size)]
+            plgpu.barrier_wait(full)
+            rows = matrix(buffer, sizes)
+            old = body.load_rows(rows, sizes)
+            tile, chunk, octet = self.at
+            shown = by_row(body.shown_rows(self.refs, tile, octet, chunk, sizes), old.shape)
+            new = (old.astype(jnp.float32) + more * factor).astype(old.dtype)
+            new = jnp.where(shown != 0, new, old)  # hidden: the same bits
+            body.store_matrix(rows, new, sizes)
+
+            def move(target, octets, exist, buffer=buffer):
+                copy = functools.partial(plgpu.copy_smem_to_gmem, buffer.at[octets], target)
+                pl.when(exist)(copy)
+
+            self._for_places(side, piece, move)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self._load(side, piece + self.buffers)
+
+
+def _over_slots(refs, shared, place, warpgroup, sizes, dq):
+    """Adds to dq, and to the sums of the slots of a tile's tokens, 8 slots of 8 tokens at a time.
+
+    Of the 64 columns of scores those count whose slot is of the row's own token.
+    """
+    dtype, shape = shared.ring.dtype, (ROWS, ROWS)
+    tile, token = place()
+    at = tile.batch, tile.column, lax.div(token, sizes.tokens)
+    q, do = shared.q.at[warpgroup], shared.q_depth.at[warpgroup]
+    for rows in (q, do):
+        _clear_unused(rows, sizes)
+
+    def by_query(ref):
+        return by_row(load(ref.at[at], LAYOUT.reduce(1), optimized=False), shape)
+
+    def visible(chunk, part):
+        """Whether a column's slot is visible, and of the row's token."""
+        words = None
+        if sizes.by_token:
+            words = by_row(load(refs.row_words.at[*at[::2], chunk], LAYOUT.reduce(1), False), shape)
+        slot, of_token = body.slot_and_token(iota(shape, 1), sizes)
+        part = lax.optimization_barrier(part * OCTET)
+        own = iota(shape, 0) & (sizes.tokens - 1) == part + of_token
+        return own & body.visible_slots(tile, words, slot, chunk, sizes)
+
+    def dot(a, b):
+        return accumulate(None, shape, functools.partial(add_product, a, b, transpose=True), sizes)
+
+    def one(i, dq):
+        # With the barriers a step computes its numbers anew: they would not fit the registers.
+        i, (tile, token) = lax.optimization_barrier(i), place()
+        chunk, part = tile.first_chunk + lax.div(i, sizes.parts), lax.rem(i, sizes.parts)
+        octet = lax.div(token, OCTET) + part
+        k_stage, v_stage = (body.stage_of(2 * (tile.end + i) + side, sizes) for side in range(2))
+        sums = _Sums(refs, shared, tile, warpgroup, chunk, octet, sizes)
+        sums.start()
+        plgpu.barrier_wait(shared.slots_full.at[k_stage])
+        k, v = (body.own_slots(shared, x, warpgroup, sizes) for x in (k_stage, v_stage))
+        body.clear_hidden(k, refs, tile, octet, chunk, sizes)
+        keep = visible(chunk, part)
+        weights = jnp.exp2(dot(q, k) * sizes.factor - by_query(refs.lse))
+        weights = jnp.where(keep, weights, 0.0)
+        plgpu.barrier_wait(shared.slots_full.at[v_stage])
+        dweights = dot(do, v)
+        plgpu.barrier_arrive(shared.used.at[v_stage])
+        # Hidden slots' values may be NaN. By the weights: `keep` would take 32 registers more.
+        dscores = jnp.where(weights > 0, weights * (dweights - by_query(refs.delta)), 0.0)
+        dscores, weights = dscores.astype(dtype), weights.astype(dtype)
+        dq = accumulate(dq, dq.shape, functools.partial(add_product, dscores, k), sizes)
+        plgpu.barrier_arrive(shared.used.at[k_stage])
+        # Transposed they are read from shared memory.
+        for side, x in enumerate((dscores, weights)):
+            shared.scores.at[side * TILES + warpgroup][...] = x
+        plgpu.commit_smem()
+        # Unrolled the sides spill registers; the barrier keeps the compiler from doing so.
+        lax.fori_loop(0, lax.optimization_barrier(jnp.int32(2)), sums.add, None)
+        return dq
+
+    return lax.fori_loop(0, tile.chunks * sizes.parts, one, dq)

@@ -1,0 +1,201 @@
+"""The fused Hopper backward pass, of sequence and slots: interpreted, and compared with float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.backends import Parts
+from kernels_pallas.joint_softmax import SequenceMask, Slots, Static, joint_attention
+from kernels_pallas.mosaic import depth, fused, fused_backward, sequence
+from tests.kernels.cases import KINDS, SEQUENCE, draw, exact
+from tests.kernels.depth_backends_test import interpreted, racing  # noqa: F401
+from tests.kernels.mosaic_fused_test import EDGES
+
+SMALL = KINDS | SEQUENCE | {'B': 1, 'T': 9, 'N': 1, 'K': 1, 'H': 64, 'L': 7, 'num': None}
+OURS = Parts('mosaic_gpu', 'mosaic_gpu_fused', interpret=True)
+CASES = {
+    'group_of_3': {'N': 3, 'T': 17, 'L': 9, 'num': 7, 'segments': (1, 9, 7)},
+    'group_of_8': {'N': 8, 'T': 16, 'L': 24, 'num': 13, 'slot_window': 9, 'H': 128},
+    'rows': {'N': 2, 'T': 9, 'R': 14, 'L': 9, 'mask': True},
+}
+LONG = {
+    'group_of_1': {'T': 133, 'L': 7, 'num': 6, 'B': 2},
+    'group_of_2': {'N': 4, 'K': 2, 'T': 200, 'L': 24, 'num': 20, 'segments': EDGES},
+    'group_of_3': {'N': 3, 'T': 97, 'H': 128, 'L': 24, 'window': 30},
+    'group_of_5': {'N': 5, 'T': 33, 'H': 96, 'L': 9, 'num': 7, 'mask': True},
+    'group_of_8': {'N': 16, 'K': 2, 'T': 40, 'H': 128, 'L': 7, 'num': 7, 'segments': 'any', 'B': 2},
+    'narrow': {'N': 2, 'T': 24, 'H': 56, 'L': 24, 'num': 17, 'slot_window': 12, 'mask': True},
+    'one_slot': {'N': 8, 'L': 1},
+    'none_written': {'N': 2, 'T': 16, 'L': 24, 'num': 0},
+}
+
+
+class Call:
+    """A case, its exact results, and the vector-Jacobian product of joint_attention."""
+
+    def __init__(self, dtype='float32', **sizes):
+        case = self.case = SMALL | sizes
+        inputs, cotangents, arguments, *seen = draw(**case)
+        inputs[5], self.seen = inputs[0], seen
+        self.inputs = [jnp.asarray(x, dtype) for x in inputs[:5]]
+        self.do, self.dlse = jnp.asarray(cotangents[0], dtype), jnp.asarray(cotangents[1])
+        wide = [np.asarray(x.astype(jnp.float32)) for x in (*self.inputs, self.inputs[0], self.do)]
+        o, lse, gradients = exact(wide[:6], (wide[6], self.dlse), *seen, case['H'] ** -0.5)
+        gradients[0] += gradients[5]
+        self.right = o, lse, *gradients[:5]
+        places = jnp.broadcast_to(jnp.arange(case['T']), (case['B'], case['T']))
+        ids, *rest = (
+            None if arguments.get(key) is None else jnp.asarray(arguments[key])
+            for key in ('segment_ids_BT', 'slot_mask_LBR', 'slot_rows_BT')
+        )
+        self.mask = SequenceMask(places, places, ids, ids)
+        self.slots = jnp.int32(case['L'] if case['num'] is None else case['num']), *rest
+
+    def run(self, parts, sums=None):
+        """(o, lse) and the gradients; of sums, what they have become."""
+        case, inputs = self.case, self.inputs
+        static = Static(case['window'], True, case['slot_window'], case['H'] ** -0.5, True, parts)
+
+        def attend(q, k, v, kd, vd, sums):
+            slots = Slots(kd, vd, *self.slots)
+            o, lse, _, sums = joint_attention(static, q, k, v, self.mask, None, slots, sums)
+            return o, lse, sums
+
+        found, pull = jax.vjp(attend, *inputs, sums)
+        gradients = pull((self.do, self.dlse, sums))
+        gradients = gradients[:5] if sums is None else (*gradients[:3], *gradients[5])
+        return [np.asarray(x) for x in (*found[:2], *gradients)]
+
+    def by_a_query(self):
+        """[L, B, R]: the slots that a query sees."""
+        taken, _, slots = self.seen
+        seen = np.zeros(self.inputs[3].shape[:3], bool)
+        for b, t, slot in np.argwhere(slots):
+            seen[slot, b, taken[b, t]] = True
+        return seen
+
+
+def check(**sizes):
+    """Float32: o and lse are right to 2e-6, gradients to 1e-5; hidden slots, of NaN, have 0."""
+    call = Call(**sizes)
+    results = call.run(OURS)
+    for got, right, atol in zip(results, call.right, (2e-6,) * 2 + (1e-5,) * 5, strict=True):
+        np.testing.assert_allclose(got, right, rtol=0, atol=atol * max(1, np.abs(right).max()))
+    for got in results[5:]:
+        assert not got[~call.by_a_query()].any()
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """The parts' own backward passes are not called; wide heads, which may spill, run too."""
+    monkeypatch.setattr(fused_backward, 'MAX_WIDTH', 128)
+
+    def fail(*arguments, **options):
+        raise AssertionError('a part computes its own gradients')
+
+    monkeypatch.setattr(sequence, 'sequence_backward', fail)
+    monkeypatch.setattr(depth, 'depth_backward', fail)
+
+
+@interpreted
+@pytest.mark.parametrize('name', CASES)
+def test_equals_float64(name, joined):
+    check(**CASES[name])
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize('name', LONG)
+def test_equals_float64_in_several_blocks(name, joined):
+    check(**LONG[name])
+
+
+@interpreted
+def test_wide_groups_take_the_backward_passes_of_the_parts(monkeypatch):
+    """A slot's gradient is a sum over the heads of one tile, which has 8 at most."""
+    called = []
+    for module, way in ((sequence, 'sequence_backward'), (depth, 'depth_backward')):
+        function = getattr(module, way)
+
+        def record(*arguments, function=function, way=way, **options):
+            called.append(way)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(module, way, functools.wraps(function)(record))
+    call = Call(N=9, dtype='bfloat16', T=3, L=2)
+    gradients = call.run(OURS)[2:]
+    assert called == ['sequence_backward', 'depth_backward']
+    for got, right in zip(gradients, call.right[2:], strict=True):
+        np.testing.assert_allclose(got.astype(float), right, rtol=0, atol=0.02 * right.max())
+
+
+def test_what_is_supported():
+    """Up to 8 query heads of a key/value head, of width 64, whose queries are the sequence's."""
+    assert [fused_backward.supports(group, 64, False) for group in (1, 8, 9)] == [True, True, False]
+    assert not fused_backward.supports(1, 65, False)
+    assert not fused_backward.supports(1, 64, own_query=True)
+
+
+HALF = {
+    'bfloat16': {'N': 4, 'K': 2, 'T': 24, 'L': 9, 'num': 6, 'segments': (1, 15, 8)},
+    'float16': {'N': 3, 'T': 9, 'H': 128, 'L': 16, 'num': 11, 'mask': True, 'R': 11},
+}
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize('wide', ['float32', 'model'])
+@pytest.mark.parametrize('dtype', HALF)
+def test_half_precision_adds_to_the_sums_in_place(dtype, wide, joined):
+    """Error at most 3 times XLA's; hidden slots keep the sums' bits; a rerun has the same bits."""
+    call = Call(dtype, **HALF[dtype])
+    rng, hidden, shape = np.random.default_rng(1), ~call.by_a_query(), call.inputs[3].shape
+    sums = [rng.normal(size=shape).astype(jnp.dtype(dtype)) for _ in range(2)]
+    for side in sums:
+        odd = np.array([np.nan, -0.0, np.inf, 1e-5], side.dtype)
+        side[hidden] = odd[rng.integers(0, 4, side[hidden].shape)]
+    given = tuple(jnp.asarray(x, dtype if wide == 'model' else wide) for x in sums)
+    ours, plain, again = (call.run(x, given) for x in (OURS, Parts(), OURS))
+    assert [x.tobytes() for x in ours] == [x.tobytes() for x in again]
+    exact_sums = [x + np.asarray(y, float) for x, y in zip(call.right[5:], sums, strict=True)]
+    right = [*call.right[2:5], *exact_sums]
+    for i, (got, theirs, exact_) in enumerate(zip(ours[2:], plain[2:], right, strict=True)):
+        shown = ~hidden if i > 2 else ...
+        # In the model's dtype, to which the kernel rounds P and dS before it multiplies by them.
+        rounded = (x[shown].astype(jnp.dtype(dtype)).astype(float) for x in (got, theirs))
+        errors = [np.abs(x - exact_[shown]).max() for x in rounded]
+        assert errors[0] <= 3 * errors[1], (i, errors)
+    for got, before in zip(ours[5:], given, strict=True):
+        assert got.dtype == before.dtype
+        assert got[hidden].tobytes() == np.asarray(before)[hidden].tobytes()
+
+
+RACES = {
+    'by_octet': {'N': 2, 'T': 9, 'L': 9, 'mask': True, 'R': 16},
+    'one_buffer': {'N': 2, 'T': 16, 'L': 17, 'H': 128},
+    'by_row': {'N': 2, 'T': 9, 'L': 9, 'R': 14},
+}
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize('name', RACES)
+def test_no_race(name, racing, joined, monkeypatch):  # noqa: F811
+    """The ring's barriers, of two stages, and the sums' order copies, products and stores."""
+    monkeypatch.setattr(fused, 'MAX_STAGES', 2)
+    check(**RACES[name])
+
+
+def test_memory_has_room_for_the_stages():
+    """Three stages or more, whatever the sums' dtype, and no more than Hopper has."""
+    for width, sums in ((56, 'float32'), (64, 'float32'), (128, 'bfloat16'), (128, 'float32')):
+        q = jnp.zeros((1, 8, 2, width), jnp.bfloat16)
+        static = Static(0, True, 0, 1.0, False, OURS)
+        slots = Slots(jnp.zeros((1, 1, 8, 1, width)), None, 1)
+        sizes, buffers = fused_backward.make_sizes(q, q[:, :, :1], None, q, slots, static, sums)
+        pieces = 2 * buffers * 64 * 64 * jnp.dtype(sums).itemsize
+        used = (4 * 64 + sizes.stages * 128) * sizes.width * 2 + 4 * 64 * 64 * 2 + pieces
+        assert sizes.stages >= fused_backward.MIN_STAGES and used <= 224 * 1024
