@@ -13,10 +13,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mosaic import common, depth
+from kernels_pallas.mosaic import common, depth, tiles
 from kernels_pallas.mosaic import fused_body as body
 from kernels_pallas.mosaic.common import OCTET, pad, round_up, swizzle_of
-from kernels_pallas.mosaic.fused_body import KEYS, ROWS, SLOTS, TILES
+from kernels_pallas.mosaic.tiles import KEYS, ROWS, SLOTS, TILES
 from kernels_pallas.reference import slot_visibility
 
 MAX_STAGES = 8
@@ -127,7 +127,7 @@ def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, rese
     if slots is not None:
         held, mask, rows = slots.k_LBRKH, slots.mask_LBR, slots.rows_BT
     room = SHARED_BYTES - reserved - (1 + own_query) * TILES * ROWS * width * size
-    return body.Sizes(
+    return tiles.Sizes(
         length=length,
         kv_heads=k_BSKH.shape[2],
         group=heads // k_BSKH.shape[2],
@@ -152,7 +152,7 @@ def make_scratch(sizes, dtype, swizzle):
     transforms = plgpu.TilingTransform((1, OCTET, minor)), plgpu.SwizzleTransform(swizzle)
     ring = (sizes.stages, KEYS // OCTET, OCTET, sizes.width)
     copies = TILES * (OCTET if sizes.by_row else 1)
-    return body.Shared(
+    return tiles.Shared(
         q=rows,
         q_depth=rows if sizes.own_query else None,
         lse=plgpu.SMEM((TILES, ROWS), jnp.float32),
@@ -225,7 +225,7 @@ def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, s
     o, lse = run_kernel(
         'fused_forward',
         functools.partial(body.compute, sizes=sizes),
-        functools.partial(body.fill, sizes=sizes),
+        functools.partial(tiles.fill, sizes=sizes),
         operands,
         {
             'o': jax.ShapeDtypeStruct(operands['q'].shape, dtype),

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mosaic import common, fused, sequence
+from kernels_pallas.mosaic import common, fused, sequence, tiles
 from kernels_pallas.mosaic import fused_body as body
 from kernels_pallas.mosaic.common import (
     CHUNK,
@@ -27,7 +27,7 @@ from kernels_pallas.mosaic.common import (
     load,
     matrix,
 )
-from kernels_pallas.mosaic.fused_body import HEADS, ROWS, SLOTS, TILES
+from kernels_pallas.mosaic.tiles import HEADS, ROWS, SLOTS, TILES
 
 MAX_WIDTH = 64  # above it some calls would spill registers: 44 bytes at H = 128, G = 2, documents
 MIN_STAGES = 3  # of the ring: with fewer, no block of keys is on its way while another is used
@@ -69,7 +69,7 @@ def fused_backward(
     (dq,) = fused.run_kernel(
         'fused_backward_q',
         functools.partial(_compute, sizes=sizes),
-        functools.partial(body.fill, sizes=sizes, in_pairs=True),
+        functools.partial(tiles.fill, sizes=sizes, in_pairs=True),
         operands,
         {'o': jax.ShapeDtypeStruct(operands['q'].shape, dtype)},
         _make_scratch(sizes, dtype, sums[0].dtype, width, buffers),
@@ -160,7 +160,7 @@ class _Sums:
         columns = pl.ds(chunk * 0 + start, size)
         for i, ref in enumerate((self.refs.dk_depth, self.refs.dv_depth)):
             places = ref, self.refs, tile, chunk, octet, columns, self.sizes
-            pl.when(side == i)(functools.partial(body.for_slots, move, *places))
+            pl.when(side == i)(functools.partial(tiles.for_slots, move, *places))
 
     def _load(self, side, number):
         """Starts loading the piece that is `number` behind the first of a side."""
@@ -240,7 +240,7 @@ def _over_slots(refs, shared, place, warpgroup, sizes, dq):
         i, (tile, token) = lax.optimization_barrier(i), place()
         chunk, part = tile.first_chunk + lax.div(i, sizes.parts), lax.rem(i, sizes.parts)
         octet = lax.div(token, OCTET) + part
-        k_stage, v_stage = (body.stage_of(2 * (tile.end + i) + side, sizes) for side in range(2))
+        k_stage, v_stage = (tiles.stage_of(2 * (tile.end + i) + side, sizes) for side in range(2))
         sums = _Sums(refs, shared, tile, warpgroup, chunk, octet, sizes)
         sums.start()
         plgpu.barrier_wait(shared.slots_full.at[k_stage])

@@ -1,16 +1,10 @@
-"""The body of the fused Hopper kernel: what its memory and its compute warpgroups do.
+"""What the compute warpgroups of the fused Hopper kernel do, and what its backward pass shares.
 
-A warpgroup's tile has 64 rows: a power of two of tokens, 8 at least, under each other for each of
-its query heads of one key/value head. A stage of the ring has 128 rows: keys or values, which both
-tiles of a block use; or each tile has half of them, 8 slots of 8 of its tokens. The scores of 8
-slots are a tile of 64 by 64, the sum of a product for each 8 tokens with all other queries zeroed,
-in which a row uses the 8 columns of its own token.
+The scores of 8 slots are a tile of 64 by 64 (tiles.py), the sum of a product for each 8 tokens with
+all other queries zeroed, in which a row uses the 8 columns of its own token.
 """
 
-import collections
-import dataclasses
 import functools
-import types
 
 import jax.numpy as jnp
 from jax import lax
@@ -30,210 +24,14 @@ from kernels_pallas.mosaic.common import (
     load,
     matrix,
 )
-
-ROWS = 64  # of a tile: tokens times heads
-TILES = 2  # of as many warpgroups in a block
-KEYS = 128  # rows of a stage
-SLOTS = ROWS // OCTET  # slots read at a time, of 8 tokens
-HEADS = 8  # of a tile, at most: it has 8 tokens or more
-LOWEST = float(jnp.finfo(jnp.float32).min)
-
-
-# In shared memory: q (later the results), q_depth and lse of each tile; the ring
-# [stages, KEYS / 8, 8, H]; barriers: queries have arrived, a stage has been filled with keys, or
-# with slots, or used by both tiles, and whose turn it is at the tensor core. The last three are
-# those of fused_backward.py: weights and their gradients, and the slots' sums with their barriers.
-Shared = collections.namedtuple(
-    'Shared',
-    'q q_depth lse ring q_full full slots_full used turn scores sums sums_full',
-    defaults=(None,) * 3,
+from kernels_pallas.mosaic.tiles import (
+    KEYS,
+    LOWEST,
+    ROWS,
+    SLOTS,
+    stage_of,
+    tile_of,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Static sizes and kinds of a call."""
-
-    length: int
-    kv_heads: int
-    group: int  # G, query heads of a key/value head
-    width: int  # of a head, as shared memory holds it
-    stages: int
-    window: int
-    documents: bool  # there are segment ids
-    own_query: bool
-    by_token: bool  # some slots are visible to some tokens only
-    by_row: bool  # each token's slots are copied by themselves: token by token, slot by slot
-    factor: float  # on the scores
-    interpret: bool
-
-    @property
-    def pieces(self):
-        """Tiles among which the heads of a key/value head are split."""
-        return -(-self.group // HEADS)
-
-    @property
-    def heads(self):
-        """Query heads of a tile; the last tile of a key/value head may have fewer."""
-        return -(-self.group // self.pieces)
-
-    @property
-    def tokens(self):
-        """Tokens of a tile, a power of two."""
-        return ROWS >> (self.heads - 1).bit_length()
-
-    @property
-    def parts(self):
-        """Products that the scores of a chunk of slots take: one for each 8 tokens."""
-        return self.tokens // OCTET
-
-    @property
-    def blocks(self):
-        """Blocks of the grid along the tokens."""
-        return -(-self.length // (TILES * self.tokens))
-
-
-def tile_of(refs, sizes):
-    """The place of a block's first query, and its blocks of keys and chunks of slots."""
-    # One axis, as CUDA has 65,535 of the others. With the barrier each phase computes its own
-    # numbers: otherwise the compiler keeps all of them in registers throughout.
-    item, batches = lax.optimization_barrier(lax.axis_index('item')), refs.q.shape[0]
-    columns = sizes.kv_heads * sizes.pieces
-    column, rest = lax.rem(item, columns), lax.div(item, columns)
-    batch = lax.rem(rest, batches)
-    # Late tiles have the most keys: they start first, so that no long one remains for the end.
-    token = (sizes.blocks - 1 - lax.div(rest, batches)) * (TILES * sizes.tokens)
-    last = jnp.minimum(token + TILES * sizes.tokens, sizes.length) - 1
-    # The first key that the first query sees, and the first that all see.
-    some = every = jnp.int32(0)
-    if sizes.documents:
-        some, every = refs.first[batch, token], refs.first[batch, last]
-    by_ids = some < 0
-    if sizes.window:
-        some = jnp.maximum(some, token - (sizes.window - 1))
-        every = jnp.maximum(every, last - (sizes.window - 1))
-    base = lax.div(jnp.maximum(some, 0), OCTET) * OCTET
-    end = lax.div(last - base, KEYS) + 1
-    general = jnp.where(by_ids, end, 0)
-    inside = jnp.clip(lax.div(every - base + (KEYS - 1), KEYS), general, end)
-    first_slot = end_slot = jnp.int32(0)
-    if refs.bounds is not None:
-        first_slot, end_slot = refs.bounds[0], refs.bounds[1]
-    first_chunk = lax.div(first_slot, SLOTS)
-    chunks = lax.div(end_slot + (SLOTS - 1), SLOTS) - first_chunk
-    return types.SimpleNamespace(
-        batch=batch,
-        column=column,
-        kv_head=lax.div(column, sizes.pieces),
-        head=lax.rem(column, sizes.pieces) * sizes.heads,  # of those of the key/value head
-        token=token,
-        # Blocks of keys from `base` on: to `general` compared by their ids, to `inside` and from
-        # `causal` on masked, between them visible to all.
-        base=base,
-        general=general,
-        inside=inside,
-        causal=jnp.maximum(lax.div(token + 1 - base, KEYS), inside),
-        end=end,
-        first_slot=first_slot,
-        end_slot=end_slot,
-        first_chunk=first_chunk,
-        chunks=chunks,
-        steps=2 * end + 2 * sizes.parts * chunks,  # stages of the ring that are filled
-    )
-
-
-def stage_of(step, sizes):
-    """The ring's stage that a step fills and uses."""
-    return lax.rem(step, jnp.int32(sizes.stages))
-
-
-def next_stage(shared, step, sizes):
-    """The stage of a step, once it is free."""
-    stage = stage_of(step, sizes)
-    pl.when(step >= sizes.stages)(lambda: plgpu.barrier_wait(shared.used.at[stage]))
-    return stage
-
-
-def finish(shared, steps, sizes):
-    """Waits until the last of the steps have been used."""
-
-    @pl.loop(jnp.maximum(steps - sizes.stages, 0), steps)
-    def _(step):
-        plgpu.barrier_wait(shared.used.at[stage_of(step, sizes)])
-
-
-def for_slots(move, ref, refs, tile, chunk, octet, columns, sizes):
-    """Calls move(reference, octets, exist) for each piece of 8 slots of 8 tokens in global memory.
-
-    octets: the slice of a stage's octets of rows that the piece fills. exist: whether the tokens
-    do; where they do not, the reference is to another token's slots.
-    """
-    if not sizes.by_row:
-        exist, octet = octet < ref.shape[2], jnp.minimum(octet, ref.shape[2] - 1)
-        slots = pl.ds(chunk * SLOTS, SLOTS)
-        piece = ref.at[slots, tile.batch, octet, :, tile.kv_head, columns]
-        move(piece, pl.ds(0, SLOTS), exist)
-        return
-
-    @pl.loop(0, OCTET)
-    def _(i):
-        token = octet * OCTET + i
-        exists, row = token < sizes.length, jnp.minimum(token, sizes.length - 1)
-        if refs.rows is not None:
-            row = refs.rows[tile.batch, row]
-            exists, row = exists & (row < ref.shape[3]), jnp.minimum(row, ref.shape[3] - 1)
-        piece = ref.at[pl.ds(chunk, 1), :, tile.batch, row, tile.kv_head, columns]
-        move(piece, pl.ds(i, 1), exists)
-
-
-def fill(refs, shared, sizes, in_pairs=False):
-    """The memory warpgroup: keys, values and slots into the ring, in the order of their use.
-
-    in_pairs: the values of each 8 tokens' slots follow their keys, and not all keys of a chunk.
-    """
-    tile, width = tile_of(refs, sizes), full_slice(sizes.width)
-
-    @pl.loop(0, tile.end)
-    def _(block):
-        octets = pl.ds(lax.div(tile.base, OCTET) + block * (KEYS // OCTET), KEYS // OCTET)
-        for side, ref in enumerate((refs.k, refs.v)):
-            stage = next_stage(shared, 2 * block + side, sizes)
-            source = ref.at[tile.batch, octets, :, tile.kv_head, width]
-            plgpu.copy_gmem_to_smem(source, shared.ring.at[stage], shared.full.at[stage])
-
-    def fill_slots(ref, chunk, part, step):
-        stage = next_stage(shared, step, sizes)
-        for warpgroup in range(TILES):
-            octet = lax.div(tile.token + warpgroup * sizes.tokens, OCTET) + part
-            place = shared.ring.at[stage, pl.ds(warpgroup * SLOTS, SLOTS)]
-
-            def move(source, octets, exist, place=place):
-                del exist
-                plgpu.copy_gmem_to_smem(source, place.at[octets], shared.slots_full.at[stage])
-
-            for_slots(move, ref, refs, tile, tile.first_chunk + chunk, octet, width, sizes)
-
-    sides = () if refs.k_depth is None else (refs.k_depth, refs.v_depth)
-    if sides and in_pairs:
-
-        @pl.loop(0, tile.chunks * sizes.parts)
-        def _(i):
-            for side, ref in enumerate(sides):
-                step = 2 * (tile.end + i) + side
-                fill_slots(ref, lax.div(i, sizes.parts), lax.rem(i, sizes.parts), step)
-
-    elif sides:
-
-        @pl.loop(0, tile.chunks)
-        def _(chunk):
-            for side, ref in enumerate(sides):
-                step = 2 * tile.end + (2 * chunk + side) * sizes.parts
-
-                @pl.loop(0, sizes.parts)
-                def _(part, step=step, ref=ref):
-                    fill_slots(ref, chunk, part, step + part)
-
-    finish(shared, tile.steps, sizes)
 
 
 def _soften(scores, acc, highest, total, factor):

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mosaic import common, fused
+from kernels_pallas.mosaic import common, fused, tiles
 from kernels_pallas.mosaic import fused_body as body
 from kernels_pallas.mosaic.common import (
     LAYOUT,
@@ -29,7 +29,7 @@ from kernels_pallas.mosaic.common import (
     load,
     matrix,
 )
-from kernels_pallas.mosaic.fused_body import KEYS, ROWS, TILES
+from kernels_pallas.mosaic.tiles import KEYS, ROWS, TILES
 
 unsupported = fused.unsupported
 
@@ -68,7 +68,7 @@ def _gradient_of_queries(operands, sizes, swizzle):
     (dq,) = fused.run_kernel(
         'sequence_backward_q',
         functools.partial(compute_dq, sizes=sizes),
-        functools.partial(body.fill, sizes=sizes),
+        functools.partial(tiles.fill, sizes=sizes),
         operands,
         {'o': jax.ShapeDtypeStruct(q.shape, q.dtype)},
         scratch,
@@ -125,7 +125,7 @@ def compute_dq(refs, shared, warpgroup, sizes, over_slots=None):
     dtype = shared.ring.dtype
 
     def place():
-        tile = body.tile_of(refs, sizes)
+        tile = tiles.tile_of(refs, sizes)
         return tile, tile.token + warpgroup * sizes.tokens
 
     tile, token = place()
@@ -138,7 +138,7 @@ def compute_dq(refs, shared, warpgroup, sizes, over_slots=None):
 
     def one(block, carry, hide, halves):
         (dq,) = carry
-        k_stage, v_stage = (body.stage_of(2 * block + i, sizes) for i in range(2))
+        k_stage, v_stage = (tiles.stage_of(2 * block + i, sizes) for i in range(2))
         plgpu.barrier_wait(shared.full.at[k_stage])
         plgpu.barrier_wait(shared.full.at[v_stage])
         shape = (ROWS, KEYS // halves)
@@ -232,7 +232,7 @@ def _fill_queries(refs, shared, sizes):
     @pl.loop(keys.begin * sizes.pieces, keys.end * sizes.pieces)
     def _(i):
         step = i - keys.begin * sizes.pieces
-        stage = body.next_stage(shared, step, sizes)
+        stage = tiles.next_stage(shared, step, sizes)
         tile, piece = lax.div(i, sizes.pieces), lax.rem(i, sizes.pieces)
         for side, ref in enumerate((refs.q, refs.q_depth)):
             # Rows without a head have the last one's numbers, and an infinite logsumexp.
@@ -246,7 +246,7 @@ def _fill_queries(refs, shared, sizes):
                 target = shared.ring.at[stage, place]
                 plgpu.copy_gmem_to_smem(source, target, shared.full.at[stage])
 
-    body.finish(shared, (keys.end - keys.begin) * sizes.pieces, sizes)
+    tiles.finish(shared, (keys.end - keys.begin) * sizes.pieces, sizes)
 
 
 def _compute_dkv(refs, shared, warpgroup, sizes):
@@ -294,7 +294,7 @@ def _compute_dkv(refs, shared, warpgroup, sizes):
     def one(i, carry, masked):
         tile, piece = lax.div(i, sizes.pieces), lax.rem(i, sizes.pieces)
         at = keys.batch, keys.kv_head * sizes.pieces + piece, tile
-        stage = body.stage_of(i - keys.begin * sizes.pieces, sizes)
+        stage = tiles.stage_of(i - keys.begin * sizes.pieces, sizes)
         plgpu.barrier_wait(shared.full.at[stage])
 
         def half(j, carry):

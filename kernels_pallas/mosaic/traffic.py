@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from kernels_pallas.mosaic import slot_loader
 from kernels_pallas.mosaic.common import CHUNK, OCTET, round_up
-from kernels_pallas.mosaic.fused_body import KEYS, ROWS, SLOTS, TILES
-from kernels_pallas.mosaic.fused_body import Sizes as TileSizes
+from kernels_pallas.mosaic.tiles import KEYS, ROWS, SLOTS, TILES
+from kernels_pallas.mosaic.tiles import Sizes as TileSizes
 
 FLOAT = 4  # bytes of a logsumexp or a delta
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from kernels_pallas.mosaic import traffic
-from kernels_pallas.mosaic.fused_body import ROWS, SLOTS, TILES
-from kernels_pallas.mosaic.fused_body import Sizes as TileSizes
 from kernels_pallas.mosaic.slot_loader import Sizes
+from kernels_pallas.mosaic.tiles import ROWS, SLOTS, TILES
+from kernels_pallas.mosaic.tiles import Sizes as TileSizes
 from moddepth_jax.benchmarks.attention_cases import LENGTHS, Case, depth_bytes, flops
 from moddepth_jax.benchmarks.attention_report import COPY_TARGET
 from moddepth_jax.training.tables import Table

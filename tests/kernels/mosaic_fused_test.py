@@ -9,8 +9,7 @@ import pytest
 
 from kernels_pallas import depth_attention
 from kernels_pallas.backends import Parts
-from kernels_pallas.mosaic import fused
-from kernels_pallas.mosaic import fused_body as body
+from kernels_pallas.mosaic import fused, tiles
 from tests.kernels.cases import KINDS, SEQUENCE, draw, exact
 from tests.kernels.depth_backends_test import interpreted, racing  # noqa: F401
 
@@ -145,7 +144,7 @@ def test_no_race(name, racing, monkeypatch):  # noqa: F811
     check(**RACES[name])
 
 
-def tiles(sizes, batch, ids_BT=None, bounds=(0, 0)):
+def tiles_by_block(sizes, batch, ids_BT=None, bounds=(0, 0)):
     """What `tile_of` says of each block of the grid, as arrays by name."""
     refs = types.SimpleNamespace(q=jnp.zeros((batch, 1)), bounds=jnp.array(bounds, jnp.int32))
     if ids_BT is not None:
@@ -154,7 +153,7 @@ def tiles(sizes, batch, ids_BT=None, bounds=(0, 0)):
     def one(item):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jax.lax, 'axis_index', lambda name: item)
-            return vars(body.tile_of(refs, sizes))
+            return vars(tiles.tile_of(refs, sizes))
 
     items = sizes.blocks * batch * sizes.kv_heads * sizes.pieces
     return jax.tree.map(np.asarray, jax.vmap(one)(jnp.arange(items)))
@@ -163,7 +162,7 @@ def tiles(sizes, batch, ids_BT=None, bounds=(0, 0)):
 def make_sizes(length, group, **changes):
     flags = dict.fromkeys(('documents', 'own_query', 'by_token', 'by_row', 'interpret'), False)
     numbers = {'kv_heads': 2, 'width': 64, 'stages': 8, 'window': 0, 'factor': 1.0}
-    return body.Sizes(**{'length': length, 'group': group} | numbers | flags | changes)
+    return tiles.Sizes(**{'length': length, 'group': group} | numbers | flags | changes)
 
 
 def visible_ranges(length, window, ids_T):
@@ -191,8 +190,8 @@ def test_blocks_hold_what_is_visible_and_little_else(name):
     ids = np.repeat(np.arange(len(plan['lengths'])), plan['lengths'])
     documents = len(plan['lengths']) > 1
     sizes = make_sizes(length, plan['group'], window=window, documents=documents)
-    found = tiles(sizes, 2, np.tile(ids, (2, 1)) if documents else None)
-    first, block = visible_ranges(length, window, ids), body.TILES * sizes.tokens
+    found = tiles_by_block(sizes, 2, np.tile(ids, (2, 1)) if documents else None)
+    first, block = visible_ranges(length, window, ids), tiles.TILES * sizes.tokens
     assert set(
         zip(found['batch'], found['kv_head'], found['token'], found['head'], strict=True)
     ) == {
@@ -207,11 +206,11 @@ def test_blocks_hold_what_is_visible_and_little_else(name):
         base, inside, causal, end = (found[x][i] for x in ('base', 'inside', 'causal', 'end'))
         lowest, highest = first[token : last + 1].min(), first[token : last + 1].max()
         assert base % 8 == 0 and 0 <= lowest - base < 8
-        assert end == -(-(last + 1 - base) // body.KEYS)
+        assert end == -(-(last + 1 - base) // tiles.KEYS)
         assert found['general'][i] == 0 and 0 <= inside <= causal <= end
         if inside < causal:
-            assert base + inside * body.KEYS >= highest
-            assert base + causal * body.KEYS <= token + 1
+            assert base + inside * tiles.KEYS >= highest
+            assert base + causal * tiles.KEYS <= token + 1
         # One block at most is masked at either end where all tokens see the same first key.
         assert lowest != highest or inside <= (lowest % 8 > 0) and end - causal <= 2
 
@@ -220,7 +219,7 @@ def test_ids_that_come_back_have_every_block_compared():
     """A row of ascending ids is masked by each query's first key, any other row by its ids."""
     ids = np.array([[0] * 100 + [3] * 150, [7] * 100 + [2] * 100 + [7] * 50])
     sizes = make_sizes(250, 1, documents=True)
-    found = tiles(sizes, 2, ids)
+    found = tiles_by_block(sizes, 2, ids)
     np.testing.assert_array_equal(found['general'] == 0, found['batch'] == 0)
     last = found['batch'] == 1
     np.testing.assert_array_equal(found['general'][last], found['end'][last])
@@ -241,9 +240,9 @@ def test_each_visible_slot_is_read_once(name):
     length, kv_heads, group, width, held = SHIPPED[name]
     sizes = make_sizes(length, group, kv_heads=kv_heads, width=width)
     for written in (held, held // 2, 8, 1, 0):
-        found = tiles(sizes, 1, bounds=(0, written))
+        found = tiles_by_block(sizes, 1, bounds=(0, written))
         stages = (found['steps'] - 2 * found['end']).sum()
-        read, ideal = stages * body.KEYS * width * 2, 2 * written * length * kv_heads * width * 2
+        read, ideal = stages * tiles.KEYS * width * 2, 2 * written * length * kv_heads * width * 2
         assert ideal <= read <= max(1.05 * ideal, -(-written // 8) * 8 * ideal / max(written, 1))
 
 
@@ -271,5 +270,5 @@ def test_stages_fit_into_shared_memory():
         for own in (None, q):
             sizes = fused.make_sizes(q, q[:, :, :1], None, own, slots, static)
             tile = sizes.width * q.dtype.itemsize
-            used = sizes.stages * body.KEYS * tile + (1 + (own is not None)) * 128 * tile
+            used = sizes.stages * tiles.KEYS * tile + (1 + (own is not None)) * 128 * tile
             assert 3 <= sizes.stages <= fused.MAX_STAGES and used <= fused.SHARED_BYTES
