@@ -221,7 +221,7 @@ def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, s
     operands = make_operands(
         q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, sizes
     )
-    columns, tiles = sizes.kv_heads * sizes.pieces, sizes.blocks * TILES
+    columns, num_tiles = sizes.kv_heads * sizes.pieces, sizes.blocks * TILES
     o, lse = run_kernel(
         'fused_forward',
         functools.partial(body.compute, sizes=sizes),
@@ -229,14 +229,14 @@ def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, s
         operands,
         {
             'o': jax.ShapeDtypeStruct(operands['q'].shape, dtype),
-            'lse': jax.ShapeDtypeStruct((batch, columns, tiles, ROWS), jnp.float32),
+            'lse': jax.ShapeDtypeStruct((batch, columns, num_tiles, ROWS), jnp.float32),
         },
         make_scratch(sizes, dtype, swizzle_of(width, dtype)),
         sizes,
         sizes.blocks * batch * columns,
     )
     lse = lse[..., : sizes.heads * sizes.tokens]
-    lse = lse.reshape(batch, columns, tiles, sizes.heads, sizes.tokens)
-    lse = jnp.moveaxis(lse, 3, 2).reshape(batch, sizes.kv_heads, -1, tiles * sizes.tokens)
+    lse = lse.reshape(batch, columns, num_tiles, sizes.heads, sizes.tokens)
+    lse = jnp.moveaxis(lse, 3, 2).reshape(batch, sizes.kv_heads, -1, num_tiles * sizes.tokens)
     lse_BNT = lse[:, :, : sizes.group, :length].reshape(batch, heads, length)
     return o[:, :length], lse_BNT
