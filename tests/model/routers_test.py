@@ -43,10 +43,13 @@ def test_gates_are_their_formulas():
         'tanh': np.tanh(r),
         'none': np.ones_like(r),
         'straight_through': np.ones_like(r),
+        'softmax': np.ones_like(r),  # over the loops, of which this is one
     }
     assert GATES.keys() == expected.keys()
     for name, values in expected.items():
         np.testing.assert_allclose(GATES[name](r), values, rtol=1e-6)
+    two = GATES['softmax'](np.concatenate([r, np.zeros_like(r)]))
+    np.testing.assert_allclose(two[0], expected['sigmoid'][0], rtol=1e-6)
     many = 10 * stream(1, 10_000, 1)[..., 0]
     np.testing.assert_array_equal(GATES['straight_through'](many), np.ones_like(many))
 
