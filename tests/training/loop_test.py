@@ -102,6 +102,10 @@ def test_a_finished_run_does_not_train_again(finished, copied, run_hparams, monk
 
     monkeypatch.setattr(trainer, 'train_step', refuse)
     monkeypatch.setattr(Dataset, 'train_batch', refuse)
+    # Of the whole process, in which other tests have run since.
+    monkeypatch.setattr(
+        'moddepth_jax.training.summary.log_lines', lambda: finished.summary['attention']
+    )
     assert loop.train(run_hparams, copied).signal is None
     for name in ('summary.json', 'metrics.jsonl'):
         assert (copied / name).read_text() == (finished.workdir / name).read_text()
