@@ -23,7 +23,7 @@ class Backend(NamedTuple):
     backward: str
     needs: str = ''  # '' | gpu | hopper; kernels of the depth part also run interpreted on a CPU
     fused: bool = False  # the forward pass computes both parts in one kernel
-    # Module with `supports(group, width, own_query)` and fused_backward, which computes both parts
+    # Module with `supports` and `fused_backward`, which computes both parts in one backward pass
     # where the sequence part is mosaic_gpu's. '': each part has its own.
     joined: str = ''
     takes_dlse: bool = True  # a sequence part's backward pass takes a cotangent of the logsumexp
@@ -128,12 +128,10 @@ def _supported(rows, shapes, device):
     return supported, {name: reason for name, reason in reasons.items() if reason}
 
 
-def joins_backward(implementation: str, shapes: Shapes) -> bool:
-    """Whether a depth part's backward pass computes the sequence too, with mosaic_gpu's parts."""
-    group, joined = shapes.q[2] // shapes.k[2], DEPTH[implementation].joined
-    if not joined or not shapes.num_slots:
-        return False
-    return load_module(joined).supports(group, shapes.q[3], shapes.slot_queries)
+def joined_backward(depth: str, group: int, width: int, own_query: bool):
+    """Module whose backward pass computes sequence and slots, by name of a depth part; or None."""
+    module = DEPTH[depth].joined and load_module(DEPTH[depth].joined)
+    return module if module and module.supports(group, width, own_query) else None
 
 
 def plan(shapes: Shapes, device: Device) -> tuple[list[Parts], dict[str, str]]:
@@ -189,7 +187,8 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
                 f'these can: {", ".join(["reference", *depths])}'
             )
         sequence, refused = 'xla', {}
-        if joins_backward(implementation, shapes):
+        group, width = shapes.q[2] // shapes.k[2], shapes.q[3]
+        if shapes.num_slots and joined_backward(implementation, group, width, shapes.slot_queries):
             sequence = 'mosaic_gpu'
         elif implementation != 'xla' and device.platform == 'gpu':
             hopper = DEPTH[implementation].needs == 'hopper'

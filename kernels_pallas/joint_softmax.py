@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from kernels_pallas.backends import DEPTH, SEQUENCE, Parts, load_module
+from kernels_pallas.backends import DEPTH, SEQUENCE, Parts, joined_backward, load_module
 
 ATTENDED = 'attended'  # checkpoint name: the output and logsumexp that the backward pass reads
 
@@ -61,12 +61,12 @@ def _depth(static, way):
     return functools.partial(getattr(module, f'depth_{way}'), **options)
 
 
-def _joined(static, q_BTNH, k_BSKH, q_depth_BTNH) -> bool:
-    """Whether one backward pass computes both parts."""
-    group, joined = q_BTNH.shape[2] // k_BSKH.shape[2], DEPTH[static.parts.depth].joined
-    if not joined or static.parts.sequence != 'mosaic_gpu':
-        return False
-    return load_module(joined).supports(group, q_BTNH.shape[3], q_depth_BTNH is not None)
+def _joined(static, q_BTNH, k_BSKH, q_depth_BTNH):
+    """The module that computes both parts in one backward pass, or None."""
+    if static.parts.sequence != 'mosaic_gpu':
+        return None
+    group, width = q_BTNH.shape[2] // k_BSKH.shape[2], q_BTNH.shape[3]
+    return joined_backward(static.parts.depth, group, width, q_depth_BTNH is not None)
 
 
 def _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sums):
@@ -94,9 +94,9 @@ def _backward(static, residuals, cotangents):
     delta_BNT = jnp.moveaxis(product_BTN, 2, 1) - dlse_BNT
     lse_BNT = jnp.where(lse_BNT == -jnp.inf, 0.0, lse_BNT)
     dslots, dq_depth_BTNH, sums = None, None, dsides if dsums is None else dsums
-    if slots is not None and _joined(static, q_BTNH, k_BSKH, q_depth_BTNH):
-        backward = load_module(DEPTH[static.parts.depth].joined).fused_backward
-        dq_BTNH, dk_BSKH, dv_BSKH, *sums = backward(
+    joined = None if slots is None else _joined(static, q_BTNH, k_BSKH, q_depth_BTNH)
+    if joined is not None:
+        dq_BTNH, dk_BSKH, dv_BSKH, *sums = joined.fused_backward(
             *(q_BTNH, k_BSKH, v_BSKH, mask.segment_ids_BT, slots, sums, static),
             *(do_BTNH, lse_BNT, delta_BNT),
         )
