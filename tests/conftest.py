@@ -10,6 +10,7 @@ os.environ['XLA_FLAGS'] = ' '.join(
     [
         os.environ.get('XLA_FLAGS', ''),
         '--xla_backend_optimization_level=0',
+        '--xla_llvm_disable_expensive_passes=true',
         '--xla_cpu_parallel_codegen_split_count=1',
         # Later versions have no such flag.
         '--xla_cpu_use_fusion_emitters=false'
@@ -20,6 +21,9 @@ os.environ['XLA_FLAGS'] = ' '.join(
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
 os.environ['JAX_NUMPY_RANK_PROMOTION'] = 'raise'
+os.environ['JAX_TRACEBACK_IN_LOCATIONS_LIMIT'] = '0'  # no call stack for each operation of a trace
+
+import gc
 
 import pytest
 
@@ -59,6 +63,13 @@ def _tiny_config(**overrides):
             raise ValueError(f'{name}={value!r}: no such knob in configs/base.py')
         group[knob] = value
     return config
+
+
+def pytest_collection_finish(session):
+    """Collects less often: the modules never die, and traces make millions of objects that do."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(scope='session')

@@ -269,7 +269,7 @@ CASES = {
 }
 EXPERTS = [name for name, (knobs, _) in CASES.items() if 'model.experts.choice' in knobs]
 # A program as it is compiled for users. tests/conftest.py compiles all others with less effort.
-OPTIMIZED = {'xla_backend_optimization_level': 3}
+OPTIMIZED = {'xla_backend_optimization_level': 3, 'xla_llvm_disable_expensive_passes': False}
 if jax.__version_info__ < (0, 11):  # later versions have no such option
     OPTIMIZED['xla_cpu_use_fusion_emitters'] = True
 
