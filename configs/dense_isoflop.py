@@ -7,9 +7,11 @@ The first takes four minutes on two CPU cores and ends at 2.040 bits a byte held
 Python 3.11's standard library).
 """
 
-from configs import sizes
+from configs import mod_isoflop
 
 
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, budget=training FLOPs; the steps follow from both."""
-    return sizes.at_budget(arguments, size='6x128', budget='1.6e13')
+    config = mod_isoflop.get_config(arguments)
+    config.model.routing.router = 'none'
+    return config

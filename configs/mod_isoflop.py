@@ -14,4 +14,5 @@ def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, budget=training FLOPs; the steps follow from both."""
     config = sizes.at_budget(arguments, size='6x128', budget='1.6e13')
     config.model.routing.router = 'learned'  # every:2, capacity 0.125
+    config.evaluation.final_batches = 10  # 40,960 targets: an end of two or three seconds
     return config

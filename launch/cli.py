@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import gc
 import inspect
 import itertools
 import json
@@ -113,6 +114,7 @@ def _call(main, argv):
                 _print_notes()
                 if multihost := _multihost():
                     multihost.barrier('end of main')
+                gc.freeze()  # to collect what traces made would take most of a second at the exit
                 return status
             except Exception as error:
                 if multihost := _multihost():

@@ -150,7 +150,7 @@ _write = jax.jit(update_cache, donate_argnums=0)
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, 'num_samples', *_SIZES))
 def _start(unrolled, batch, keys_B, *, num_samples, tokenizer, temperature, top_p, top_k, **how):
-    """The first new token of each row, and the cache of its prompt.
+    """The first new token of each row, [B, 1], and the cache of its prompt.
 
     `batch` is that of `prefill`, or what `_in_chunks` returns.
     """
@@ -163,7 +163,7 @@ def _start(unrolled, batch, keys_B, *, num_samples, tokenizer, temperature, top_
     first_B = jnp.arange(len(keys_B)) % num_samples == 0
     cache = cache._replace(dropped_B=jnp.where(first_B, cache.dropped_B, 0))
     draw = {'temperature': temperature, 'top_p': top_p, 'top_k': top_k}
-    return _draw(logits_BV, keys_B, cache.lengths_B, tokenizer, **draw), cache
+    return _draw(logits_BV, keys_B, cache.lengths_B, tokenizer, **draw)[:, None], cache
 
 
 _empty = jax.jit(empty_cache, static_argnums=1, static_argnames=('hparams', 'routing', *_SIZES))
@@ -364,11 +364,12 @@ def generate(
         first = {'num_samples': num_samples, **sizes, **static}
         return ahead.call(_start, unrolled, prompt, keys_B, **first)
 
-    token_B, cache = start(sizes, static)
+    next_BT, cache = start(sizes, static)
     ends = stop and tokenizer is not None
     texts = _Texts(prompts, num_samples, num_tokens, tokenizer.stops if ends else (), on_tokens)
+    new_BT = texts.active_B[:, None]
     if ahead.is_abstract(cache):
-        inputs = token_B[:, None], texts.active_B[:, None], keys_B
+        inputs = next_BT, new_BT, keys_B
         _, _, update = ahead.call(_step, unrolled, cache, *inputs, **static)
         ahead.call(_write, cache, *update)
         return None
@@ -378,7 +379,6 @@ def generate(
         _, draft_cache = start(sizes | {'routed_capacity': 1}, of_draft)
         draft = _Draft(unrolled, draft_cache, keys_B, of_draft)
     room = 0  # tokens until a routed block's cache may be full, where it grows
-    next_BT, new_BT = token_B[:, None], texts.active_B[:, None]
     while True:
         drawn_BT = np.asarray(next_BT)
         texts.add(drawn_BT, new_BT)

@@ -65,21 +65,34 @@ def evaluate(
       For a mixture also `domains`: `loss`, `bits_per_byte`, `perplexity` (a token) and `targets` of
       each member. All other values are then weighted by the members' shares of the training data.
     """
+    sums = _sums(variables, hparams, dataset, mesh, num_batches, routing, causal_layers_R)
+    return {} if ahead.is_abstract(sums) else _summarize(sums, hparams, dataset)
+
+
+def _sums(variables, hparams, dataset, mesh, num_batches, routing, causal_layers_R=None):
+    """What `eval_step` sums over each of the batches of `evaluate`, and their bytes."""
     if num_batches < len(dataset.domains):
         right = f'must be at least {len(dataset.domains)}: one for each member of the mixture'
         raise ValueError(f'num_batches={num_batches}: {right}')
     if causal_layers_R is None:
         causal_layers_R = np.ones(len(hparams.model.routed_layers), bool)
     step = functools.partial(ahead.call, eval_step, hparams=hparams, routing=routing, mesh=mesh)
-    totals = {}  # by member of a mixture; one entry, None, without a mixture
+    each = []
     for index in range(min(num_batches, dataset.num_held_out_batches)):
         batch = dataset.held_out_batch(index)
         labels_BT = masked_labels(batch)
         num_bytes = dataset.tokenizer.token_bytes_V[labels_BT[labels_BT != IGNORED]].sum()
         sums = step(variables, shard_batch(mesh, batch), causal_layers_R)
         if ahead.is_abstract(sums):
-            return {}
-        sums = jax.tree.map(np.float64, jax.device_get(sums) | {'bytes': num_bytes})
+            return [sums]
+        each.append(jax.tree.map(np.float64, jax.device_get(sums) | {'bytes': num_bytes}))
+    return each
+
+
+def _summarize(each, hparams, dataset):
+    """The result of `evaluate` from the sums of the first batches."""
+    totals = {}  # by member of a mixture; one entry, None, without a mixture
+    for index, sums in enumerate(each):
         domain = dataset.domain(index)
         if domain in totals:
             sums = jax.tree.map(np.add, totals[domain], sums)
@@ -140,12 +153,12 @@ def evaluate_causal(
     member in `domains`. With `batches_per_layer`, `routing` of a routed model has a list
     `routing_gap`, measured on so many batches: the gap if only that layer uses the rule.
     """
-    rule = causal_routing(hparams)
-    run = functools.partial(evaluate, variables, hparams, dataset, mesh)
-    result = run(num_batches, rule)
+    rule, inputs = causal_routing(hparams), (variables, hparams, dataset, mesh)
+    result = evaluate(*inputs, num_batches, rule)
     if not hparams.model.looks_ahead:
         return result
-    top_c = run(num_batches, 'top_c')
+    top_c_sums = _sums(*inputs, num_batches, 'top_c')
+    top_c = _summarize(top_c_sums, hparams, dataset)
     pairs = [(result, top_c)]
     for name in dataset.domains:
         pairs.append((result['domains'][name], top_c['domains'][name]))
@@ -155,8 +168,8 @@ def evaluate_causal(
     num_routed = len(hparams.model.routed_layers)
     if batches_per_layer and num_routed:
         few = min(num_batches, batches_per_layer)
-        base = run(few, 'top_c')['loss']
+        base = _summarize(top_c_sums[:few], hparams, dataset)['loss']
         alone = [np.arange(num_routed) == layer for layer in range(num_routed)]
-        losses = [run(few, rule, only)['loss'] for only in alone]
+        losses = [evaluate(*inputs, few, rule, only)['loss'] for only in alone]
         result['routing']['routing_gap'] = [loss - base for loss in losses]
     return result

@@ -114,7 +114,10 @@ class Trainer:
         With the capacity of its last step; at the end also the cost of each routed block's rule.
         """
         self._wait_for_compiler(1 + self.hparams.model.looks_ahead)
-        per_layer = self.hparams.evaluation.num_batches if step == self.num_steps else 0
+        per_layer = 0
+        if step == self.num_steps:
+            few = max(1, len(self.dataset.domains), num_batches // 8)
+            per_layer = min(self.hparams.evaluation.num_batches, few)
         hparams, variables = self.hparams.at(self._stage(step - 1)), self.state.variables
         result = evaluate_causal(
             variables, hparams, self.dataset, self.mesh, num_batches, per_layer
@@ -178,13 +181,17 @@ class Trainer:
         flops = functools.partial(step_flops_report, self.hparams, self.num_steps)
         programs |= {"counting XLA's FLOPs": flops} | self.report_programs(state, self.dataset)
 
-        def compile_one(program):
-            with jax.set_mesh(self.mesh):
-                program()
+        def compile_one(what, program):
+            try:
+                with jax.set_mesh(self.mesh):
+                    program()
+            except Exception as error:  # what runs the program later shows it in full
+                self.progress.note(f'{what} ahead of its use failed: {error}')
 
         self.compiler = concurrent.futures.ThreadPoolExecutor(1)
         self.compiling = {
-            what: self.compiler.submit(compile_one, program) for what, program in programs.items()
+            what: self.compiler.submit(compile_one, what, program)
+            for what, program in programs.items()
         }
 
     def _wait_for_compiler(self, most=None):
