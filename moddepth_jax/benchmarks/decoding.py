@@ -82,7 +82,7 @@ class _Decoder:
         self.cache = filled_cache(hparams, unrolled, batch, length)
         self.cache_bytes, self.selected = cache_bytes(self.cache), []
         self.random, self.vocab_size = np.random.default_rng(0), hparams.model.vocab_size
-        self.begins_B, self.active_B = np.zeros(batch, bool), np.ones(batch, bool)
+        self.begins_B, self.active_B = jnp.zeros(batch, bool), jnp.ones(batch, bool)
         routing = causal_routing(hparams)
 
         @jax.jit
@@ -111,8 +111,8 @@ def bench_decoding(dense: Hparams, other: Hparams, batches, prompt: int, repeats
 
     Both have one context, `data.sequence_length`. `batches` are rows that decode
     together; the prompt has a batch of its own. Of each batch `rows` has median seconds, `speedup`
-    (the median over rounds of dense / other time), bytes of the caches, and the
-    `selected_fraction` of the tokens in routed blocks.
+    (the median over rounds of dense / other time), bytes of the caches, and, of blocks that cache
+    what they select, the `selected_fraction` of the tokens.
     """
     models, rows = {'dense': dense, 'other': other}, []
     unrolled = {name: random_weights(hparams) for name, hparams in models.items()}
@@ -130,8 +130,8 @@ def bench_decoding(dense: Hparams, other: Hparams, batches, prompt: int, repeats
             row[f'{name}_cache_bytes'] = decoder.cache_bytes
         row['speedup'] = float(np.median(seconds['dense'] / seconds['other']))
         row['cache_ratio'] = row['other_cache_bytes'] / row['dense_cache_bytes']
-        selected = jax.device_get(decoders['other'].selected)
-        row['selected_fraction'] = float(np.mean(selected)) if selected else 1.0
+        if selected := jax.device_get(decoders['other'].selected):
+            row['selected_fraction'] = float(np.mean(selected))
         rows.append(row)
         del decoders
     return {
@@ -185,11 +185,12 @@ def decode(
     """One decoding step of the dense and another model, and the first token.
 
     Caches are nearly full. In Mixture-of-Depths an eighth of the tokens passes every other block,
-    by random routing. A looped model and Mixture-of-Recursions (mor) run all blocks three times,
-    and are compared with dense models of as many parameters and of as many blocks that run.
+    by random routing. A looped model and Mixture-of-Recursions (mor; mor_first with the keys of
+    the first loop) run all blocks three times, and are compared with dense models of as many
+    parameters and of as many blocks that run.
 
     Args:
-      models: mod, looped, mor.
+      models: mod, looped, mor, mor_first.
       size: LAYERSxWIDTH, of blocks that have parameters.
       batches: rows that decode together.
       kv_heads: key/value heads, each in a table.

@@ -17,12 +17,13 @@ TITLES = {
     'both': 'MoD and MoDA',
     'looped': 'looped',
     'mor': 'MoR',
+    'mor_first': 'MoR, first keys',
     'moe': 'experts',
     'staged': 'MoDE staged',
     'integrated': 'MoDE integrated',
 }
 GROUPS = {'mode': ('staged', 'integrated')}  # names that stand for several variants
-LOOPED, LOOPS = ('looped', 'mor'), 3
+LOOPED, LOOPS = ('looped', 'mor', 'mor_first'), 3
 # Sizes with a name: the lengths and the tokens of a batch that fit one large GPU.
 NAMED_SIZES = {'124m': ((2048,), 32768), '700m': ((2048, 4096), 16384)}
 
@@ -61,8 +62,9 @@ def make_model(
 
     A depth stream has the knobs that it has in the studies. mod, both and staged route an eighth
     through every other block, by the learned router if `router` is None. moe, staged and integrated
-    have the experts of configs/moe.py in place of the mlp. looped and mor run all blocks LOOPS
-    times, mor with the routing of configs/mor.py. `knobs` are of `config.model`; None keeps the
+    have the experts of configs/moe.py in place of the mlp. looped, mor and mor_first run all
+    blocks LOOPS times, the last two with the routing of configs/mor.py, mor_first with the keys of
+    the first loop. `knobs` are of `config.model`; None keeps the
     value of the size.
     """
     config = _dense_config(size)
@@ -75,8 +77,10 @@ def make_model(
         config.model.routing.router = router or config.model.routing.router
     if variant in LOOPED:
         config.model.looped_layers, config.model.loops = 'all', LOOPS
-    if variant == 'mor':
+    if variant in ('mor', 'mor_first'):
         config.model.routing = mor.get_config(f'loops={LOOPS}').model.routing
+    if variant == 'mor_first':
+        config.model.routing.loop_keys, config.model.routing.overflow = 'first', 'grow'
     if variant in ('moe', 'staged', 'integrated'):
         moe.apply_experts(config)
     if variant == 'integrated':

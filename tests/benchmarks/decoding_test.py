@@ -1,7 +1,5 @@
 """The decoding benchmark times real steps on caches such as decoding has."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -83,15 +81,11 @@ def test_routed_loops_are_filled_with_their_shares():
 
 
 def test_loops_that_read_the_first_keys_have_no_cache():
-    """A cache of all tokens for each block that has parameters, filled as after a prefill."""
-    hparams = make_model('mor', '2x64', 96, 1)
-    routing = dataclasses.replace(hparams.model.routing, loop_keys='first', overflow='grow')
-    model = dataclasses.replace(hparams.model, routing=routing)
-    hparams = dataclasses.replace(hparams, model=model)
-    unrolled = jax.eval_shape(lambda: decoding.random_weights(hparams))
-    cache = jax.eval_shape(lambda u: decoding.filled_cache(hparams, u, 3, 40), unrolled)
-    assert [layer.capacity for layer in cache.layers] == [96] * 2
-    assert all(layer.lengths_B is None for layer in cache.layers)
+    """A cache of all tokens for each block that has parameters; what they select is not counted."""
+    dense, first = (make_model(name, '1x64', 32, 1) for name in ('dense', 'mor_first'))
+    result = decoding.bench_decoding(dense, first, [3], 8, 2)
+    (row,) = result['rows']
+    assert row['cache_ratio'] == 1 and 'selected_fraction' not in row
 
 
 def test_an_unknown_model_is_refused():
