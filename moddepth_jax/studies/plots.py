@@ -15,7 +15,7 @@ _ROOM_ABOVE = 0.7  # of the range of the sizes: losses further above would squee
 _CURVES = ('dense', 'shallow', 'mod', 'random')  # of training, in a study at equal FLOPs
 _MAX_CURVES = 6  # of other studies
 _SMOOTH = 5  # points of a curve that are averaged; fewer at its ends
-_FAR = 4  # times the distance from the best to the median: means beyond have only a number
+_FAR = 4  # times the distance from the best to the median: seeds all beyond have only a mean
 _EARLY = 0.2  # of a run: what lies only there is cut off
 
 
@@ -264,6 +264,10 @@ def _seeds(study):
         means = np.array([size.loss for _, size in best]) * bits
         limit = np.median(means) + _FAR * (np.median(means) - means.min())
         limit = limit if limit > means.min() else means.max()
+        far = {name for name, size in best if min(size.losses) * bits > limit}
+        near = [loss for name, size in best if name not in far for loss in size.losses]
+        left, right = min(near) * bits, max(near) * bits
+        right = max(right, limit) if far else right
         for row, (name, size) in enumerate(best):
             losses, colour = np.multiply(size.losses, bits), style(name)['color']
             band = {'color': colour, 'alpha': 0.25, 'linewidth': 7, 'solid_capstyle': 'butt'}
@@ -272,17 +276,14 @@ def _seeds(study):
                 mark = {'color': colour, 'markersize': 12, 'markeredgewidth': 2}
                 axes.plot([losses.mean()], [row], '|', **mark)
             axes.plot(losses, [row] * len(losses), '.', color=colour, markersize=7)
-            if size.loss * bits > limit:
+            if name in far:
                 text = {'ha': 'right', 'va': 'center', 'color': colour, 'fontsize': 8}
-                axes.text(limit, row, f'mean {size.loss * bits:.3f} →', **text)
+                axes.text(right, row, f'mean {size.loss * bits:.3f} →', **text)
         if optimum := fit.optimum(fit.select(study, base, budget)):
             axes.axvline(optimum.loss * bits, color=INK, linewidth=0.9, linestyle='--', zorder=1)
         names = [f'{labels[name]["label"]} · {size.size}' for name, size in best]
         axes.set_yticks(range(len(best)), names, fontsize=8)
         axes.set_ylim(-0.6, len(best) - 0.4)
-        near = [loss for _, size in best if size.loss * bits <= limit for loss in size.losses]
-        left, right = min(near) * bits, max(near) * bits
-        right = max(right, limit) if (means > limit).any() else right
         room = 0.05 * (right - left) or 0.01
         axes.set_xlim(left - room, right + room)
         axes.locator_params(axis='x', nbins=8)
