@@ -4,7 +4,8 @@
 
 `mutations.toml` lists them: those of public implementations (the tables of docs/) and others. A row
 has a `name`, the `mistake` in words, the `file`, the `old` text that stands there once, the `new`
-text, the `tests` of which one must fail, the pytest `marker` if that one is slow, and `next` if it
+text, `more` such pairs in the same file if one place is not enough, the `tests` of which one must
+fail, the pytest `marker` if that one is slow, and `next` if it
 needs the JAX of `make test-next`, whose interpreter runs the Hopper kernels. All take ten to
 fifteen minutes on two cores.
 """
@@ -31,10 +32,14 @@ def read_mutations() -> list[dict]:
     return tomllib.loads((ROOT / 'tests' / 'mutations.toml').read_text())['mutation']
 
 
-def plant(mutation: dict, root: pathlib.Path):
-    """Make the mistake in the tree at `root`."""
-    path = root / mutation['file']
-    path.write_text(path.read_text().replace(mutation['old'], mutation['new']))
+def mutated(mutation: dict) -> str:
+    """The file's text with the mistake. Raises ValueError where a place is not there once."""
+    text = (ROOT / mutation['file']).read_text()
+    for change in [mutation, *mutation.get('more', ())]:
+        if (found := text.count(change['old'])) != 1:
+            raise ValueError(f'{mutation["name"]}: stands {found} times: {change["old"]!r}')
+        text = text.replace(change['old'], change['new'])
+    return text
 
 
 def run_tests(mutation: dict) -> str:
@@ -46,7 +51,7 @@ def run_tests(mutation: dict) -> str:
         copy = pathlib.Path(directory) / 'tree'
         ignored = shutil.ignore_patterns('.*', 'runs', '__pycache__', 'results')
         shutil.copytree(ROOT, copy, ignore=ignored)
-        plant(mutation, copy)
+        (copy / mutation['file']).write_text(mutated(mutation))
         command = [str(python), '-m', 'pytest', '-x', '-q', '-p', 'no:cacheprovider']
         command += ['-m', mutation.get('marker', 'not slow'), *mutation['tests']]
         environment = os.environ | {'PYTHONPATH': str(copy), 'PYTHONDONTWRITEBYTECODE': '1'}
