@@ -1,7 +1,7 @@
 """Whole models with depth streams against the public code of their authors and others.
 
-golden/ has logits and gradients of that code; make_golden.py made them. Depth-Attention has none:
-no copy of its code was to be had.
+golden/ has logits and gradients of that code; make_golden.py made them. Of Depth-Attention it has
+the mixed values of five layers alone: that code rotates keys before their norm.
 """
 
 import pathlib
@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moddepth_jax.model.attention import DepthSlots, KeysValues
 from moddepth_jax.model.stack import Stack
 from moddepth_jax.model.streams import layer_kinds
+from moddepth_jax.model.streams.value_attention import MixValues
 from moddepth_jax.model.transformer import Transformer
-from tests.model.cases import parameters, small_hparams
+from tests.model.cases import MIXED, RECENT, parameters, small_hparams
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
 LAYERS = 3
@@ -170,3 +172,34 @@ def test_logits_and_gradients_are_those_of_public_code(name, tiny_config):
     for key, slope in slopes.items():
         error = np.abs(found[key] - slope).max()
         assert error <= 1e-3 * np.abs(slope).max(), key
+
+
+@pytest.mark.parametrize('name', ['stride', 'recent'])
+def test_mixed_values_and_gradients_are_those_of_public_code(name, tiny_config):
+    """Depth-Attention of five layers, their slots in one buffer: to 3e-6."""
+    knobs = {'stride': MIXED, 'recent': RECENT}[name]
+    hparams = small_hparams(tiny_config, knobs, {'model.num_layers': 5}).model
+    golden = dict(np.load(GOLDEN / 'value_attention.npz'))
+
+    def loss(leaves):
+        empty_LBTKH = jnp.zeros((sum(kind.slots for kind in layer_kinds(hparams)), 2, 3, 2, 4))
+        slots, count, values = KeysValues(empty_LBTKH, empty_LBTKH), 0, []
+        for kind, q_BTNH, k_BTKH, v_BTKH in zip(layer_kinds(hparams), *leaves, strict=True):
+            if kind.mixes:
+                depth = DepthSlots(slots, count=count)
+                v_BTKH, depth = MixValues(hparams).apply(
+                    {}, None, q_BTNH, k_BTKH, v_BTKH, None, depth
+                )
+                slots = depth.slots
+            if kind.slots:
+                own = KeysValues(k_BTKH, v_BTKH)
+                slots = jax.tree.map(lambda side, new, i=count: side.at[i].set(new), slots, own)
+                count += 1
+            values.append(v_BTKH)
+        return jnp.sum(jnp.stack(values) * golden['weights']), jnp.stack(values)
+
+    leaves = [golden[key] for key in 'qkv']
+    (_, values_LBTKH), slopes = jax.jit(jax.value_and_grad(loss, has_aux=True))(leaves)
+    np.testing.assert_allclose(values_LBTKH, golden[f'values {name}'], rtol=0, atol=3e-6)
+    for key, slope in zip('qkv', slopes, strict=True):
+        np.testing.assert_allclose(slope, golden[f'd {key} {name}'], rtol=0, atol=3e-6)

@@ -10,15 +10,17 @@ FOLDER has clones of these repositories of github.com:
   Caiyun-AI/MUDDFormer              fc067b2
   Zcchill/Value-Residual-Learning   95652f6
   linkedin/Liger-Kernel             ead96b6
+  hyq718/Depth-Attention            3bdad70
 
 Nothing of this project is imported. What the public code leaves open is that of Llama. Each file
-has, in float32, `tokens` [2, 7], `logits` [2, 7, V], `weights` of the logits in the loss
-mean(weights logits), the parameters by their public names, and as `d NAME` the gradients of the
-loss. Every parameter is random.
+but value_attention has, in float32, `tokens` [2, 7], `logits` [2, 7, V], `weights` of the logits in
+the loss mean(weights logits), the parameters by their public names, and as `d NAME` the gradients
+of the loss. Every parameter is random. value_attention has no model: see `mixtures`.
 """
 
 import ast
 import importlib.util
+import math
 import pathlib
 import sys
 
@@ -230,6 +232,47 @@ def _spread(name, parameter):
     return 0.0, 0.05 if name.startswith('phi.') else 0.3
 
 
+# Sources of Depth-Attention: each n-th layer from the first on, and the newest ones.
+SOURCES = {'stride': (2, 0), 'recent': (3, 1)}
+
+
+def mixtures(code):
+    """Depth-Attention: the values of five layers, of which each may be a source of later ones.
+
+    `q`, `k`, `v` [5, B, T, heads, H] are those of the layers after norms and RoPE. As in the
+    released attention (`sdpa`, the one that runs with grouped queries), a layer's query is the mean
+    of a group's, its own key and value take part, and it stores the mixed values. What differs
+    comes before and after: that code rotates keys before their norm, and where values are mixed it
+    attends without the mask, and caches what they were before. For each of SOURCES the file has
+    `values NAME` [5, B, T, K, H], and as `d ARRAY NAME` the gradients of sum(weights values).
+    """
+    path = 'Depth-Attention/src/llamafactory/model/modeling/modeling_llama_depth_attention.py'
+    (mix,) = _functions(code / path, '_depth_attention_split_mix')
+    rng, layers, batch, length, heads, width = np.random.default_rng(1), 5, 2, 3, 2, 4
+    sizes = {'q': 3 * heads, 'k': heads, 'v': heads, 'weights': heads}
+    shapes = {name: (layers, batch, length, size, width) for name, size in sizes.items()}
+    arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    found = dict(arrays)
+    for name, (stride, recent) in SOURCES.items():
+        leaves = {key: torch.tensor(arrays[key], requires_grad=True) for key in 'qkv'}
+        q, k, v = (leaf.transpose(2, 3) for leaf in leaves.values())
+        q = q.unflatten(2, (heads, 3)).mean(3)
+        stored = []
+        for i in range(layers):
+            seen = [j for j in range(i) if j % stride == 0 or j >= i - recent]
+            values = v[i]
+            if seen:
+                sources = (torch.stack([side[j] for j in seen]) for side in (k, stored))
+                values = mix(q[i], *sources, k[i], v[i], math.sqrt(width))
+            stored.append(values)
+        values = torch.stack(stored).transpose(2, 3)
+        (values * torch.tensor(arrays['weights'])).sum().backward()
+        found[f'values {name}'] = values.detach().numpy()
+        found |= {f'd {key} {name}': leaf.grad.numpy() for key, leaf in leaves.items()}
+    np.savez_compressed(GOLDEN / 'value_attention.npz', **found)
+    print(f'value_attention: {sum(array.nbytes for array in found.values())} bytes')
+
+
 def make(code):
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, IDS, (2, 7)).astype(np.int32)
@@ -255,3 +298,4 @@ def make(code):
 
 if __name__ == '__main__':
     make(pathlib.Path(sys.argv[1]))
+    mixtures(pathlib.Path(sys.argv[1]))
