@@ -81,6 +81,7 @@ def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c'
         parts['depth_projections'] += stream.projection_flops(model, kind, length, tokens)
         parts['depth_attention'] += stream.reading_flops(model, kind, length, tokens, written)
         if kind.part != 'block':
+            written += kind.slots
             continue
         values = not kind.mixes or stream.projects_values(model.depth)
         sides = (1 + values) if makes_keys else 0
