@@ -85,7 +85,7 @@ def test_a_looped_model_becomes_one_of_routed_loops(tiny_config):
 @pytest.mark.parametrize(
     ('dense', 'changes'),
     [
-        ('windows', MOD | MODA),
+        pytest.param('windows', MOD | MODA, marks=pytest.mark.slow),
         pytest.param('experts', MOD, marks=pytest.mark.slow),
         ('experts', MOD | SOURCES),
         ('windows', MOD | LOOKED_UP),

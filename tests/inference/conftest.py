@@ -28,6 +28,14 @@ MODELS = {
 }
 
 
+@pytest.fixture(scope='module', autouse=True)
+def unoptimised():
+    """The programs of inference compile longer than they run, too."""
+    jax.config.update('jax_disable_most_optimizations', True)
+    yield
+    jax.config.update('jax_disable_most_optimizations', False)
+
+
 @pytest.fixture(scope='session')
 def small_model(tiny_config):
     """(variables, hparams) by name; so large that logits differ and some tokens are routed."""

@@ -56,12 +56,14 @@ def teacher(dense):
     return Teacher(run.state.variables, run.hparams)
 
 
-def test_the_loss_pulls_towards_the_teacher(tiny_config, dense, teacher):
+@pytest.mark.parametrize('parts', [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_loss_pulls_towards_the_teacher(tiny_config, dense, teacher, parts):
     """Also at a weight of 1, which ignores the text; the metric is T^2 KL, its mean over targets.
 
     Micro-batches sum up to the batch.
     """
     knobs = {'training.distill_weight': 1.0, 'training.distill_temperature': 2.0}
+    knobs['training.accumulate_steps'] = parts
     hparams, batch = taught(tiny_config, dense, **knobs), make_batch(0, padded=True)
     state = initial(hparams)
     logits_BTV, _ = forward(hparams, state.variables, batch)
@@ -72,9 +74,6 @@ def test_the_loss_pulls_towards_the_teacher(tiny_config, dense, teacher):
     found, _ = trained(state, batch, teacher)
     assert found[0] == pytest.approx(expected, rel=1e-5)
     assert found[-1] < 0.8 * found[0]
-    parts = taught(tiny_config, dense, **knobs, **{'training.accumulate_steps': 2})
-    in_parts, _ = trained(initial(parts), batch, teacher)
-    np.testing.assert_allclose(in_parts[:4], found[:4], rtol=1e-4)
 
 
 def trained(state, batch, teacher, num_steps=12):
