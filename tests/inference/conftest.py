@@ -23,7 +23,9 @@ _LOOPS = {
 MODELS = {
     'both': _ROUTED | _MODA,
     'dense': {},
-    'longer mod': _ROUTED | {'data.sequence_length': 40},  # three lengths of rows
+    # Three lengths of rows.
+    'longer mod': _ROUTED
+    | {'model.num_layers': 1, 'model.routing.layers': '0', 'data.sequence_length': 40},
     'loops': _ROUTED | _LOOPS | {'data.sequence_length': 40},
 }
 
