@@ -24,9 +24,8 @@ MODELS = {
     'both': _ROUTED | _MODA,
     'dense': {},
     # Three lengths of rows.
-    'longer mod': _ROUTED
-    | {'model.num_layers': 1, 'model.routing.layers': '0', 'data.sequence_length': 40},
-    'loops': _ROUTED | _LOOPS | {'data.sequence_length': 40},
+    'longer mod': _ROUTED | {'data.sequence_length': 40},
+    'loops': _ROUTED | _LOOPS | {'model.num_layers': 1, 'data.sequence_length': 40},
 }
 
 
