@@ -37,6 +37,7 @@ def get_config():
 
 # launch.train with slow steps: JAX looks for a SIGTERM once a second.
 SLOWLY = """
+import time
 
 from launch import cli, train
 from moddepth_jax.data.pipeline import Dataset
