@@ -37,11 +37,14 @@ def questions(context):
     return requests
 
 
+SLOW = [('both', 1), ('longer mod', 1), ('longer mod', 3)]
+
+
 @pytest.mark.parametrize(
     ('name', 'batch_size'),
     [
-        *(('dense', 3), ('both', 1), ('both', 3), ('loops', 3)),
-        *(pytest.param('longer mod', size, marks=pytest.mark.slow) for size in (1, 3)),
+        *(('dense', 1), ('dense', 3), ('both', 3), ('loops', 3)),
+        *(pytest.param(*of, marks=pytest.mark.slow) for of in SLOW),
     ],
 )
 def test_scores_are_those_by_hand(small_model, by_hand, name, batch_size):
