@@ -16,7 +16,8 @@ from tests.data.synthetic_test import entropy_floor
 DISTANCE = 0.025
 NOISE = 0.005  # nats; some five standard errors of the mean over the held-out targets
 BATCHES = 8
-pytestmark = pytest.mark.slow  # tests/training/optimizer_test.py: that all optimizers learn
+# Fast: optimizer_test.py and teacher_test.py, whose losses fall.
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope='module')
