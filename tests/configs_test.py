@@ -34,6 +34,8 @@ SIMILAR = (
     *('dense_700m', 'depth_average', 'imported', 'mod_isoflop_gpu', 'mod_isoflop_paper'),
     *('moda_24l', 'moda_48l', 'moda_700m', 'moda_1b5', 'mode_staged', 'openmythos_moda', 'study'),
 )
+# Of many layers that are not a scan, or of many parts: seconds. tests/model traces these parts.
+LONG = ('depth_dense', 'mod_moda', 'mor', 'value_attention')
 ARGUMENTS = ['', 'size=8x192,budget=1e14', 'budget=5e11,size=2x128']
 
 
@@ -81,7 +83,7 @@ def test_every_knob_and_config_is_listed():
 @pytest.mark.parametrize(
     'name',
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name in SIMILAR else [])
+        pytest.param(name, marks=[pytest.mark.slow] if name in SIMILAR + LONG else [])
         for name in EXPERIMENTS
     ],
 )

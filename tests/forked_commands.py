@@ -3,6 +3,7 @@
 A command that starts alone takes seconds to import JAX; a fork takes a tenth of a second.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -19,6 +20,7 @@ LIBRARY = (
     'launch.cli',
     'launch.config_file',
     'moddepth_jax.analysis.report',
+    'moddepth_jax.benchmarks.registry',
     'moddepth_jax.conversion.hugging_face',
     'moddepth_jax.data.preparation.prepare',
     'moddepth_jax.studies.runner',
@@ -35,7 +37,9 @@ class Finished(NamedTuple):
     stderr: str
 
 
-def run_commands(lines, folder, preload=LIBRARY, parse_only=False, **environment):
+def run_commands(
+    lines, folder, preload=LIBRARY, parse_only=False, at_a_time=AT_A_TIME, **environment
+):
     """Runs command lines in `folder`, some at a time; returns a Finished for each.
 
     `lines` are lists [NAME, ARGUMENT, ...] of `python -m launch.NAME`; or of a script, NAME.py.
@@ -43,7 +47,8 @@ def run_commands(lines, folder, preload=LIBRARY, parse_only=False, **environment
     flags are parsed, and a config is resolved and checked.
     """
     environment = {**os.environ, 'PYTHONPATH': str(ROOT), **environment}
-    asked = json.dumps({'lines': lines, 'preload': list(preload), 'parse_only': parse_only})
+    how = {'parse_only': parse_only, 'at_a_time': at_a_time}
+    asked = json.dumps({'lines': lines, 'preload': list(preload), 'how': how})
     command = [sys.executable, '-W', 'ignore', '-m', 'tests.forked_commands']
     pipes = {'input': asked, 'capture_output': True, 'text': True}
     done = subprocess.run(command, env=environment, cwd=folder, **pipes)
@@ -100,10 +105,10 @@ def _start(words, files, parse_only):
         os._exit(status)
 
 
-def _run_all(lines, parse_only):
+def _run_all(lines, parse_only, at_a_time):
     waiting, running, found = list(enumerate(lines)), {}, {}
     while waiting or running:
-        while waiting and len(running) < AT_A_TIME:
+        while waiting and len(running) < at_a_time:
             number, words = waiting.pop(0)
             files = tempfile.TemporaryFile(), tempfile.TemporaryFile()
             running[_start(words, files, parse_only)] = number, files
@@ -123,4 +128,5 @@ if __name__ == '__main__':
     asked = json.load(sys.stdin)
     for module in asked['preload']:
         importlib.import_module(module)
-    sys.stdout.write(json.dumps(_run_all(asked['lines'], asked['parse_only'])))
+    gc.freeze()  # or each fork would copy what it collects
+    sys.stdout.write(json.dumps(_run_all(asked['lines'], **asked['how'])))

@@ -62,14 +62,8 @@ def check_runs(notebook, tmp_path):
     return json.dumps([output.get('text') for output in outputs])
 
 
-@pytest.mark.parametrize(
-    'path',
-    [
-        pytest.param(path, marks=[pytest.mark.slow] if path.stem != 'isoflop' else [])
-        for path in NOTEBOOKS
-    ],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(path, execute, tmp_path):
     texts = check_runs(execute(read(path.read_text())), tmp_path)
     assert str(tmp_path) not in texts

@@ -85,9 +85,9 @@ def test_a_looped_model_becomes_one_of_routed_loops(tiny_config):
 @pytest.mark.parametrize(
     ('dense', 'changes'),
     [
-        ('windows', MOD | MODA),
+        pytest.param('windows', MOD | MODA, marks=pytest.mark.slow),
         pytest.param('experts', MOD, marks=pytest.mark.slow),
-        ('experts', MOD | SOURCES),
+        pytest.param('experts', MOD | SOURCES, marks=pytest.mark.slow),
         ('windows', MOD | LOOKED_UP),
         pytest.param('olmo2', MUDD, marks=pytest.mark.slow),
         pytest.param('olmo2', UNROLLED, marks=pytest.mark.slow),

@@ -6,7 +6,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import time
 
 from moddepth_jax.training.metrics import read_metrics
 from tests.launch.commands import write_words
@@ -115,23 +114,6 @@ class Runs:
         assert status == 0, out + err
         assert 'Next:' in out
         return out
-
-    def interrupt(self, name, step, send):
-        """Starts it; `send(process)` once it has logged `step` and a checkpoint is finished."""
-        workdir = self.folder / name
-
-        def act(process, out):
-            while process.poll() is None and 'compiled' not in out.read_text():
-                time.sleep(0.01)
-            saved = False
-            while process.poll() is None and not (saved and last_step(workdir) >= step):
-                saved = saved or any(workdir.glob('checkpoints/*/manifest.json'))
-                time.sleep(0.002)
-            send(process)
-
-        status, out, err = self.start(name, act)
-        assert not (workdir / 'summary.json').exists(), (status, out, err)
-        return status, out, err
 
     def result(self, name):
         """(digest of the final state, held-out loss, rows of metrics without times)."""

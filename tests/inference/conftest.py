@@ -23,9 +23,18 @@ _LOOPS = {
 MODELS = {
     'both': _ROUTED | _MODA,
     'dense': {},
-    'longer mod': _ROUTED | {'data.sequence_length': 40},  # three lengths of rows
-    'loops': _ROUTED | _LOOPS | {'data.sequence_length': 40},
+    # Three lengths of rows.
+    'longer mod': _ROUTED | {'data.sequence_length': 40},
+    'loops': _ROUTED | _LOOPS | {'model.num_layers': 1, 'data.sequence_length': 40},
 }
+
+
+@pytest.fixture(scope='module', autouse=True)
+def unoptimised():
+    """The programs of inference compile longer than they run, too."""
+    jax.config.update('jax_disable_most_optimizations', True)
+    yield
+    jax.config.update('jax_disable_most_optimizations', False)
 
 
 @pytest.fixture(scope='session')

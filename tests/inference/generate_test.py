@@ -18,14 +18,6 @@ PROMPT = [256, 100, 101, 102]
 TOKENIZER = make_tokenizer('bytes')
 
 
-@pytest.fixture(scope='module', autouse=True)
-def unoptimised():
-    """The programs inside `generate` compile longer than they run, too."""
-    jax.config.update('jax_disable_most_optimizations', True)
-    yield
-    jax.config.update('jax_disable_most_optimizations', False)
-
-
 def make_hparams(tiny_config, **knobs):
     changes = {
         'model.routing.router': 'learned',

@@ -37,19 +37,27 @@ def questions(context):
     return requests
 
 
-@pytest.mark.parametrize('name', ['dense', 'both', 'longer mod', 'loops'])
-def test_scores_are_those_by_hand(small_model, by_hand, name):
+SLOW = [('both', 1), ('longer mod', 1), ('longer mod', 3)]
+
+
+@pytest.mark.parametrize(
+    ('name', 'batch_size'),
+    [
+        *(('dense', 1), ('dense', 3), ('both', 3), ('loops', 3)),
+        *(pytest.param(*of, marks=pytest.mark.slow) for of in SLOW),
+    ],
+)
+def test_scores_are_those_by_hand(small_model, by_hand, name, batch_size):
     """Each equals the sum over the logits of its own row, whatever the batch size."""
     context = small_model(name)[1].data.sequence_length
     requests = questions(context)
     want = [by_hand(name, *request) for request in requests]
     assert score(*small_model(name), []) == []
-    for batch_size in (3,) if name in ('dense', 'loops') else (1, 3):
-        found = score(*small_model(name), requests, batch_size=batch_size)
-        for got, (log_likelihood, greedy) in zip(found, want, strict=True):
-            assert got.log_likelihood == pytest.approx(log_likelihood, abs=1e-5, rel=1e-5)
-            assert got.greedy == greedy
-        assert [one.cut for one in found] == [0] * 17 + [60 + 3 - context - 1, 0]
+    found = score(*small_model(name), requests, batch_size=batch_size)
+    for got, (log_likelihood, greedy) in zip(found, want, strict=True):
+        assert got.log_likelihood == pytest.approx(log_likelihood, abs=1e-5, rel=1e-5)
+        assert got.greedy == greedy
+    assert [one.cut for one in found] == [0] * 17 + [60 + 3 - context - 1, 0]
 
 
 def test_the_likeliest_tokens_are_greedy(small_model):

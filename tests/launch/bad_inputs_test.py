@@ -8,7 +8,7 @@ import pytest
 
 from tests.forked_commands import ROOT, run_commands
 from tests.launch.bad_inputs import COMMANDS, SLOW, TOY, make_folder, snapshot
-from tests.launch.toy_command import make_toy
+from tests.launch.toy_command import PRELOAD, make_toy
 
 
 def check(table, run):
@@ -36,7 +36,7 @@ def test_frame_of_every_command(tmp_path):
 
     def run(lines):
         lines = [[toy, *(word.replace('{}', str(tmp_path)) for word in line)] for line in lines]
-        return run_commands(lines, ROOT, ['launch.cli', 'launch.config_file'])
+        return run_commands(lines, ROOT, PRELOAD)
 
     check(TOY, run)
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.forked_commands import ROOT, run_commands
-from tests.launch.toy_command import make_toy
+from tests.launch.toy_command import PRELOAD, make_toy
 
 BASE = '--config=configs/base.py'
 
@@ -28,8 +28,7 @@ def toy(folder):
     def run(*lines, **environment):
         toy = str(folder / 'toy.py')
         lines = [[toy, *(argument.format(folder) for argument in line)] for line in lines]
-        preload = ['launch.cli', 'launch.config_file']
-        return run_commands(lines, ROOT, preload, **environment)
+        return run_commands(lines, ROOT, PRELOAD, **environment)
 
     return run
 

@@ -26,6 +26,7 @@ CHANGES = {
     'evaluation__every': 70,
     'report__sample_tokens': 1,
 }
+pytestmark = pytest.mark.slow
 
 
 class SpreadRuns(Runs):
@@ -104,7 +105,6 @@ def test_a_run_resumes_with_other_numbers_of_processes(tmp_path):
     runs.check_like_unbroken()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('victim', [0, 1])
 def test_a_killed_process_stops_the_other_and_both_restart(tmp_path, victim):
     """kill -9 of either: reported within 40 s, restarted, and the bits of an unbroken run."""

@@ -68,6 +68,9 @@ CONFIGS = {
 }
 
 
+PRELOAD = ('launch.cli', 'launch.config_file', 'jax._src.xla_bridge')
+
+
 def make_toy(folder: pathlib.Path) -> str:
     (folder / 'toy.py').write_text(TOY)
     for name, text in CONFIGS.items():

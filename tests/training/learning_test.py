@@ -16,6 +16,8 @@ from tests.data.synthetic_test import entropy_floor
 DISTANCE = 0.025
 NOISE = 0.005  # nats; some five standard errors of the mean over the held-out targets
 BATCHES = 8
+# Fast: optimizer_test.py and teacher_test.py, whose losses fall.
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope='module')
@@ -109,7 +111,6 @@ def largest_loads(tiny_config, workdir, weight):
     return {row['step']: max(row[layer] for layer in layers) for row in rows}
 
 
-@pytest.mark.slow
 def test_balance_loss_keeps_loads_within_twice_their_mean(tiny_config, tmp_path):
     """In the second half of the run; without it some layer always exceeds that."""
     kept, free = (

@@ -170,11 +170,13 @@ def test_muon_orthogonalizes_each_matrix_of_a_block(tiny_config):
         'model.value_embeddings': 'alternate',
     }
     hparams = from_config(tiny_config(**changes))
-    params = init_state(hparams, 10).params
-    optimizer = make_optimizer(hparams, 10)
-    keys = iter(jax.random.split(jax.random.key(0), 999))
-    gradients = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape), params)
-    update, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
+    shapes = jax.eval_shape(lambda: init_state(hparams, 10)).params
+    optimizer, draw = make_optimizer(hparams, 10), np.random.default_rng(0)
+    params, gradients = (
+        jax.tree.map(lambda leaf: draw.normal(size=leaf.shape).astype('float32'), shapes)
+        for _ in range(2)
+    )
+    update, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(gradients, params)
     found = jax.tree_util.tree_leaves_with_path(update)
     sizes = {jax.tree_util.keystr(path, simple=True, separator='/'): leaf for path, leaf in found}
     matrices = {

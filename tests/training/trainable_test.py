@@ -16,7 +16,7 @@ from tests.training.toy_steps import NUM_STEPS, ROUTED, make_batch, step
 
 ROUTERS = ('*/router/*',)
 SOME = ('*/router/*', 'stack/*_norm/scale', 'embedding')
-DECAYED = {'optimizer.weight_decay': 0.5, 'model.num_layers': 3, 'model.routing.layers': '1'}
+DECAYED = {'optimizer.weight_decay': 0.5, 'model.num_layers': 2, 'model.routing.layers': '1'}
 
 
 def some_hparams(tiny_config, patterns, **changes):
