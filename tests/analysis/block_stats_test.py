@@ -117,7 +117,7 @@ def test_norms_along_depth_are_those_of_one_plain_gradient(knobs, tiny_config):
         nll_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch['labels_BT'])
         return jax.numpy.sum(nll_BT * real_BT) / real_BT.sum()
 
-    gradients = jax.device_get(jax.grad(loss)(variables['params'])['stack'])
+    gradients = jax.device_get(jax.jit(jax.grad(loss))(variables['params'])['stack'])
     leaves = jax.tree.leaves(gradients['run_0']['layer_0'])
     squares = np.sum([(leaf.reshape(3, -1) ** 2).sum(1) for leaf in leaves], axis=0)
     expected = np.sqrt(squares)[list(hparams.model.block_order)]

@@ -27,6 +27,7 @@ from tests.model.cases import (
     SOURCES,
     UNROLLED,
     VALUES,
+    initial_params,
     parameters,
     random_variables,
     small_hparams,
@@ -91,8 +92,7 @@ def test_identity_starts_as_the_plain_model(tiny_config):
 def test_scales_start_as_in_nanochat(routing, tiny_config):
     """r falls from 1.15 to 1.05 and a from 0.20 to 0.05 over four layers, in float32."""
     hparams = small_hparams(tiny_config, EMBEDDED, routing)
-    params = Transformer(hparams).init(jax.random.key(0), TOKENS_BT)['params']
-    found = by_name(hparams, params)
+    found = by_name(hparams, initial_params(hparams))
     for name, first in (
         ('residual_scale', [1.15, 1.15 - 0.1 / 3, 1.15 - 0.2 / 3, 1.05]),
         ('embedding_scale', [0.2, 0.15, 0.1, 0.05]),

@@ -70,8 +70,8 @@ def gradient_of(hparams, rows=2, length=64):
 @pytest.mark.parametrize(
     ('knobs', 'by_cudnn'),
     [
-        (MODA | ACROSS, True),
-        (MODA | ACROSS | {'model.windows': (16,)}, True),
+        pytest.param(MODA | ACROSS, True, marks=pytest.mark.slow),
+        pytest.param(MODA | ACROSS | {'model.windows': (16,)}, True, marks=pytest.mark.slow),
         # Grouped keys of packed documents: see kernels_pallas/cudnn.py.
         (MODA, jax.__version_info__ >= (0, 11, 2)),
         (MODA | ROUTED | MASKED | ACROSS, True),
