@@ -101,7 +101,9 @@ def test_the_gate_is_in_what_is_added_and_not_in_the_delta(tiny_config):
     assert dense['score_correlation'] is None and -1 <= routed['score_correlation'] <= 1
 
 
-@pytest.mark.parametrize('knobs', [{}, ALL_LOOPED], ids=['dense', 'looped'])
+@pytest.mark.parametrize(
+    'knobs', [pytest.param({}, marks=pytest.mark.slow), ALL_LOOPED], ids=['dense', 'looped']
+)
 def test_norms_along_depth_are_those_of_one_plain_gradient(knobs, tiny_config):
     """Of all held-out rows at once, by the logits; the first block reads the embedded tokens."""
     hparams = small_hparams(tiny_config, {'model.vocab_size': 257, 'model.num_layers': 3}, knobs)

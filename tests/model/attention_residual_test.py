@@ -143,7 +143,7 @@ FORMS = {
 }
 SUBLAYERS = (1, 2, 3, 4, 8)
 EQUAL = [(form, size) for form in FORMS for size in SUBLAYERS]
-FAST = (('dense', 3), ('routed', 1))
+FAST = (('routed', 3),)
 
 
 @pytest.mark.parametrize(('form', 'size'), parameters(FAST, EQUAL))

@@ -65,7 +65,7 @@ def with_connections(hparams, params, change):
     ('form', 'number'),
     [
         pytest.param(HYPER, 4, id='dynamic'),
-        pytest.param(STATIC, 3, id='static'),
+        pytest.param(STATIC, 3, id='static', marks=pytest.mark.slow),
         pytest.param(HYPER, 1, id='one stream', marks=pytest.mark.slow),
         pytest.param(CONSTRAINED, 4, id='constrained', marks=pytest.mark.slow),
         pytest.param(CONSTRAINED, 1, id='constrained, one stream', marks=pytest.mark.slow),

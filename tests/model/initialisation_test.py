@@ -166,7 +166,7 @@ GATES = {
 }
 
 
-@pytest.mark.parametrize('name', GATES)
+@pytest.mark.parametrize('name', cases.parameters(('deep', 'post', 'reordered'), GATES))
 def test_selected_gates_average_about_one_in_every_layer(name, tiny_config):
     """At step 0 the mean raw gate of the selected tokens lies between 0.5 and 2, layer by layer."""
     num_layers, capacity, knobs = GATES[name]

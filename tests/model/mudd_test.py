@@ -123,7 +123,7 @@ def test_weights_of_ages_are_those_of_slots():
     np.testing.assert_array_equal(weights_of_slots(by_age[0], 2, 2), [20, 10])
 
 
-@pytest.mark.parametrize('loop', ['scan', 'unrolled'])
+@pytest.mark.parametrize('loop', parameters(('scan',), ('scan', 'unrolled')))
 def test_padded_sources_have_no_weight_and_no_gradient(loop, tiny_config):
     """Of a and W_2 a layer uses the ages that it finds: others change no bit and learn nothing."""
     hparams = small_hparams(tiny_config, MUDD, {'model.layer_loop': loop})

@@ -166,7 +166,7 @@ def test_later_loops_read_the_keys_of_the_first(tiny_config):
     np.testing.assert_allclose(found_BTD[real_BT], expected_BTD[real_BT], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize('loops', [2, 5])
+@pytest.mark.parametrize('loops', [pytest.param(2, marks=pytest.mark.slow), 5])
 def test_loops_select_among_those_of_the_loop_before(loops, tiny_config):
     """k_r = floor(c_r T) of T, not of the candidates, with c_r from 1 down to the capacity."""
     knobs = {'model.loops': loops, 'model.routing.capacity': 1 / loops}
@@ -237,7 +237,11 @@ def test_the_cache_is_as_large_as_the_loops_are(more, share, tiny_config):
     assert sizes[0] / sizes[1] == pytest.approx(share)
 
 
-@pytest.mark.parametrize('more', [{}, FIRST_KEYS], ids=['own keys', 'first keys'])
+@pytest.mark.parametrize(
+    'more',
+    [pytest.param({}, marks=pytest.mark.slow), FIRST_KEYS],
+    ids=['own keys', 'first keys'],
+)
 def test_a_document_does_not_see_another(more, tiny_config):
     """Under the causal rule: the first document does not change what the second computes."""
     hparams = small_hparams(tiny_config, RECURSIONS, AUX, GROWS, more)

@@ -96,7 +96,7 @@ FORMS = {
 }
 
 
-FAST = ('mod and moda', 'every layer routed', 'attention residual, blocks of 2')
+FAST = ('mod and moda', 'attention residual, blocks of 2')
 
 
 @pytest.mark.parametrize('form', parameters(('both',), FORMS))

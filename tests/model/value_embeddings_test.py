@@ -100,7 +100,7 @@ def test_every_second_layer_has_a_table_and_the_last(layers, tiny_config):
             assert (len(group), repeats) == ((2, 2) if expected else (1, 4))
 
 
-@pytest.mark.parametrize('routing', [{}, ROUTED])
+@pytest.mark.parametrize('routing', [pytest.param({}, marks=pytest.mark.slow), ROUTED])
 def test_first_values_are_those_of_nanochat(routing, tiny_config):
     """Tables uniform in +-sqrt(3 / D), variance 1 / D; gates in [0, 0.02): float32, all apart."""
     hparams = small_hparams(tiny_config, ALL_LOOKED_UP, routing, {'model.dtype': 'bfloat16'})
