@@ -1,7 +1,5 @@
 """Streams that change the values of attention: what they equal, and what they do not read."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,18 +43,17 @@ def with_leaves(params, **values):
     return jax.tree_util.tree_map_with_path(fill, params)
 
 
-@functools.partial(jax.jit, static_argnames='hparams')
-@functools.partial(jax.grad, has_aux=True)
-def slopes_and_logits(params, variables, hparams):
-    weights_BTV = np.random.default_rng(7).normal(size=(B, T, hparams.model.vocab_size))
-    given = variables | {'params': params}
-    logits_BTV, _ = Transformer(hparams).apply(given, TOKENS_BT, SEGMENTS_BT)
-    return (logits_BTV * weights_BTV).mean(), logits_BTV
-
-
 def gradient(hparams, variables):
     """Logits, and the gradient of a loss by the parameters."""
-    return jax.device_get(slopes_and_logits(variables['params'], variables, hparams=hparams))[::-1]
+    weights_BTV = np.random.default_rng(7).normal(size=(B, T, hparams.model.vocab_size))
+
+    def loss(params):
+        given = variables | {'params': params}
+        logits_BTV, _ = Transformer(hparams).apply(given, TOKENS_BT, SEGMENTS_BT)
+        return (logits_BTV * weights_BTV).mean(), logits_BTV
+
+    (_, logits_BTV), slopes = jax.jit(jax.value_and_grad(loss, has_aux=True))(variables['params'])
+    return jax.device_get((logits_BTV, slopes))
 
 
 def by_name(hparams, params):
