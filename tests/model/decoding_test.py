@@ -146,7 +146,7 @@ def test_prompt_and_steps_equal_the_full_forward(name, tiny_config):
 
 
 FAST_IN_CHUNKS = ('dense', 'aux_loss', 'mod and moda', 'recursions', 'row capacity')
-FAST_IN_CHUNKS += ('attention routed', 'mlp routed')
+FAST_IN_CHUNKS += ('attention routed', 'mlp routed', 'token choice, first keys')
 
 
 @pytest.mark.parametrize('name', parameters(FAST_IN_CHUNKS))
