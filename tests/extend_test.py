@@ -101,13 +101,11 @@ def test_stream_of_the_page_scans_unrolls_and_decodes(load):
     assert weight.shape == (3,) and (weight != 0).all()
     parts = unroll({'params': params}, hparams, 'dense')
     options = {'hparams': hparams, 'routing': 'dense'}
-    _, cache = prefill(
-        parts, TOKENS[:, :15], np.ones((2, 15), int), capacity=16, routed_capacity=None, **options
-    )
+    first = functools.partial(prefill, capacity=16, routed_capacity=None, **options)
+    _, cache = jax.jit(first)(parts, TOKENS[:, :15], np.ones((2, 15), int))
     begins_B, active_B = jnp.zeros(2, bool), jnp.ones(2, bool)
-    last_BV, _, _ = decode_step(
-        parts, cache, jnp.array(TOKENS[:, 15]), begins_B, active_B, **options
-    )
+    step = jax.jit(functools.partial(decode_step, **options))
+    last_BV, _, _ = step(parts, cache, jnp.array(TOKENS[:, 15]), begins_B, active_B)
     np.testing.assert_allclose(last_BV, logits_BTV[:, 15], rtol=1e-4, atol=1e-4)
 
 

@@ -101,7 +101,9 @@ def test_the_gate_is_in_what_is_added_and_not_in_the_delta(tiny_config):
     assert dense['score_correlation'] is None and -1 <= routed['score_correlation'] <= 1
 
 
-@pytest.mark.parametrize('knobs', [{}, ALL_LOOPED], ids=['dense', 'looped'])
+@pytest.mark.parametrize(
+    'knobs', [pytest.param({}, marks=pytest.mark.slow), ALL_LOOPED], ids=['dense', 'looped']
+)
 def test_norms_along_depth_are_those_of_one_plain_gradient(knobs, tiny_config):
     """Of all held-out rows at once, by the logits; the first block reads the embedded tokens."""
     hparams = small_hparams(tiny_config, {'model.vocab_size': 257, 'model.num_layers': 3}, knobs)
@@ -117,7 +119,7 @@ def test_norms_along_depth_are_those_of_one_plain_gradient(knobs, tiny_config):
         nll_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch['labels_BT'])
         return jax.numpy.sum(nll_BT * real_BT) / real_BT.sum()
 
-    gradients = jax.device_get(jax.grad(loss)(variables['params'])['stack'])
+    gradients = jax.device_get(jax.jit(jax.grad(loss))(variables['params'])['stack'])
     leaves = jax.tree.leaves(gradients['run_0']['layer_0'])
     squares = np.sum([(leaf.reshape(3, -1) ** 2).sum(1) for leaf in leaves], axis=0)
     expected = np.sqrt(squares)[list(hparams.model.block_order)]

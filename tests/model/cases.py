@@ -322,6 +322,13 @@ def random_variables(hparams, tokens_BT, seed=0):
     return random_like(shapes, seed, 'float64' if hparams.model.dtype == 'float64' else None)
 
 
+@functools.cache
+def initial_params(hparams, seed=0):
+    """The parameters with which a Transformer starts, compiled once in a session."""
+    init = jax.jit(Transformer(hparams).init)
+    return jax.device_get(init(jax.random.key(seed), np.zeros((1, 8), int))['params'])
+
+
 class Model(NamedTuple):
     """A model of CASES with weights that matter, and its compiled causal forward pass."""
 

@@ -49,7 +49,9 @@ def changed(one_BTV, other_BTV):
 @pytest.mark.parametrize(
     'knobs',
     [
-        *({}, BY_SEGMENT, MODA, MODA | BY_SEGMENT, AVERAGE),
+        {},
+        *(pytest.param(some, marks=pytest.mark.slow) for some in (BY_SEGMENT, MODA)),
+        *(MODA | BY_SEGMENT, AVERAGE),
         *(
             SOURCES | BY_SEGMENT,
             HYPER | BY_SEGMENT,

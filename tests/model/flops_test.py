@@ -276,7 +276,7 @@ FAST = (
     'moda attention slots',
     'mlp routed',
 )
-FAST += ('shared values', 'token', 'integrated', 'expert choice', 'masked', *LONG)
+FAST += ('shared values', 'integrated', 'expert choice', *LONG)
 FAST += ('recursions, first keys',)
 
 

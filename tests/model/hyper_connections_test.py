@@ -13,6 +13,7 @@ from tests.model.cases import (
     MODA,
     POST,
     STATIC,
+    initial_params,
     random_like,
     random_variables,
     small_hparams,
@@ -50,7 +51,7 @@ def loss_and_gradient(hparams, variables):
 
 def with_connections(hparams, params, change):
     """Variables whose connections are those of the start, changed leaf by leaf by their name."""
-    start = Transformer(hparams).init(jax.random.key(0), TOKENS_BT)['params']
+    start = initial_params(hparams)
     at = jax.tree_util.tree_map_with_path
 
     def pick(path, first, leaf):
@@ -64,7 +65,7 @@ def with_connections(hparams, params, change):
     ('form', 'number'),
     [
         pytest.param(HYPER, 4, id='dynamic'),
-        pytest.param(STATIC, 3, id='static'),
+        pytest.param(STATIC, 3, id='static', marks=pytest.mark.slow),
         pytest.param(HYPER, 1, id='one stream', marks=pytest.mark.slow),
         pytest.param(CONSTRAINED, 4, id='constrained', marks=pytest.mark.slow),
         pytest.param(CONSTRAINED, 1, id='constrained, one stream', marks=pytest.mark.slow),
@@ -98,8 +99,7 @@ def test_the_model_starts_as_the_plain_one(form, number, tiny_config):
 
 def test_sublayers_read_stream_after_stream(tiny_config):
     """The first sublayer reads stream 0, the fifth of four streams too; others read nothing."""
-    variables = Transformer(small_hparams(tiny_config, HYPER)).init(jax.random.key(0), TOKENS_BT)
-    (layer,) = variables['params']['stack']['run_0'].values()
+    (layer,) = initial_params(small_hparams(tiny_config, HYPER))['stack']['run_0'].values()
     read = np.stack([layer[part]['read_bias'] for part in PARTS], axis=1).reshape(8, 4)
     np.testing.assert_array_equal(read, np.eye(4)[np.arange(8) % 4])
 

@@ -143,9 +143,7 @@ def test_models_of_one_seed_start_alike(name, tiny_config):
     found = []
     for knobs in pair:
         hparams = cases.small_hparams(tiny_config, PLAIN, {'model.num_layers': 4}, knobs)
-        init = jax.jit(Transformer(hparams).init, compiler_options=NOT_OPTIMISED)
-        params = init(jax.random.key(3), np.zeros((1, 8), int))['params']
-        found.append(by_layer(hparams, params))
+        found.append(by_layer(hparams, cases.initial_params(hparams, seed=3)))
     one, other = found
     shared = [key for key in one.keys() & other.keys() if one[key].shape == other[key].shape]
     names = [[name for layer, name in shared if layer == number] for number in range(4)]
@@ -168,7 +166,7 @@ GATES = {
 }
 
 
-@pytest.mark.parametrize('name', GATES)
+@pytest.mark.parametrize('name', cases.parameters(('deep', 'post', 'reordered'), GATES))
 def test_selected_gates_average_about_one_in_every_layer(name, tiny_config):
     """At step 0 the mean raw gate of the selected tokens lies between 0.5 and 2, layer by layer."""
     num_layers, capacity, knobs = GATES[name]

@@ -35,7 +35,11 @@ def leaves_of(params):
     return {tuple(key.key for key in path): leaf for path, leaf in leaves}
 
 
-@pytest.mark.parametrize('knobs', [LOOPED, ALL_LOOPED | ROUTED | TWO], ids=['dense', 'routed'])
+@pytest.mark.parametrize(
+    'knobs',
+    [LOOPED, pytest.param(ALL_LOOPED | ROUTED | TWO, marks=pytest.mark.slow)],
+    ids=['dense', 'routed'],
+)
 def test_a_new_model_equals_the_one_that_shares_all(knobs, tiny_config):
     """Logits to the bit; parameters beyond it are N - 1 copies of each scale, and N vectors of 0.
 

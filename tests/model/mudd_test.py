@@ -21,6 +21,7 @@ from tests.model.cases import (
     STATIC_WAYS,
     UNROLLED,
     WINDOWS,
+    initial_params,
     parameters,
     random_variables,
     small_hparams,
@@ -76,8 +77,7 @@ def test_the_model_starts_as_the_plain_one(form, tiny_config):
 def test_weights_start_as_said(tiny_config):
     """W_1 is normal of variance 1/D, W_2 0, and a 1 on the newest output."""
     hparams = small_hparams(tiny_config, MUDD, {'model.d_model': 256, 'model.num_heads': 4})
-    params = Transformer(hparams).init(jax.random.key(0), TOKENS_BT)['params']
-    reads = weights_by_layer(hparams, params)
+    reads = weights_by_layer(hparams, initial_params(hparams))
     assert [read['bias'].shape for read in reads] == [(4, 5)] * 4 + [(1, 5)]
     for read in reads:
         np.testing.assert_array_equal(read['bias'], np.eye(5)[[0] * len(read['bias'])])
@@ -123,7 +123,7 @@ def test_weights_of_ages_are_those_of_slots():
     np.testing.assert_array_equal(weights_of_slots(by_age[0], 2, 2), [20, 10])
 
 
-@pytest.mark.parametrize('loop', ['scan', 'unrolled'])
+@pytest.mark.parametrize('loop', parameters(('scan',), ('scan', 'unrolled')))
 def test_padded_sources_have_no_weight_and_no_gradient(loop, tiny_config):
     """Of a and W_2 a layer uses the ages that it finds: others change no bit and learn nothing."""
     hparams = small_hparams(tiny_config, MUDD, {'model.layer_loop': loop})

@@ -1,5 +1,7 @@
 """Mixture-of-Recursions: what it equals, which tokens go on, what it stores, what is refused."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,7 @@ from tests.model.cases import (
     build,
     equations,
     experts,
+    initial_params,
     random_variables,
     small_hparams,
 )
@@ -34,6 +37,12 @@ SEGMENTS_BT = np.array([[1] * 7 + [2] * 5, [1] * 10 + [0] * 2])
 AUX = {'model.routing.causal_rule': 'aux_loss'}
 ALL_TOKENS = {'model.routing.capacity': 1.0, 'model.routing.gate': 'none'}
 FLOAT64 = {'model.dtype': 'float64'}
+
+
+def apply(hparams, *inputs, method='__call__'):
+    """What a method of the model gives, in NumPy."""
+    run = jax.jit(functools.partial(Transformer(hparams).apply, method=method))
+    return jax.device_get(run(*inputs))
 
 
 def test_all_tokens_through_all_loops_are_the_looped_model(tiny_config):
@@ -77,11 +86,8 @@ def restacked(source, target, params):
 def test_it_starts_as_the_looped_model_of_its_seed(tiny_config):
     """Bit for bit, but for the routers."""
     routed, looped = (small_hparams(tiny_config, some) for some in (RECURSIONS, LOOPED))
-    found, expected = (
-        jax.device_get(Transformer(hparams).init(jax.random.key(0), TOKENS_BT)['params'])
-        for hparams in (routed, looped)
-    )
-    jax.tree.map(np.testing.assert_array_equal, restacked(routed, looped, found), expected)
+    found = restacked(routed, looped, initial_params(routed))
+    jax.tree.map(np.testing.assert_array_equal, found, initial_params(looped))
 
 
 def test_the_papers_update_adds_the_whole_output(tiny_config):
@@ -90,9 +96,7 @@ def test_the_papers_update_adds_the_whole_output(tiny_config):
     hparams = small_hparams(tiny_config, RECURSIONS, AUX, ALL_TOKENS, sizes)
     variables = random_variables(hparams, TOKENS_BT)
     params = variables['params']
-    found_BTD, _ = Transformer(hparams).apply(
-        variables, TOKENS_BT, SEGMENTS_BT, method='hidden_states'
-    )
+    found_BTD, _ = apply(hparams, variables, TOKENS_BT, SEGMENTS_BT, method='hidden_states')
     stack = Stack(hparams.model, 'top_c')
     ((kind, of_layer), _) = unstack_layers(stack, params['stack'])
     tokens = token_info(hparams, jnp.asarray(TOKENS_BT), jnp.asarray(SEGMENTS_BT))
@@ -112,9 +116,7 @@ def test_token_choice_is_its_definition(loop_update, tiny_config):
     hparams = small_hparams(tiny_config, TOKEN_CHOICE, knobs)
     variables = random_variables(hparams, TOKENS_BT)
     params, real_BT = variables['params'], SEGMENTS_BT > 0
-    found_BTD, records = Transformer(hparams).apply(
-        variables, TOKENS_BT, SEGMENTS_BT, method='hidden_states'
-    )
+    found_BTD, records = apply(hparams, variables, TOKENS_BT, SEGMENTS_BT, method='hidden_states')
     stack = Stack(hparams.model, 'top_c')
     ((kind, of_layer), _) = unstack_layers(stack, params['stack'])
 
@@ -145,9 +147,7 @@ def test_later_loops_read_the_keys_of_the_first(tiny_config):
     hparams = small_hparams(tiny_config, RECURSIONS, AUX, knobs)
     variables = random_variables(hparams, TOKENS_BT)
     params = variables['params']
-    found_BTD, records = Transformer(hparams).apply(
-        variables, TOKENS_BT, SEGMENTS_BT, method='hidden_states'
-    )
+    found_BTD, records = apply(hparams, variables, TOKENS_BT, SEGMENTS_BT, method='hidden_states')
     stack = Stack(hparams.model, 'top_c')
     (kind, of_layer), *_ = unstack_layers(stack, params['stack'])
     tokens = token_info(hparams, jnp.asarray(TOKENS_BT), jnp.asarray(SEGMENTS_BT))
@@ -166,19 +166,19 @@ def test_later_loops_read_the_keys_of_the_first(tiny_config):
     np.testing.assert_allclose(found_BTD[real_BT], expected_BTD[real_BT], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize('loops', [2, 5])
+@pytest.mark.parametrize('loops', [pytest.param(2, marks=pytest.mark.slow), 5])
 def test_loops_select_among_those_of_the_loop_before(loops, tiny_config):
     """k_r = floor(c_r T) of T, not of the candidates, with c_r from 1 down to the capacity."""
     knobs = {'model.loops': loops, 'model.routing.capacity': 1 / loops}
     hparams = small_hparams(tiny_config, RECURSIONS, AUX, knobs)
     variables = random_variables(hparams, TOKENS_BT)
-    _, records = Transformer(hparams).apply(variables, TOKENS_BT)
-    selected_RBT = np.asarray(records.routing.selected_BT)
+    record = apply(hparams, variables, TOKENS_BT)[1].routing
+    selected_RBT = record.selected_BT
     shares = (np.arange(loops, 0, -1)) / loops  # (N - r + 1) / N, as in the paper
     sizes_R1 = np.floor(shares * T + 1e-9).astype(int)[:, None]
     np.testing.assert_array_equal(selected_RBT.sum(axis=2), np.broadcast_to(sizes_R1, (loops, B)))
     assert (selected_RBT[1:] <= selected_RBT[:-1]).all()
-    scores_RBT = np.asarray(records.routing.scores_BT)
+    scores_RBT = record.scores_BT
     for loop in range(1, loops):
         for b in range(B):
             before, now = selected_RBT[loop - 1, b], selected_RBT[loop, b]
@@ -207,16 +207,11 @@ def test_no_bias_of_the_loss_by_those_who_cannot_be_chosen(tiny_config):
     hparams = small_hparams(tiny_config, RECURSIONS, AUX)
     variables = random_variables(hparams, TOKENS_BT)
 
-    def logits(params):
-        given = {'params': params}
-        return Transformer(hparams).apply(given, TOKENS_BT, SEGMENTS_BT)[1].routing.rule_logits_BT
-
-    logits_RBT = np.asarray(logits(variables['params']))
-    _, records = Transformer(hparams).apply(variables, TOKENS_BT, SEGMENTS_BT)
+    record = apply(hparams, variables, TOKENS_BT, SEGMENTS_BT)[1].routing
+    logits_RBT = record.rule_logits_BT
     free_RBT = np.abs(logits_RBT) < 1e8
     assert not free_RBT[0].any() and (logits_RBT[0] > 0).sum() == (SEGMENTS_BT > 0).sum()
-    selected_RBT = np.asarray(records.routing.selected_BT)
-    np.testing.assert_array_equal(free_RBT[1:], selected_RBT[:-1])
+    np.testing.assert_array_equal(free_RBT[1:], record.selected_BT[:-1])
 
 
 @pytest.mark.parametrize(('more', 'share'), [({}, 2 / 3), (FIRST_KEYS | GROWS, 1 / 3)])
@@ -224,7 +219,7 @@ def test_the_cache_is_as_large_as_the_loops_are(more, share, tiny_config):
     """Of that of the looped model (N + 1) / (2 N), if capacities fall evenly to 1 / N; or 1 / N."""
     size = 24
     knobs = {'model.routing.capacity': 1 / 3, 'model.routing.cache_capacity': 1.0}
-    knobs |= {'model.looped_layers': 'all', 'data.sequence_length': size}
+    knobs |= {'model.looped_layers': 'all', 'model.num_layers': 1, 'data.sequence_length': size}
     sizes = []
     for hparams in (
         small_hparams(tiny_config, RECURSIONS, AUX, knobs, more),
@@ -242,7 +237,11 @@ def test_the_cache_is_as_large_as_the_loops_are(more, share, tiny_config):
     assert sizes[0] / sizes[1] == pytest.approx(share)
 
 
-@pytest.mark.parametrize('more', [{}, FIRST_KEYS], ids=['own keys', 'first keys'])
+@pytest.mark.parametrize(
+    'more',
+    [pytest.param({}, marks=pytest.mark.slow), FIRST_KEYS],
+    ids=['own keys', 'first keys'],
+)
 def test_a_document_does_not_see_another(more, tiny_config):
     """Under the causal rule: the first document does not change what the second computes."""
     hparams = small_hparams(tiny_config, RECURSIONS, AUX, GROWS, more)
@@ -265,12 +264,12 @@ def test_bfloat16(tiny_config):
     )
     variables = random_variables(wide, TOKENS_BT)
     (expected_BTV, _), (found_BTV, records) = (
-        Transformer(hparams).apply(variables, TOKENS_BT) for hparams in (wide, narrow)
+        apply(hparams, variables, TOKENS_BT) for hparams in (wide, narrow)
     )
-    assert records.routing.scores_BT.dtype == jnp.float32
-    hidden_BTD, _ = Transformer(narrow).apply(variables, TOKENS_BT, method='hidden_states')
-    assert hidden_BTD.dtype == jnp.bfloat16
-    error = jnp.linalg.norm(found_BTV - expected_BTV) / jnp.linalg.norm(expected_BTV)
+    assert records.routing.scores_BT.dtype == np.float32
+    hidden = functools.partial(Transformer(narrow).apply, method='hidden_states')
+    assert jax.eval_shape(hidden, variables, TOKENS_BT)[0].dtype == jnp.bfloat16
+    error = np.linalg.norm(found_BTV - expected_BTV) / np.linalg.norm(expected_BTV)
     assert error < 0.05
 
 
@@ -281,7 +280,8 @@ def test_rows_that_skip_a_loop_cost_nothing_in_decoding(tiny_config):
     static = {'hparams': hparams, 'routing': 'aux_loss'}
     unrolled = unroll(variables, hparams, 'aux_loss')
     ones_BT, batch = np.ones((8, 4), np.int32), 8
-    _, cache = prefill(unrolled, ones_BT, ones_BT, capacity=16, routed_capacity=1, **static)
+    sizes = {'capacity': 16, 'routed_capacity': 1}
+    _, cache = jax.eval_shape(lambda: prefill(unrolled, ones_BT, ones_BT, **sizes, **static))
     active_B = np.ones(batch, bool)
     program = jax.make_jaxpr(lambda *inputs: decode_step(*inputs, **static))(
         unrolled, cache, ones_BT[:, 0], ~active_B, active_B

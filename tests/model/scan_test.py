@@ -96,7 +96,7 @@ FORMS = {
 }
 
 
-FAST = ('mod and moda', 'every layer routed', 'attention residual')
+FAST = ('mod and moda', 'attention residual, blocks of 2')
 
 
 @pytest.mark.parametrize('form', parameters(('both',), FORMS))
@@ -184,7 +184,7 @@ def test_attention_is_computed_again_only_with_slots(knobs, again, tiny_config):
 @pytest.mark.parametrize(
     'stream',
     parameters(
-        ('moda', 'attention_residual'),
+        ('moda',),
         ('moda', 'residual', 'value_residual', 'attention_residual', 'mudd'),
     ),
 )

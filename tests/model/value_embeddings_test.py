@@ -27,6 +27,7 @@ from tests.model.cases import (
     UNROLLED,
     VALUES,
     equations,
+    initial_params,
     parameters,
     random_variables,
     small_hparams,
@@ -91,7 +92,7 @@ def test_every_second_layer_has_a_table_and_the_last(layers, tiny_config):
     """They are scanned as one run of groups of two; under `all` of one."""
     for knobs, expected in ((LOOKED_UP, {*range(layers - 1, -1, -2)}), (ALL_LOOKED_UP, None)):
         hparams = small_hparams(tiny_config, knobs, {'model.num_layers': layers})
-        params = Transformer(hparams).init(jax.random.key(0), TOKENS_BT)['params']
+        params = random_variables(hparams, TOKENS_BT)['params']
         found = {i for i, name in by_name(hparams, params) if 'value_embedding' in name}
         assert found == ({*range(layers)} if expected is None else expected)
         if layers == 4:
@@ -99,11 +100,11 @@ def test_every_second_layer_has_a_table_and_the_last(layers, tiny_config):
             assert (len(group), repeats) == ((2, 2) if expected else (1, 4))
 
 
-@pytest.mark.parametrize('routing', [{}, ROUTED])
+@pytest.mark.parametrize('routing', [pytest.param({}, marks=pytest.mark.slow), ROUTED])
 def test_first_values_are_those_of_nanochat(routing, tiny_config):
     """Tables uniform in +-sqrt(3 / D), variance 1 / D; gates in [0, 0.02): float32, all apart."""
     hparams = small_hparams(tiny_config, ALL_LOOKED_UP, routing, {'model.dtype': 'bfloat16'})
-    found = by_name(hparams, Transformer(hparams).init(jax.random.key(0), TOKENS_BT)['params'])
+    found = by_name(hparams, initial_params(hparams))
     found = {name: leaf for name, leaf in found.items() if 'value_embedding' in name[1]}
     limit, draws = (3 / 16) ** 0.5, set()
     assert len(found) == 2 * 4
@@ -209,7 +210,7 @@ def test_a_dense_model_converts_to_tables_of_zeros(routing, tiny_config):
         if 'value_embedding' in name:
             assert np.any(leaf) == ('gate' in name) and leaf.dtype == np.float32
     expected_BTV, found_BTV = (
-        Transformer(hparams).apply({'params': given}, TOKENS_BT, SEGMENTS_BT)[0]
+        jax.jit(Transformer(hparams).apply)({'params': given}, TOKENS_BT, SEGMENTS_BT)[0]
         for hparams, given in ((plain, params), (target, converted))
     )
     real_BT = SEGMENTS_BT > 0

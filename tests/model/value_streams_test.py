@@ -23,6 +23,7 @@ from tests.model.cases import (
     SHARED,
     SPARSE,
     VALUES,
+    parameters,
     random_variables,
     small_hparams,
 )
@@ -71,7 +72,7 @@ OFF = {'value residual': (VALUES, {'weights': [0, 1]})}
 FORMS = {'dense': HEAD_NORM, 'routed': ROUTED}
 
 
-@pytest.mark.parametrize('form', FORMS)
+@pytest.mark.parametrize('form', parameters(('routed',), FORMS))
 @pytest.mark.parametrize('name', OFF)
 def test_turned_off_it_is_the_plain_model(name, form, tiny_config):
     """Logits to the bit, gradients of all that both models have to rounding."""
