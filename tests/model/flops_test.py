@@ -282,16 +282,20 @@ FAST += ('recursions, first keys',)
 
 @pytest.mark.parametrize('name', parameters(FAST, TRACED))
 def test_counted_flops_are_those_of_the_traced_step(name, tiny_config):
-    """Counted FLOPs are the step's products within 1%, hidden pairs and empty places left out."""
+    """Counted FLOPs are the step's products within 0.3%, hidden pairs and empty places left out.
+
+    Of adapters, whose products of weights are not counted and matter in models this small, 1%.
+    """
     hparams = from_config(tiny_config(**TRACED[name]))
     rows = hparams.data.batch_size, hparams.data.sequence_length
     hidden, empty = (3 * number for number in _not_counted(hparams, *rows))
     counted = flops.train_step_flops(hparams)
     traced = traced_step_flops(hparams) - _traced_reads_of_sources(hparams, *rows)
-    assert traced - hidden - empty == pytest.approx(counted, rel=0.01)
+    within = 0.01 if hparams.model.adapters.rank else 0.003
+    assert traced - hidden - empty == pytest.approx(counted, rel=within)
     parts = flops.forward_breakdown(hparams, *rows)
     depth = parts['depth_projections'] + parts['depth_attention']
-    # So that the 1% above would show a stream that is not counted.
+    # So that the bound above would show a stream that is not counted.
     stream = hparams.model.depth.stream
     if stream in ('residual', 'value_residual'):
         assert depth == 0
