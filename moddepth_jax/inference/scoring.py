@@ -98,11 +98,13 @@ class _Options(NamedTuple):
 def _score_options(unrolled, options: _Options, *, hparams, routing):
     """log p of first_BO and labels_BS, float32, and whether each is the likeliest token."""
     how, routes = {'hparams': hparams, 'routing': routing}, hparams.model.routing
-    length = options.context_BT.shape[1]  # the options are written into no cache
-    capacity = length + options.tokens_BS.shape[1]  # but a routed block counts them
+    length = options.context_BT.shape[1]
+    capacity = length + options.tokens_BS.shape[1]
     most = min(capacity, routes.cache_size(hparams.data.sequence_length, routing))
     grows = routes.overflow == 'grow'
-    sizes = {'capacity': length, 'routed_capacity': None if grows else most}
+    # Options are written into no cache, but routed blocks and loops count them.
+    dense = capacity if routes.routes_loops else length
+    sizes = {'capacity': dense, 'routed_capacity': None if grows else most}
     first_BV, cache = prefill(unrolled, options.context_BT, options.exists_BT, **sizes, **how)
     if grows:
         cache = resize_cache(cache, capacity)

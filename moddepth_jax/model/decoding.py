@@ -18,7 +18,7 @@ from moddepth_jax.model.kv_cache import (
     next_positions,
     without_newest,
 )
-from moddepth_jax.model.layers import embed, lm_head, rms_norm
+from moddepth_jax.model.layers import embed, lm_head, rms_norm, rope_turns
 from moddepth_jax.model.loop_exit import apply_exits, has_exits
 from moddepth_jax.model.loop_params import with_embeddings
 from moddepth_jax.model.mod.mixture_of_recursions import Recursions
@@ -30,7 +30,7 @@ from moddepth_jax.model.transformer import check_causal, check_dtype, layer_args
 
 
 def unroll(variables, hparams: Hparams, routing: str) -> dict:
-    """The variables of a Transformer for decoding: `layers` for `stack`, and new `layer_args`."""
+    """The variables for decoding: `layers` in place of `stack`; new `layer_args` and `turns`."""
     check_dtype(hparams.model)
     params = variables['params']
     stored = with_embeddings(merge_adapters(params['stack'], hparams.model), params)
@@ -39,11 +39,29 @@ def unroll(variables, hparams: Hparams, routing: str) -> dict:
     rest = {name: params[name] for name in ('embedding', 'final_norm', 'head') if name in params}
     kinds = layer_kinds(hparams.model)
     unrolled = {**rest, 'layers': layers, 'layer_args': per_layer_args(kinds, args)}
+    unrolled['turns'] = _turns(hparams)
     if hparams.model.routing.routes_loops:
         of_loops = (params['loop_routers'], args.routing)
         each = range(hparams.model.loops)
         unrolled['loops'] = [jax.tree.map(lambda leaf, n=n: leaf[n], of_loops) for n in each]
     return unrolled
+
+
+def _turns(hparams):
+    """`rope_turns` of all positions of the context, [T, 1, F] each.
+
+    Of a program of unrolled layers XLA would let every layer compute sines again, several times.
+    """
+    model, positions_1T = hparams.model, jnp.arange(hparams.data.sequence_length)[None]
+    how = model.head_dim // 2, model.dtype, model.rope_theta, model.scaled_rope
+    return jax.tree.map(lambda side: side[0], rope_turns(positions_1T, *how))
+
+
+def _with_turns(unrolled, tokens):
+    """TokenInfo with the `turns` of its positions."""
+    positions_BT = tokens.positions_BT
+    turns = jax.tree.map(lambda side: side.at[positions_BT].get(mode='clip'), unrolled['turns'])
+    return tokens._replace(turns=turns)
 
 
 def _embed(unrolled, hparams, tokens_BT):
@@ -73,7 +91,7 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
     """
     check_causal(hparams, routing)
     batch, length = tokens_BT.shape
-    tokens = token_info(hparams, tokens_BT, segment_ids_BT)
+    tokens = _with_turns(unrolled, token_info(hparams, tokens_BT, segment_ids_BT))
     x_BTD = _embed(unrolled, hparams, tokens_BT)
     embedded_BTD = embedded_input(hparams.model, x_BTD)
     sizes = static_sizes(length, length if routed_capacity is None else routed_capacity)
@@ -153,7 +171,7 @@ def extend(unrolled, cache: Cache, tokens_BT, begins_BT, branches_BT, *, hparams
     documents_BT = documents_of(cache, begins_BT & (branches_BT > 0))
     branches_BT = branches_BT.astype(jnp.int32)
     positions_BT = next_positions(cache, branches_BT)
-    tokens = token_info(hparams, tokens_BT, branches_BT, positions_BT)
+    tokens = _with_turns(unrolled, token_info(hparams, tokens_BT, branches_BT, positions_BT))
     tokens = tokens._replace(segment_ids_BT=branches_BT)  # also where attention crosses documents
     x_BTD = _embed(unrolled, hparams, tokens_BT)
     embedded_BTD = embedded_input(hparams.model, x_BTD)
