@@ -21,6 +21,7 @@ _MIN_LENGTH = 16  # least of the lengths that rows are padded to
 _MAX_PARTS = 4  # continuations that one row can score
 _BLOCK = 16  # positions whose logits exist at a time: those of a long row may not fit
 _OPTION_LENGTH = 4  # tokens of each row's options whose logits exist at a time
+_SPARE = 12  # a batch takes a shape of an earlier one with a 12th more places rather than its own
 _IN_FLIGHT = 2  # batches on the device, so that it does not wait for the host
 
 
@@ -97,10 +98,13 @@ class _Options(NamedTuple):
 def _score_options(unrolled, options: _Options, *, hparams, routing):
     """log p of first_BO and labels_BS, float32, and whether each is the likeliest token."""
     how, routes = {'hparams': hparams, 'routing': routing}, hparams.model.routing
-    capacity = options.context_BT.shape[1] + options.tokens_BS.shape[1]
+    length = options.context_BT.shape[1]
+    capacity = length + options.tokens_BS.shape[1]
     most = min(capacity, routes.cache_size(hparams.data.sequence_length, routing))
     grows = routes.overflow == 'grow'
-    sizes = {'capacity': capacity, 'routed_capacity': None if grows else most}
+    # Options are written into no cache, but routed blocks and loops count them.
+    dense = capacity if routes.routes_loops else length
+    sizes = {'capacity': dense, 'routed_capacity': None if grows else most}
     first_BV, cache = prefill(unrolled, options.context_BT, options.exists_BT, **sizes, **how)
     if grows:
         cache = resize_cache(cache, capacity)
@@ -124,10 +128,10 @@ def _score_options(unrolled, options: _Options, *, hparams, routing):
     return of_labels(first_BOV, options.first_BO), rest
 
 
-def row_lengths(hparams: Hparams) -> list[int]:
+def row_lengths(hparams: Hparams, parts: int = 2) -> list[int]:
     """Ascending lengths that rows are padded to: `_sizes` from 16, and the model's context."""
     context = hparams.data.sequence_length
-    sizes = _sizes(_MIN_LENGTH, parts=2)
+    sizes = _sizes(_MIN_LENGTH, parts)
     return [*itertools.takewhile(lambda length: length < context, sizes), context]
 
 
@@ -204,8 +208,9 @@ def score(
     """Scores each continuation given its context, in the order of the requests.
 
     A context of several continuations is read once, and they go on from its cache. Others are read
-    in one pass. Rows are sorted by length and padded to one of `row_lengths`, for each of which
-    programs are compiled. A row is one document. Its batch changes nothing but rounding.
+    in one pass. Rows are sorted by length and padded to few lengths (such as `row_lengths`), for
+    each of which programs are compiled. A row is one document. Its batch changes nothing but
+    rounding.
 
     `requests` are pairs of token id sequences, context and continuation, of one token at least; the
     left of a context that does not fit `data.sequence_length` is removed. `routing` is a causal
@@ -272,12 +277,10 @@ def _from_contexts(variables, requests, questions, *, batch_size, hparams, routi
     """The same for the options of `_questions`, whose context is read once for a batch of them."""
     if not questions:
         return
-    unrolled = unrolled_variables(variables, hparams, routing)
-    for batch in _batches(questions, requests, batch_size):
+    unrolled, shapes = unrolled_variables(variables, hparams, routing), []
+    for batch in _batches(questions, requests, batch_size, hparams):
         of_questions = [[requests[i] for i in options] for options in batch]
-        longest = max(len(options[0].context) for options in of_questions)
-        length = next(length for length in row_lengths(hparams) if length >= longest)
-        arrays = _option_arrays(of_questions, length)
+        arrays = _option_arrays(of_questions, *_shape(of_questions, hparams, shapes))
         results = _score_options(unrolled, arrays, hparams=hparams, routing=routing)
 
         def wait(batch=batch, branches_BS=arrays.branches_BS, results=results):
@@ -293,12 +296,28 @@ def _from_contexts(variables, requests, questions, *, batch_size, hparams, routi
         yield wait
 
 
-def _option_arrays(questions, length):
-    """The _Options of lists of requests of one context, and of padding that makes few shapes."""
+def _context_length(longest, hparams):
+    return next(length for length in row_lengths(hparams, parts=4) if length >= longest)
+
+
+def _shape(questions, hparams, shapes):
+    """The lengths that contexts and options are padded to: of `shapes`, or else added to them."""
+    length = _context_length(max(len(options[0].context) for options in questions), hparams)
+    longest = max(sum(len(one.labels) - 1 for one in options) for options in questions)
+    parts = -(-longest // _OPTION_LENGTH)
+    size = next(size for size in _sizes(_MIN_LENGTH, parts=8) if size >= parts * _OPTION_LENGTH)
+    most = (length + size) * (_SPARE + 1) // _SPARE
+    fit = [shape for shape in shapes if sum(shape) <= most and shape[0] >= length]
+    fit = [shape for shape in fit if shape[1] >= size]
+    if not fit:
+        shapes.append((length, size))
+    return min(fit, key=sum, default=(length, size))
+
+
+def _option_arrays(questions, length, size):
+    """The _Options of lists of requests of one context, padded to the lengths of `_shape`."""
     rows = 1 << (len(questions) - 1).bit_length()
     most = max(map(len, questions))
-    longest = max(sum(len(one.labels) - 1 for one in options) for options in questions)
-    size = next(size for size in _sizes(_MIN_LENGTH, parts=4) if size >= longest)
     context = np.zeros((2, rows, length), np.int32)
     first_BO = np.zeros((rows, 1 << (most - 1).bit_length()), np.int32)
     arrays = _Options(*context, first_BO, *np.zeros((3, rows, size), np.int32))
@@ -347,10 +366,18 @@ def _cut(options, requests, most):
     return rows
 
 
-def _batches(questions, requests, batch_size):
-    """Lists of questions, longest contexts first, of at most batch_size options in all."""
+def _batches(questions, requests, batch_size, hparams):
+    """Lists of questions, of at most batch_size options in all.
+
+    The longest contexts first, and among those that are padded alike the longest options.
+    """
+
+    def lengths(options):
+        context = len(requests[options[0]].context)
+        return _context_length(context, hparams), sum(len(requests[i].labels) for i in options)
+
     batches, room = [], 0
-    for options in sorted(questions, key=lambda one: len(requests[one[0]].context), reverse=True):
+    for options in sorted(questions, key=lengths, reverse=True):
         while options:
             if not room:
                 batches.append([])

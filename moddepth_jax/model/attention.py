@@ -183,8 +183,8 @@ class SelfAttention(nn.Module):
             return self.out(o_BTNH), first.keys, None, depth
         q_BTNH, k_BTKH = self.query(inputs.query_BTD), self.key(inputs.key_BTD)
         v_BTKH = self._values(inputs.value_BTD, tokens) if self.projects_values else None
-        q_BTNH = self._turned_query(q_BTNH, tokens.positions_BT)
-        rotated_BTKH = self._norm_and_rotate(k_BTKH, tokens.positions_BT)
+        q_BTNH = self._turned_query(q_BTNH, tokens)
+        rotated_BTKH = self._norm_and_rotate(k_BTKH, tokens.positions_BT, tokens.turns)
         if self.mixes:
             arguments = inputs.value_BTD, q_BTNH, rotated_BTKH, v_BTKH, tokens, depth
             v_BTKH, depth = self.values(*arguments)
@@ -221,19 +221,19 @@ class SelfAttention(nn.Module):
         epsilon = self.hparams.norm_eps
         return self._normalize(k_BTKH, lambda k: rms_norm(k, jnp.ones(k.shape[-1:]), epsilon))
 
-    def _turned_query(self, q_BTNH, positions_BT):
+    def _turned_query(self, q_BTNH, tokens):
         if self.hparams.qk_norm != 'none':
             q_BTNH = self._normalize(q_BTNH, self.query_norm)
-        return self._rotate(q_BTNH, positions_BT)
+        return self._rotate(q_BTNH, tokens.positions_BT, tokens.turns)
 
-    def _norm_and_rotate(self, k_BTKH, positions_BT):
+    def _norm_and_rotate(self, k_BTKH, positions_BT, turns=None):
         if self.hparams.qk_norm != 'none':
             k_BTKH = self._normalize(k_BTKH, self.key_norm)
-        return self._rotate(k_BTKH, positions_BT)
+        return self._rotate(k_BTKH, positions_BT, turns)
 
-    def _rotate(self, x_BTNH, positions_BT):
+    def _rotate(self, x_BTNH, positions_BT, turns):
         hparams = self.hparams
-        return apply_rope(x_BTNH, positions_BT, hparams.rope_theta, hparams.scaled_rope)
+        return apply_rope(x_BTNH, positions_BT, hparams.rope_theta, hparams.scaled_rope, turns)
 
     def _normalize(self, x_BTNH, norm):
         if self.hparams.qk_norm == 'head':
@@ -266,7 +266,7 @@ class SelfAttention(nn.Module):
         return attend(self.hparams, q_BTNH, *keys, depth, options)
 
     def _over_first(self, q_BTNH, tokens, view, first):
-        q_BTNH = self._turned_query(q_BTNH, tokens.positions_BT)
+        q_BTNH = self._turned_query(q_BTNH, tokens)
         if view is not None:
             return self._over_cache(q_BTNH, first.keys, view, None)
         options = {

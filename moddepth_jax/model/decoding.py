@@ -11,8 +11,14 @@ import jax.numpy as jnp
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.embedding_residual import embedded_input
-from moddepth_jax.model.kv_cache import Cache, cache_from_prefill, documents_of, next_positions
-from moddepth_jax.model.layers import embed, lm_head, rms_norm
+from moddepth_jax.model.kv_cache import (
+    Cache,
+    cache_from_prefill,
+    documents_of,
+    next_positions,
+    without_newest,
+)
+from moddepth_jax.model.layers import embed, lm_head, rms_norm, rope_turns
 from moddepth_jax.model.loop_exit import apply_exits, has_exits
 from moddepth_jax.model.loop_params import with_embeddings
 from moddepth_jax.model.mod.mixture_of_recursions import Recursions
@@ -24,7 +30,7 @@ from moddepth_jax.model.transformer import check_causal, check_dtype, layer_args
 
 
 def unroll(variables, hparams: Hparams, routing: str) -> dict:
-    """The variables of a Transformer for decoding: `layers` for `stack`, and new `layer_args`."""
+    """The variables for decoding: `layers` in place of `stack`; new `layer_args` and `turns`."""
     check_dtype(hparams.model)
     params = variables['params']
     stored = with_embeddings(merge_adapters(params['stack'], hparams.model), params)
@@ -33,11 +39,29 @@ def unroll(variables, hparams: Hparams, routing: str) -> dict:
     rest = {name: params[name] for name in ('embedding', 'final_norm', 'head') if name in params}
     kinds = layer_kinds(hparams.model)
     unrolled = {**rest, 'layers': layers, 'layer_args': per_layer_args(kinds, args)}
+    unrolled['turns'] = _turns(hparams)
     if hparams.model.routing.routes_loops:
         of_loops = (params['loop_routers'], args.routing)
         each = range(hparams.model.loops)
         unrolled['loops'] = [jax.tree.map(lambda leaf, n=n: leaf[n], of_loops) for n in each]
     return unrolled
+
+
+def _turns(hparams):
+    """`rope_turns` of all positions of the context, [T, 1, F] each.
+
+    Of a program of unrolled layers XLA would let every layer compute sines again, several times.
+    """
+    model, positions_1T = hparams.model, jnp.arange(hparams.data.sequence_length)[None]
+    how = model.head_dim // 2, model.dtype, model.rope_theta, model.scaled_rope
+    return jax.tree.map(lambda side: side[0], rope_turns(positions_1T, *how))
+
+
+def _with_turns(unrolled, tokens):
+    """TokenInfo with the `turns` of its positions."""
+    positions_BT = tokens.positions_BT
+    turns = jax.tree.map(lambda side: side.at[positions_BT].get(mode='clip'), unrolled['turns'])
+    return tokens._replace(turns=turns)
 
 
 def _embed(unrolled, hparams, tokens_BT):
@@ -67,23 +91,26 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
     """
     check_causal(hparams, routing)
     batch, length = tokens_BT.shape
-    tokens = token_info(hparams, tokens_BT, segment_ids_BT)
+    tokens = _with_turns(unrolled, token_info(hparams, tokens_BT, segment_ids_BT))
     x_BTD = _embed(unrolled, hparams, tokens_BT)
     embedded_BTD = embedded_input(hparams.model, x_BTD)
     sizes = static_sizes(length, length if routed_capacity is None else routed_capacity)
     written, caches, dropped_B = [], [], jnp.zeros(batch, jnp.int32)
-    layers = layers_of(unrolled, hparams, routing, sizes)
+    layers = list(layers_of(unrolled, hparams, routing, sizes))
     if hparams.model.routing.routes_loops:
-        recursions = Recursions(hparams, routing, unrolled['loops'], list(layers))
-        grows, layers = routed_capacity is None, ()
+        recursions = Recursions(hparams, routing, unrolled['loops'], layers)
+        grows, layers = routed_capacity is None, []
         x_BTD, caches, dropped_B = recursions.prefill(x_BTD, tokens, capacity, grows)
     exits, leaves = None, has_exits(hparams.model, routing)
     for place, (layer, params, args) in enumerate(layers):
         output = layer.apply(params, x_BTD, stack_slots(written), tokens, args, embedded_BTD)
-        before_BTD, x_BTD, written = x_BTD, output.x_BTD, [*written, output.written]
+        before_BTD, x_BTD = x_BTD, output.x_BTD
         if leaves:
             x_BTD, exits = apply_exits(hparams.model, place, exits, before_BTD, x_BTD)
         record = output.records.routing
+        if layer.kind.part == 'block':
+            last_block = place, before_BTD, [*written], record
+        written.append(output.written)
         if layer.kind.routed and hparams.model.routing.part != 'mlp':
             size = routed_capacity or sizes[-1]
             indices_BC = mask_to_indices(record.selected_BT, sizes[-1])
@@ -101,10 +128,23 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
             dropped_B += jnp.sum(record.dropped_BT, axis=1)
     lengths_B = jnp.sum(tokens.segment_ids_BT > 0, axis=1)
     last_B = jnp.maximum(lengths_B - 1, 0)
-    x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
-    last_id_B1 = jnp.take_along_axis(tokens.segment_ids_BT, last_B[:, None], axis=1)
-    documents_B = jnp.argmax(tokens.segment_ids_BT == last_id_B1, axis=1).astype(jnp.int32)
-    cache = Cache(tuple(caches), lengths_B, documents_B, dropped_B)
+    of_last = functools.partial(gather_tokens, indices_BC=last_B[:, None])
+    last = jax.tree.map(of_last, tokens)
+    documents_B = jnp.argmax(tokens.segment_ids_BT == last.segment_ids_BT, axis=1)
+    cache = Cache(tuple(caches), lengths_B, documents_B.astype(jnp.int32), dropped_B)
+    if leaves or not layers or hparams.model.experts.row_capacity:
+        x_B1D = of_last(x_BTD)
+    else:
+        # The output of the last block is used nowhere else, so that what all other tokens need for
+        # it (queries, attention, mlp) is not computed above: programs have nothing that is unused.
+        place, x_BTD, *of_block = last_block
+        x_B1D, embedded_B1D, (written, record) = jax.tree.map(
+            of_last, (x_BTD, embedded_BTD, of_block)
+        )
+        if record is not None:
+            caches[-1] = without_newest(caches[-1], record.selected_BT[:, 0])
+        by_token = x_B1D, last, cache.documents_B[:, None], embedded_B1D
+        x_B1D, *_ = _extend_layers(hparams, layers[place:], by_token, written, caches)
     return lm_head(_final(unrolled, hparams, x_B1D), unrolled)[:, 0], cache
 
 
@@ -131,25 +171,39 @@ def extend(unrolled, cache: Cache, tokens_BT, begins_BT, branches_BT, *, hparams
     documents_BT = documents_of(cache, begins_BT & (branches_BT > 0))
     branches_BT = branches_BT.astype(jnp.int32)
     positions_BT = next_positions(cache, branches_BT)
-    tokens = token_info(hparams, tokens_BT, branches_BT, positions_BT)
+    tokens = _with_turns(unrolled, token_info(hparams, tokens_BT, branches_BT, positions_BT))
     tokens = tokens._replace(segment_ids_BT=branches_BT)  # also where attention crosses documents
     x_BTD = _embed(unrolled, hparams, tokens_BT)
     embedded_BTD = embedded_input(hparams.model, x_BTD)
-    # Slots of the new tokens alone: a query sees those of its own position, so none is kept.
-    written, updates, dropped_BT = [], [], jnp.zeros_like(tokens_BT)
     most = hparams.model.routing.max_selected(hparams.data.sequence_length, routing)
-    layers = layers_of(unrolled, hparams, routing, (most,))
+    layers = list(layers_of(unrolled, hparams, routing, (most,)))
     if hparams.model.routing.routes_loops:
-        recursions = Recursions(hparams, routing, unrolled['loops'], list(layers))
-        layers = ()
+        recursions = Recursions(hparams, routing, unrolled['loops'], layers)
         x_BTD, updates, dropped_BT = recursions.extend(x_BTD, tokens, cache, documents_BT)
-    exits, leaves = None, has_exits(hparams.model, routing)
+    else:
+        x_BTD, updates, dropped_BT = _extend_layers(
+            hparams, layers, (x_BTD, tokens, documents_BT, embedded_BTD), [], cache.layers
+        )
+    return _final(unrolled, hparams, x_BTD), updates, dropped_BT
+
+
+def _extend_layers(hparams, layers, by_token, written, caches):
+    """`extend` by some layers: x_BTD, CacheUpdates and dropped_BT.
+
+    `by_token`: x_BTD, TokenInfo, where documents begin and the `embedded_input`. `written` are the
+    NewSlots of the layers before these, of the new tokens alone: a query sees those of its own
+    position, so none is kept. `caches` are those of all blocks, of which the last are read.
+    """
+    x_BTD, tokens, documents_BT, embedded_BTD = by_token
+    written, updates, dropped_BT = [*written], [], jnp.zeros_like(tokens.positions_BT)
+    blocks = iter(caches[len(caches) - sum(layer.kind.part == 'block' for layer, *_ in layers) :])
+    exits, leaves = None, has_exits(hparams.model, layers[0][0].routing)
     for place, (layer, params, args) in enumerate(layers):
         before_BTD, inputs = x_BTD, (x_BTD, stack_slots(written), tokens, args)
         if layer.kind.part == 'block':
-            past = cache.layers[len(updates)]
+            past = next(blocks)
             if past.v_BKHS is None:
-                past = past._replace(v_BKHS=cache.layers[0].v_BKHS)
+                past = past._replace(v_BKHS=caches[0].v_BKHS)
             inputs += past, documents_BT, embedded_BTD
             x_BTD, new, update, dropped = layer.apply(params, *inputs, method='extend')
             updates.append(update)
@@ -159,7 +213,7 @@ def extend(unrolled, cache: Cache, tokens_BT, begins_BT, branches_BT, *, hparams
         if leaves:
             x_BTD, exits = apply_exits(hparams.model, place, exits, before_BTD, x_BTD)
         written.append(new)
-    return _final(unrolled, hparams, x_BTD), updates, dropped_BT
+    return x_BTD, updates, dropped_BT
 
 
 def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams, routing: str):

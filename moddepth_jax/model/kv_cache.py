@@ -136,6 +136,13 @@ def cache_from_prefill(keys, capacity: int, positions_BS=None, lengths_B=None) -
     return LayerCache(k_BKHS, v_BKHS, positions_BS, lengths_B)
 
 
+def without_newest(layer: LayerCache, selected_B) -> LayerCache:
+    """The cache of a routed block before it took the newest token of the rows that selected it."""
+    counts = {name: getattr(layer, name) for name in ('lengths_B', 'selected_B')}
+    fewer = {name: old_B - selected_B for name, old_B in counts.items() if old_B is not None}
+    return layer._replace(**fewer)
+
+
 def _put_tokens(side_XS, new_TX, index_T, free):
     """One row of a cache with new tokens at distinct places, those of S and above nowhere.
 

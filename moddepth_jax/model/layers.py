@@ -33,13 +33,24 @@ def rope_frequencies(count, theta, scaling: RopeScaling | None, dtype):
     return frequency_F * (kept_F + (1 - kept_F) / factor)
 
 
-def apply_rope(x_BTNH, positions_BT, theta, scaling: RopeScaling | None = None):
-    """Rotary position embedding, half-split form: x cos + concat(-x2, x1) sin (Su et al. 2021)."""
-    half = x_BTNH.shape[-1] // 2
-    dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
+def rope_turns(positions_BT, half: int, dtype, theta, scaling: RopeScaling | None = None):
+    """Sine and cosine, [B, T, 1, F], of the angles by which `half` pairs of channels turn."""
+    dtype = jnp.promote_types(dtype, jnp.float32)
     frequency_F = rope_frequencies(half, theta, scaling, dtype)
     angle_BT1F = positions_BT[:, :, None, None] * frequency_F[None, None, None, :]
-    sin, cos = jnp.sin(angle_BT1F), jnp.cos(angle_BT1F)
+    return jnp.sin(angle_BT1F), jnp.cos(angle_BT1F)
+
+
+def apply_rope(x_BTNH, positions_BT, theta, scaling: RopeScaling | None = None, turns=None):
+    """Rotary position embedding, half-split form: x cos + concat(-x2, x1) sin (Su et al. 2021).
+
+    `turns`: `rope_turns` of the positions, if they are known.
+    """
+    half = x_BTNH.shape[-1] // 2
+    dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
+    if turns is None:
+        turns = rope_turns(positions_BT, half, dtype, theta, scaling)
+    sin, cos = turns
     x1, x2 = jnp.split(x_BTNH.astype(dtype), 2, axis=-1)
     rotated = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
     return rotated.astype(x_BTNH.dtype)

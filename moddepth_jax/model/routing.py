@@ -24,6 +24,7 @@ class TokenInfo(NamedTuple):
     segment_ids_BT: jax.Array  # int32; tokens of one id see each other, 0 is padding
     seeds_BT: jax.Array | None = None  # uint32, from which the `random` router draws
     ids_BT: jax.Array | None = None  # int32, if layers look up values by them
+    turns: tuple | None = None  # `rope_turns` of the positions; None: each layer computes them
 
 
 class RoutingRecord(NamedTuple):

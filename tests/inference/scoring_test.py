@@ -111,6 +111,22 @@ def test_a_context_of_several_options_is_read_once(small_model, monkeypatch):
     assert (read, done) == ([10, 10], [2, 2, 2])
 
 
+def test_batches_share_shapes(small_model):
+    """A batch takes an earlier one's shape that holds it and has a 12th more places at most."""
+    hparams, shapes = small_model('longer mod')[1], []  # of 40 tokens
+
+    def shape(context, labels):
+        tokens = (0,) * (context + labels - 1)
+        return scoring._shape([[scoring._Request(tokens, tokens[:labels], 0)]], hparams, shapes)
+
+    assert shape(23, 30) == (24, 32)
+    assert shape(24, 28) == (24, 32)  # of its own (24, 28), 56 places are 52 and less than a 12th
+    assert shape(21, 18) == (24, 20)
+    assert shape(25, 18) == (28, 20)
+    assert shape(18, 20) == (20, 20)
+    assert shapes == [(24, 32), (24, 20), (28, 20), (20, 20)]
+
+
 @pytest.mark.parametrize(
     ('requests', 'how', 'words'),
     [

@@ -328,3 +328,54 @@ def test_programs_lower_for_gpus(dtype, tiny_config, monkeypatch):
     for function, arguments in shapes_of_programs(from_config(config), 32):
         lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=('cuda',))
         assert 'stablehlo' in lowered.as_text()
+
+
+# Of `threshold`, the last block drops the last token of row 0 and selects that of row 1.
+# That of row 2 begins a document, and would see two earlier tokens in every window.
+LONG_B = np.array([16, 4, 3])
+AT_ONCE = ('dense', 'predictor', 'threshold', 'norm threshold grows', 'mod and moda', 'mudd')
+AT_ONCE += ('attention routed', 'attention routed, aux_loss', 'mlp routed', 'mlp routed, threshold')
+AT_ONCE += ('value residual', 'shared values', 'hyper-connections', 'attention residual', 'random')
+
+
+@pytest.mark.parametrize('name', parameters(('dense', 'threshold', 'mudd'), AT_ONCE))
+def test_a_prompt_equals_an_extension_of_an_empty_cache(name, tiny_config):
+    """Its last logits and what it writes, also where the last block drops tokens."""
+    model = build(tiny_config, name)
+    first, _, several = programs(model.hparams, model.routing)
+    unrolled = unroll(model.variables, model.hparams, model.routing)
+    real_BT = np.arange(LENGTH)[None] < LONG_B[:, None]
+    tokens_BT = np.where(real_BT, TOKENS_BT, 7)
+    logits_BV, cache = first(unrolled, tokens_BT, np.where(real_BT, SEGMENTS_BT, 0))
+    empty = jax.tree.map(jnp.zeros_like, cache)
+    logits_BTV, extended = several(unrolled, empty, tokens_BT, BEGINS_BT & real_BT, real_BT)
+    expected_BV = np.asarray(logits_BTV)[np.arange(BATCH), LONG_B - 1]
+    np.testing.assert_allclose(logits_BV, expected_BV, rtol=0, atol=1e-5)
+
+    def filled(cache):
+        layers = []
+        for layer in cache.layers:
+            lengths_B = cache.lengths_B if layer.lengths_B is None else layer.lengths_B
+            used_BS = np.arange(layer.capacity)[None] < np.asarray(lengths_B)[:, None]
+
+            def keep(side_BXS, used_BS=used_BS):
+                return np.where(
+                    used_BS if side_BXS.ndim == 2 else used_BS[:, None, None], side_BXS, 0
+                )
+
+            layers.append((jax.tree.map(keep, layer[:3]), layer[3:]))
+        return jax.tree.leaves((layers, cache[1:]))
+
+    for found, expected in zip(filled(cache), filled(extended), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    assert name != 'threshold' or np.asarray(cache.dropped_B).any()
+
+
+@pytest.mark.parametrize('stream', [{}, MODA, MUDD])
+def test_the_last_block_of_a_prompt_computes_the_mlp_of_the_last_token(stream, tiny_config):
+    """That of all other tokens is in no program: nothing reads it."""
+    hparams = small_hparams(tiny_config, {'model.num_layers': 3, 'model.d_ff': 40}, stream)
+    (first, inputs), *_ = shapes_of_programs(hparams, 16, batch=3)
+    text = jax.jit(first).lower(*inputs).as_text()
+    wide = re.findall(r'dot_general.*-> tensor<(\d+)x40xf32>', text)
+    assert sorted(map(int, wide)) == [3, 3, 24, 24, 24, 24]  # 3 rows of 8 tokens
