@@ -70,11 +70,14 @@ def array_shapes(shapes: Shapes) -> dict:
 
 
 def make_sums(shapes: Shapes, value: float, dtype: str = ''):
-    """Two arrays to which the gradients of the slots are added; dtype '': that of the call."""
-    if not shapes.num_slots:
-        return None, None
-    dtype = dtype or shapes.sums or shapes.dtypes[0]
-    return tuple(jnp.full(array_shapes(shapes)['k_depth'], value, dtype) for _ in range(2))
+    """Two arrays to which the gradients of the slots are added, or None: they are fresh.
+
+    dtype '': that of the call.
+    """
+    if not shapes.sums:
+        return None
+    shape = array_shapes(shapes)['k_depth']
+    return tuple(jnp.full(shape, value, dtype or shapes.sums) for _ in range(2))
 
 
 def make_masks(shapes: Shapes, count: int) -> dict:
@@ -108,33 +111,31 @@ def program(implementation: str | Parts, shapes: Shapes):
         slots = {}
         if shapes.num_slots:
             slots = {'num_slots': num_slots, 'slot_window': shapes.slot_window}
-        o, *rest = depth_attention(
+        results = depth_attention(
             *(arrays.get(name) for name in ('q', 'k', 'v', 'k_depth', 'v_depth')),
             q_depth_BTNH=arrays.get('q_depth'),
             window=shapes.window,
             scale=shapes.scale,
             implementation=implementation,
             return_lse=shapes.lse,
-            thread_slots=True,
+            thread_slots=bool(shapes.sums),
             slot_sums=slot_sums,
             **slots,
             **masks,
         )
-        lse = None
+        (o, *rest), lse = results if isinstance(results, tuple) else [results], None
         if shapes.lse:
             lse = rest.pop(0)
             lse = jnp.where(jnp.isfinite(lse), lse, 0)
-        # Without sums of their own the slots' cotangents are the sums.
-        return o, lse, rest[:-2], rest[-2:]
+        return o, lse, rest[:2], rest[2:]
 
     def run(arrays, cotangents, sums, masks, num_slots):
-        own = sums if shapes.sums and shapes.num_slots else None
         attention = functools.partial(attend, masks, num_slots)
-        (o, lse, passed, _), pull = jax.vjp(attention, arrays, own)
+        (o, lse, passed, _), pull = jax.vjp(attention, arrays, sums)
         nothing = jax.tree.map(jnp.zeros_like, passed)
-        gradients, of_sums = pull((*cotangents, nothing, list(sums)))
-        of_slots = gradients.pop('k_depth', None), gradients.pop('v_depth', None)
-        sums = of_slots if own is None else of_sums
+        gradients, sums = pull((*cotangents, nothing, list(sums or ())))
+        if sums is not None:
+            del gradients['k_depth'], gradients['v_depth']  # what was passed
         results = {'o': o, 'lse': lse, **{f'd{name}': x for name, x in gradients.items()}}
         return {name: x for name, x in results.items() if x is not None}, sums
 
@@ -164,7 +165,7 @@ def check(parts: Parts, shapes: Shapes) -> str | None:
         for _ in range(times):
             sums = make_sums(shapes, START, sums_dtype)
             found, sums = run(given, cotangents, sums, masks, num_slots)
-            found |= {f'd{name}': x for name, x in zip(slots, sums, strict=False)}
+            found |= {f'd{name}': x for name, x in zip(slots, sums or (), strict=False)}
             yield {name: np.asarray(x) for name, x in found.items()}
 
     return find_wrong(
@@ -182,7 +183,7 @@ def find_wrong(right, plain, first, second, hidden, dtype, unordered) -> str | N
     """Returns what is wrong with two runs of a candidate, in one line; None: nothing.
 
     Results by name, d... for gradients, also exact (`right`) and by XLA in the candidate's dtype
-    (`plain`). Nothing may be added to START where `hidden`; `unordered` may differ between runs.
+    (`plain`). Where `hidden` they are the exact ones; `unordered` may differ between runs.
     """
     for name, value in right.items():
         mine, largest = first[name], float(np.max(np.abs(value), initial=0))
@@ -193,7 +194,7 @@ def find_wrong(right, plain, first, second, hidden, dtype, unordered) -> str | N
         allowed = allowed_error(dtype, name.startswith('d'), plain_error, largest)
         if not error <= allowed:  # nor is NaN
             return f'wrong: {name} is off by {error:.3g}, allowed {allowed:.3g}'
-        if name in hidden and (mine[hidden[name]] != START).any():
+        if name in hidden and (mine[hidden[name]] != value[hidden[name]]).any():
             return f'wrong: {name} changes at hidden slots'
         if name not in unordered and mine.tobytes() != second[name].tobytes():
             return f'wrong: {name} differs in a second run'

@@ -81,7 +81,7 @@ class Shapes(NamedTuple):
     slot_rows: int = 0  # R, tokens that have slots, where slot_rows_BT is given; 0: R = T
     slot_mask: bool = False  # there is a mask of the slots
     slot_queries: bool = False  # the slots have queries of their own
-    sums: str = ''  # dtype of the arrays that the slots' gradients are added to; '': the slots'
+    sums: str = ''  # dtype of the sums that the slots' gradients are added to; '': none, fresh
     lse: bool = False  # the logsumexp is returned too
 
 

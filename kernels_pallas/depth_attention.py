@@ -125,7 +125,8 @@ def depth_attention(
       return_lse: also return the natural-log logsumexp [B, N, T] in float32; differentiable, by
         XLA's backward pass in place of cuDNN's.
       thread_slots: also return the slots as given. If the next layer takes these, their cotangents
-        are the sums to which each layer's backward pass adds in place.
+        are the sums to which each layer's backward pass adds in place. Without it, and without
+        slot_sums, Hopper kernels write the slots' gradients without reading anything there.
       slot_sums: two arrays of the slots' shape, of float32 or wider or of the slots' dtype, whose
         values do not matter: the slots' gradients are added to the cotangents of those returned.
 
@@ -188,17 +189,24 @@ def depth_attention(
             slot_rows=k_depth_LBRKH.shape[2] if held and slot_rows_BT is not None else 0,
             slot_mask=bool(held) and slot_mask_LBR is not None,
             slot_queries=bool(held) and q_depth_BTNH is not None,
-            sums=sums[0].dtype.name if held and sums else '',
+            sums=_sums_dtype(k_depth_LBRKH, thread_slots, sums) if held else '',
             lse=return_lse,
         )
         parts = choose(implementation, shapes)
-        static = Static(window, ordered, slot_window, scale, return_lse, parts)
+        static = Static(window, ordered, slot_window, scale, return_lse, parts, thread_slots)
         o, lse, read, sums = joint_attention(
             static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, sums
         )
-        sides = sides if slots is None else read
+        sides = read if held and thread_slots else sides
     results = (o, *((lse,) if return_lse else ()), *(sides if thread_slots else ()), *(sums or ()))
     return results if len(results) > 1 else o
+
+
+def _sums_dtype(slots_LBRKH, threaded, sums):
+    """The dtype of what the slots' gradients are added to, or ''."""
+    if sums is None and not threaded:
+        return ''
+    return (slots_LBRKH if sums is None else sums[0]).dtype.name
 
 
 @jax.custom_vjp

@@ -41,6 +41,7 @@ class Static(NamedTuple):
     scale: float  # factor on the scores
     returns_lse: bool  # the logsumexp is a result too, and has a cotangent
     parts: Parts = Parts()
+    threads: bool = True  # the slots are returned; else, without sums, their gradients are fresh
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -48,7 +49,8 @@ def joint_attention(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, s
     """Attention as in `reference_attention`: o_BTNH, lse_BNT, the slots' sides or None, slot_sums.
 
     The cotangent of the returned sums, or of the returned slots where there are no sums, is what
-    the slots' gradients are added to, in place. With sums, that of the slots is passed on.
+    the slots' gradients are added to, in place. With sums, that of the slots is passed on. With
+    neither, gradients are fresh: backends that can write them without filling or reading them.
     """
     results, _ = _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sums)
     return results
@@ -75,7 +77,7 @@ def _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sum
         o_BTNH, lse_BNT = load_module(depth.forward).fused_forward(
             q_BTNH, k_BSKH, v_BSKH, mask.segment_ids_BT, q_depth_BTNH, slots, static
         )
-        sides = slots.k_LBRKH, slots.v_LBRKH
+        sides = slots[:2]
     else:
         module = load_module(SEQUENCE[static.parts.sequence].forward)
         o_BTNH, lse_BNT = module.sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static)
@@ -84,7 +86,7 @@ def _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sum
             o_BTNH, lse_BNT, sides = _depth(static, 'forward')(q, o_BTNH, lse_BNT, slots)
     o_BTNH, lse_BNT = checkpoint_name((o_BTNH.astype(q_BTNH.dtype), lse_BNT), ATTENDED)
     residuals = q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, o_BTNH, lse_BNT
-    return (o_BTNH, lse_BNT, sides, slot_sums), residuals
+    return (o_BTNH, lse_BNT, sides if static.threads else None, slot_sums), residuals
 
 
 def _backward(static, residuals, cotangents):
@@ -119,7 +121,7 @@ def _backward(static, residuals, cotangents):
                 dq_depth_BTNH = dq_depth_BTNH.astype(q_depth_BTNH.dtype)
     if slots is not None:
         dsides, dsums = (sums, None) if dsums is None else (dsides, tuple(sums))
-        dslots = Slots(*dsides, None)
+        dslots = None if dsides is None else Slots(*dsides, None)
     dq_BTNH = dq_BTNH.astype(q_BTNH.dtype)
     dk_BSKH, dv_BSKH = dk_BSKH.astype(k_BSKH.dtype), dv_BSKH.astype(v_BSKH.dtype)
     return dq_BTNH, dk_BSKH, dv_BSKH, None, dq_depth_BTNH, dslots, dsums

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.mosaic import common
-from kernels_pallas.mosaic.common import CHUNK, LAYOUT, TRANSPOSED, product, tiled
+from kernels_pallas.mosaic.common import CHUNK, LAYOUT, OCTET, TRANSPOSED, product, tiled
 from kernels_pallas.mosaic.slot_loader import Sizes, SlotLoader, one_warpgroup_kernel
 
 MAX_WIDTH = 128  # above it the backward pass would spill registers
@@ -167,15 +167,44 @@ def _parts(loader):
     return [(i, pl.ds(zero + i * CHUNK, CHUNK)) for i in range(loader.sizes.padded_width // CHUNK)]
 
 
-def _add(s, loader, chunk, place, inside, side, total, weights, heads, factor, shown):
-    """Adds weights @ heads to a chunk's rows of one side's sums, whose copy has been started."""
+def _zeros(dtype):
+    return plgpu.layout_cast(jnp.zeros((CHUNK, CHUNK), dtype), LAYOUT)
+
+
+def _write_zeros(s, loader, totals):
+    """Starts writing zeros to the slots of a block's items that are in no chunk."""
+    zeros, slots = s.sums.at[0, 0], loader.sizes.slots
+    zeros[...] = _zeros(zeros.dtype)
+    plgpu.commit_smem()
+
+    @pl.loop(0, loader.items)
+    def _(item):
+        place = loader.token(item)[0]
+
+        def write(slot, size):
+            for total, (_, part) in itertools.product(totals, _parts(loader)):
+                target = total.at[pl.ds(slot, size), place, part]
+                plgpu.copy_smem_to_gmem(zeros.at[pl.ds(0, size)], target)
+
+        if loader.sizes.window:
+            pl.loop(0, lax.div(loader.base, OCTET))(lambda octet: write(octet * OCTET, OCTET))
+        chunks = lax.div(slots - loader.base + (CHUNK - 1), CHUNK)
+        pl.loop(loader.chunks, chunks)(lambda chunk: loader.for_rows(chunk, write, hidden=True))
+
+
+def _add(s, loader, chunk, place, inside, side, total, weights, heads, factor, shown, fresh):
+    """Adds weights @ heads to a chunk's rows of one side's sums, whose copy has been started.
+
+    fresh: there are no sums.
+    """
     buffer, parts = side % s.sums.shape[0], _parts(loader)
-    plgpu.barrier_wait(s.sums_ready.at[side])
+    if not fresh:
+        plgpu.barrier_wait(s.sums_ready.at[side])
 
     def one(i, _):
         sums = s.sums.at[buffer, i]
         more = product((CHUNK, CHUNK), weights, heads.at[i])
-        old = common.load(sums, LAYOUT)
+        old = _zeros(sums.dtype) if fresh else common.load(sums, LAYOUT)
         new = (old.astype(jnp.float32) + more * factor).astype(old.dtype)
         sums[...] = jnp.where(common.by_row(shown, old.shape) > 0, new, old)
 
@@ -190,13 +219,13 @@ def _add(s, loader, chunk, place, inside, side, total, weights, heads, factor, s
                 target = total.at[pl.ds(slot, size), place, part]
                 plgpu.copy_smem_to_gmem(s.sums.at[buffer, i, pl.ds(0, size)], target)
 
-            loader.for_rows(chunk, move)
+            loader.for_rows(chunk, move, hidden=fresh)
 
     # The place of a token without slots belongs to another token.
     pl.when(inside)(write) if loader.sizes.mapped else write()
 
 
-def _backward(*refs, sizes, buffers, scale, **shared):
+def _backward(*refs, sizes, buffers, scale, fresh, **shared):
     q, do, lse, delta, num_slots, rows, mask, k, v, dk, dv, dq_out = refs
     s = types.SimpleNamespace(**shared)
     loader = SlotLoader(sizes, num_slots[0], rows)
@@ -216,16 +245,16 @@ def _backward(*refs, sizes, buffers, scale, **shared):
         step, place = item * loader.chunks + chunk, loader.token(item)[0]
         stage, buffer = lax.rem(step, buffers.chunks), lax.rem(item, buffers.heads)
 
-        def load_sums(side):
-            total, ready = (dk, dv)[side], s.sums_ready.at[side]
-            for i, part in _parts(loader):
-                target = s.sums.at[side % buffers.sums, i]
-                loader.load_chunk(chunk, place, part, total, target, ready)
+        def start_sums(sides):
+            """Waits until their memory is free, and starts loading them, unless they are fresh."""
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for side, (i, part) in itertools.product(() if fresh else sides, _parts(loader)):
+                target, ready = s.sums.at[side % buffers.sums, i], s.sums_ready.at[side]
+                loader.load_chunk(chunk, place, part, (dk, dv)[side], target, ready)
 
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         loader.load_slots(step + (buffers.chunks - 1), k, v, mask, s)
-        for side in range(buffers.sums):
-            load_sums(side)
+        if not fresh:
+            start_sums(range(buffers.sums))
         plgpu.barrier_wait(s.k_ready.at[stage])
         scores = product(scores_shape, s.k.at[stage], s.q.at[buffer].T) * (scale * common.LOG2E)
         shown = loader.shown(chunk, inside, s, stage)
@@ -241,11 +270,12 @@ def _backward(*refs, sizes, buffers, scale, **shared):
         loader.hide_rows(chunk, inside, s.k.at[stage], shown)
         plgpu.commit_smem()
         dq += product(dq_shape, s.k.at[stage].T, s.dscores_by_head.T)
-        add = functools.partial(_add, s, loader, chunk, place, inside, shown=shown)
+        add = functools.partial(_add, s, loader, chunk, place, inside, shown=shown, fresh=fresh)
+        if fresh:
+            start_sums(range(buffers.sums))
         add(0, dk, s.dscores, s.flat_q, scale)
         if buffers.sums == 1:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            load_sums(1)
+            start_sums((1,))
         add(1, dv, s.weights, s.flat_do, 1.0)
         return dq
 
@@ -275,6 +305,8 @@ def _backward(*refs, sizes, buffers, scale, **shared):
         load_item(jnp.int32(item))
     for step in range(buffers.chunks - 1):
         loader.load_slots(jnp.int32(step), k, v, mask, s)
+    if fresh and not sizes.mapped:
+        _write_zeros(s, loader, (dk, dv))
     plgpu.barrier_wait(s.scalars_ready)
     lax.fori_loop(0, loader.items, one, None)
     plgpu.wait_smem_to_gmem(0)
@@ -309,21 +341,26 @@ def depth_backward(
     q_BTNH, do_BTNH, lse_BNT, delta_BNT, slots, sums, window, scale, interpret=False
 ):
     """As `xla.depth.depth_backward`, of bfloat16 or float16 slots; nothing is atomic."""
-    sizes = Sizes.of(q_BTNH, slots, window)
-    buffers = Buffers.of(sizes, sums[0].dtype)
-    body = functools.partial(_backward, sizes=sizes, buffers=buffers, scale=scale)
-    out_type = jax.ShapeDtypeStruct((sizes.items, sizes.heads, sizes.width), sizes.dtype)
-    shared = _shared(sizes, buffers, sums[0].dtype)
-    run = one_warpgroup_kernel(body, 'depth_backward', sizes, out_type, shared, interpret)
-    totals = [jax.new_ref(sizes.by_place(total)) for total in sums]
-    dq = run(
+    sizes, fresh = Sizes.of(q_BTNH, slots, window), sums is None
+    operands, sum_dtype = sizes.slot_operands(slots), sizes.dtype if fresh else sums[0].dtype
+    results, refs = [jax.ShapeDtypeStruct(side.shape, sum_dtype) for side in operands[-2:]], []
+    if not fresh or sizes.mapped:
+        # No item has the places that `rows_BT` leaves out: there zeros remain.
+        sums = [jnp.zeros_like(side) for side in slots[:2]] if fresh else sums
+        results, refs = [], [jax.new_ref(sizes.by_place(total)) for total in sums]
+    results.append(jax.ShapeDtypeStruct((sizes.items, sizes.heads, sizes.width), sizes.dtype))
+    buffers = Buffers.of(sizes, sum_dtype)
+    body = functools.partial(_backward, sizes=sizes, buffers=buffers, scale=scale, fresh=fresh)
+    shared = _shared(sizes, buffers, sum_dtype)
+    run = one_warpgroup_kernel(body, 'depth_backward', sizes, results, shared, interpret)
+    *totals, dq = run(
         sizes.by_item(q_BTNH.astype(sizes.dtype)),
         sizes.by_item(do_BTNH.astype(sizes.dtype)),
         sizes.scalars_by_item(lse_BNT, 0.0),
         sizes.scalars_by_item(delta_BNT, 0.0),
-        *sizes.slot_operands(slots),
-        *totals,
+        *operands,
+        *refs,
     )
-    shape = slots.k_LBRKH.shape
-    sums = (jax.freeze(total)[: shape[0]].reshape(shape) for total in totals)
+    totals, shape = totals or [jax.freeze(ref) for ref in refs], slots.k_LBRKH.shape
+    sums = (total[: shape[0]].reshape(shape) for total in totals)
     return dq[:, : sizes.group].reshape(q_BTNH.shape), *sums

@@ -6,6 +6,7 @@ section 8.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,8 @@ def fused_backward(
       q_BTNH: queries of sequence and slots; k_BSKH and v_BSKH: keys and values.
       segment_ids_BT: int, or None.
       slots: `joint_softmax.Slots`.
-      sums: two arrays [L, B, R, K, H], float32 or of q's dtype, to which gradients are added.
+      sums: two arrays [L, B, R, K, H], float32 or of q's dtype, to which gradients are added;
+        None: gradients alone are written, in q's dtype.
       static: `joint_softmax.Static`.
       do_BTNH: cotangent of the output.
       lse_BNT: the joint logsumexp.
@@ -62,22 +64,29 @@ def fused_backward(
         q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, do_BTNH, lse_BNT, delta_BNT, static, plain
     )
     dk, dv = sequence.gradients_of_keys(operands, segment_ids_BT, plain, swizzle)
-    sizes, buffers = make_sizes(*arguments, slots, static, sums[0].dtype)
+    fresh = sums is None
+    sum_dtype = dtype if fresh else sums[0].dtype
+    sizes, buffers = make_sizes(*arguments, slots, static, sum_dtype)
     operands |= fused.slot_operands(slots, static, sizes)
-    totals = [jax.new_ref(fused.split_slots(total, sizes)) for total in sums]
-    operands |= {'dk_depth': totals[0], 'dv_depth': totals[1]}
-    (dq,) = fused.run_kernel(
+    whole, sides = jax.ShapeDtypeStruct(operands['k_depth'].shape, sum_dtype), slots[:2]
+    results, refs = {'dk_depth': whole, 'dv_depth': whole}, {}
+    if not fresh or slots.rows_BT is not None:
+        # No tile has the places that `rows_BT` leaves out: there zeros remain.
+        sums = [jnp.zeros_like(side) for side in sides] if fresh else sums
+        totals = (jax.new_ref(fused.split_slots(total, sizes)) for total in sums)
+        refs, results = dict(zip(results, totals, strict=True)), {}
+    *totals, dq = fused.run_kernel(
         'fused_backward_q',
-        functools.partial(_compute, sizes=sizes),
+        functools.partial(_compute, sizes=sizes, fresh=fresh),
         functools.partial(tiles.fill, sizes=sizes, in_pairs=True),
-        operands,
-        {'o': jax.ShapeDtypeStruct(operands['q'].shape, dtype)},
-        _make_scratch(sizes, dtype, sums[0].dtype, width, buffers),
+        operands | refs,
+        results | {'o': jax.ShapeDtypeStruct(operands['q'].shape, dtype)},
+        _make_scratch(sizes, dtype, sum_dtype, width, buffers),
         sizes,
         sizes.blocks * len(q_BTNH) * sizes.kv_heads,
     )
-    shape = slots.k_LBRKH.shape
-    sums = [_joined(jax.freeze(total), sizes, shape) for total in totals]
+    totals = totals or [jax.freeze(ref) for ref in refs.values()]
+    sums = [_joined(total, sizes, sides[0].shape) for total in totals]
     return *(x[:, : sizes.length] for x in (dq, dk, dv)), *sums
 
 
@@ -114,10 +123,36 @@ def _make_scratch(sizes, dtype, sum_dtype, width, buffers):
     )
 
 
-def _compute(refs, shared, warpgroup, sizes):
-    # One array of queries and cotangents: `_add_to_sums` takes both by their number.
+def _compute(refs, shared, warpgroup, sizes, fresh):
+    # One array of queries and cotangents: `_Sums.add` takes both by their number.
     shared = shared._replace(q_depth=shared.q.at[pl.ds(TILES, TILES)])
-    sequence.compute_dq(refs, shared, warpgroup, sizes, over_slots=_over_slots)
+    if fresh and refs.rows is None:
+        _write_zeros(refs, shared, warpgroup, sizes)
+    over_slots = functools.partial(_over_slots, fresh=fresh)
+    sequence.compute_dq(refs, shared, warpgroup, sizes, over_slots)
+
+
+def _write_zeros(refs, shared, warpgroup, sizes):
+    """Starts writing zeros to the slots of a tile's tokens in chunks of which none is visible."""
+    tile = tiles.tile_of(refs, sizes)
+    first = lax.div(tile.token + warpgroup * sizes.tokens, OCTET)
+    held = -(-refs.k_depth.shape[0] // (1 if sizes.by_row else SLOTS))
+    buffer = shared.sums.at[warpgroup * (shared.sums.shape[0] // TILES)]
+    body.store_matrix(matrix(buffer, sizes), _zeros(buffer), sizes)
+
+    @pl.loop(0, (held - tile.chunks) * sizes.parts)
+    def _(i):
+        chunk = lax.div(i, sizes.parts)
+        chunk += jnp.where(chunk < tile.first_chunk, 0, tile.chunks)
+        octet = first + lax.rem(i, sizes.parts)
+        sums = _Sums(refs, shared, tile, warpgroup, chunk, octet, sizes, fresh=True)
+        for side, piece in itertools.product(range(2), range(sums.pieces)):
+            sums.write(side, piece, buffer)
+
+
+def _zeros(buffer):
+    shape = ROWS, buffer.shape[-1]
+    return plgpu.layout_cast(jnp.zeros(shape, buffer.dtype), LAYOUT)
 
 
 def _clear_unused(rows, sizes):
@@ -132,16 +167,17 @@ def _clear_unused(rows, sizes):
 class _Sums:
     """The sums of 8 slots of 8 tokens: keys' (side 0), then values', by pieces of 64 columns.
 
-    More columns at once would not fit the registers.
+    More columns at once would not fit the registers. fresh: there are none yet, and nothing is
+    loaded.
     """
 
-    def __init__(self, refs, shared, tile, warpgroup, chunk, octet, sizes):
+    def __init__(self, refs, shared, tile, warpgroup, chunk, octet, sizes, fresh):
         self.refs, self.shared, self.warpgroup, self.sizes = refs, shared, warpgroup, sizes
-        self.at = tile, chunk, octet
+        self.at, self.fresh = (tile, chunk, octet), fresh
         self.buffers, self.pieces = shared.sums.shape[0] // TILES, -(-sizes.width // CHUNK)
 
     def start(self):
-        """Starts loading as many pieces as have a buffer."""
+        """Waits until the buffers are free, and starts loading as many pieces as there are."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for number in range(self.buffers):
             self._load(jnp.int32(0), number)
@@ -164,6 +200,8 @@ class _Sums:
 
     def _load(self, side, number):
         """Starts loading the piece that is `number` behind the first of a side."""
+        if self.fresh:
+            return
         side, piece = side + number // self.pieces, number % self.pieces
         full, buffer = self._buffer(side, piece)
         buffer = buffer.at[:, :, pl.ds(0, self._columns(piece)[1])]
@@ -172,6 +210,16 @@ class _Sums:
             # The sums of tokens that do not exist are another tile's.
             copy = functools.partial(plgpu.copy_gmem_to_smem, source, buffer.at[octets], full)
             lax.cond(exist, copy, functools.partial(plgpu.barrier_arrive, full))
+
+        self._for_places(side, piece, move)
+
+    def write(self, side, piece, buffer):
+        """Starts writing a piece."""
+        buffer = buffer.at[:, :, pl.ds(0, self._columns(piece)[1])]
+
+        def move(target, octets, exist):
+            copy = functools.partial(plgpu.copy_smem_to_gmem, buffer.at[octets], target)
+            pl.when(exist)(copy)
 
         self._for_places(side, piece, move)
 
@@ -189,25 +237,24 @@ class _Sums:
             )
             full, buffer = self._buffer(side, piece)
             buffer = buffer.at[:, :, pl.ds(0, size)]
-            plgpu.barrier_wait(full)
             rows = matrix(buffer, sizes)
-            old = body.load_rows(rows, sizes)
+            if self.fresh:
+                old = _zeros(buffer)
+            else:
+                plgpu.barrier_wait(full)
+                old = body.load_rows(rows, sizes)
             tile, chunk, octet = self.at
             shown = by_row(body.shown_rows(self.refs, tile, octet, chunk, sizes), old.shape)
             new = (old.astype(jnp.float32) + more * factor).astype(old.dtype)
             new = jnp.where(shown != 0, new, old)  # hidden: the same bits
             body.store_matrix(rows, new, sizes)
-
-            def move(target, octets, exist, buffer=buffer):
-                copy = functools.partial(plgpu.copy_smem_to_gmem, buffer.at[octets], target)
-                pl.when(exist)(copy)
-
-            self._for_places(side, piece, move)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self._load(side, piece + self.buffers)
+            self.write(side, piece, buffer)
+            if not self.fresh or self.buffers < 2 * self.pieces:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self._load(side, piece + self.buffers)
 
 
-def _over_slots(refs, shared, place, warpgroup, sizes, dq):
+def _over_slots(refs, shared, place, warpgroup, sizes, dq, fresh):
     """Adds to dq, and to the sums of the slots of a tile's tokens, 8 slots of 8 tokens at a time.
 
     Of the 64 columns of scores those count whose slot is of the row's own token.
@@ -241,8 +288,9 @@ def _over_slots(refs, shared, place, warpgroup, sizes, dq):
         chunk, part = tile.first_chunk + lax.div(i, sizes.parts), lax.rem(i, sizes.parts)
         octet = lax.div(token, OCTET) + part
         k_stage, v_stage = (tiles.stage_of(2 * (tile.end + i) + side, sizes) for side in range(2))
-        sums = _Sums(refs, shared, tile, warpgroup, chunk, octet, sizes)
-        sums.start()
+        sums = _Sums(refs, shared, tile, warpgroup, chunk, octet, sizes, fresh)
+        if not fresh:
+            sums.start()
         plgpu.barrier_wait(shared.slots_full.at[k_stage])
         k, v = (body.own_slots(shared, x, warpgroup, sizes) for x in (k_stage, v_stage))
         body.clear_hidden(k, refs, tile, octet, chunk, sizes)
@@ -261,6 +309,8 @@ def _over_slots(refs, shared, place, warpgroup, sizes, dq):
         for side, x in enumerate((dscores, weights)):
             shared.scores.at[side * TILES + warpgroup][...] = x
         plgpu.commit_smem()
+        if fresh:
+            sums.start()
         # Unrolled the sides spill registers; the barrier keeps the compiler from doing so.
         lax.fori_loop(0, lax.optimization_barrier(jnp.int32(2)), sums.add, None)
         return dq

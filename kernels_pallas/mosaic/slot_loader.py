@@ -155,10 +155,15 @@ class SlotLoader:
         head = lax.rem(self.start + item, jnp.int32(sizes.kv_heads))
         return token * sizes.kv_heads + head, token, row < sizes.tokens
 
-    def for_rows(self, chunk, move):
-        """Calls move(first slot, rows) once, for as many rows of a chunk as exist, in sixteens."""
+    def for_rows(self, chunk, move, hidden=False):
+        """Calls move(first slot, rows) once, for as many rows of a chunk as exist, in sixteens.
+
+        hidden: those that are not written yet too.
+        """
         most = min(CHUNK, round_up(self.sizes.slots, 16))
         slot = self.base + chunk * CHUNK
+        if hidden:
+            return move(slot, most)
         choose = functools.partial(move, slot, most)
         for size in reversed(range(16, most, 16)):
             some = functools.partial(move, slot, size)

@@ -19,7 +19,7 @@ class Traffic(NamedTuple):
     """Bytes of one call of a kernel."""
 
     slots: int  # depth slots read
-    sums: int = 0  # the slots' gradients, read and written
+    sums: int = 0  # the slots' gradients, read and written, or, where they are fresh, written
     own: int = 0  # what one block reads or writes alone: queries and outputs, or keys of dk and dv
     shared: int = 0  # what several blocks read, mostly from the L2 cache
 
@@ -46,12 +46,13 @@ def depth_forward(sizes: slot_loader.Sizes, num_slots: int, o_bytes: int = 2) ->
     return Traffic(sizes.items * slots, own=sizes.items * queries)
 
 
-def depth_backward(sizes: slot_loader.Sizes, num_slots: int, sum_bytes: int = 2) -> Traffic:
-    """Of `depth.depth_backward`; sum_bytes: of a number of the slots' gradients."""
+def depth_backward(sizes: slot_loader.Sizes, num_slots: int, sum_bytes: int = 0) -> Traffic:
+    """Of `depth.depth_backward`; sum_bytes: of a number of the sums, 0 if gradients are fresh."""
     item_size, heads = sizes.dtype.itemsize, sizes.heads * sizes.width
     side = 2 * _rows_of_slots(sizes, num_slots) * sizes.width
+    sums = 2 * side * sum_bytes or 2 * sizes.slots * sizes.width * item_size
     queries = 3 * heads * item_size + 2 * sizes.columns * FLOAT
-    parts = side * item_size, 2 * side * sum_bytes, queries
+    parts = side * item_size, sums, queries
     return Traffic(*(sizes.items * part for part in parts))
 
 
@@ -101,19 +102,26 @@ def sequence_backward_q(sizes: TileSizes, batch: int) -> Traffic:
 
 
 def fused_backward_q(
-    sizes: TileSizes, batch: int, held: int, num_slots: int, sum_bytes: int, slot_window: int = 0
+    sizes: TileSizes,
+    batch: int,
+    held: int,
+    num_slots: int,
+    sum_bytes: int = 0,
+    slot_window: int = 0,
 ) -> Traffic:
     """Of the kernel of `fused_backward.fused_backward` that sums dq, of 16-bit arrays.
 
-    sum_bytes: of a number of the slots' gradients.
+    sum_bytes: of a number of the sums; 0: gradients are fresh.
     """
     (columns, _, tiles), plain = _tiles(sizes, batch), sequence_backward_q(sizes, batch)
     rows = _slots(sizes, held, num_slots, slot_window)
     # Logsumexps and deltas are loaded again for each 8 slots of 8 tokens.
     scalars = tiles * sizes.parts * -(-rows // SLOTS) * 2 * ROWS * FLOAT
+    # Fresh, all that are held are written; sums are read and written where they are visible.
+    by_token = 2 * rows * sum_bytes or _slots(sizes, held, held, 0) * 2
     return plain._replace(
         slots=2 * tiles * sizes.tokens * rows * sizes.width * 2,
-        sums=4 * columns * sizes.length * rows * sizes.width * sum_bytes,
+        sums=2 * columns * sizes.length * by_token * sizes.width,
         own=plain.own + scalars,
     )
 

@@ -199,6 +199,7 @@ def depth_backward(
     q_BTNH, do_BTNH, lse_BNT, delta_BNT, slots, sums, window, scale, interpret=False
 ):
     """As `xla.depth.depth_backward`, with the dtypes of depth_forward; sums in one of DTYPES."""
+    sums = [jnp.zeros_like(side) for side in slots[:2]] if sums is None else sums
     arrays = q_BTNH, do_BTNH, lse_BNT, delta_BNT, *sums
     kernel = functools.partial(_backward, window=window, scale=scale)
     options = {'name': 'depth_backward', 'input_output_aliases': {4: 1, 5: 2}}

@@ -82,10 +82,12 @@ def depth_backward(
 ):
     """dq_BTNH in q's dtype, and `sums`, of keys and values, plus the slots' gradients.
 
+    sums None: the gradients alone, in the slots' dtype.
     lse_BNT is joint and finite, delta_BNT rowsum(do o) - dlse; the rest is as in depth_forward.
     """
     del interpret
     kv_heads, wide = slots.k_LBRKH.shape[3], lse_BNT.dtype
+    sums = [jnp.zeros_like(side) for side in slots[:2]] if sums is None else sums
 
     def one_tile(tile, carry):
         whole_dq, *sums = carry

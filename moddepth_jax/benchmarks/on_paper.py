@@ -34,7 +34,6 @@ class Bytes(NamedTuple):
 
     forward: float  # of the kernel
     backward: float  # of the kernel
-    zeros: float  # with which XLA fills the gradients before the kernel adds to them
     around: float  # XLA's: delta, the sum of both dq, logsumexps and deltas by item
 
 
@@ -57,10 +56,9 @@ def count_bytes(case: Case) -> Bytes:
     forward = traffic.depth_forward(sizes, case.visible)
     backward = traffic.depth_backward(sizes, case.visible)
     queries = case.batch * case.length * case.heads * case.width * 2
-    zeros = 2 * case.slots * queries // group
     # Reads o, do, two dq; writes one. The scalars are read and written twice forward, and backward.
     around = 5 * queries + 4 * sizes.items * (sizes.columns + group) * traffic.FLOAT
-    return Bytes(forward.total, backward.total, zeros, around)
+    return Bytes(forward.total, backward.total, around)
 
 
 def over_cudnn(case: Case) -> dict[str, float]:
@@ -83,18 +81,18 @@ def over_cudnn(case: Case) -> dict[str, float]:
     slower = CUDNN_BOTH[16384] / CUDNN_BOTH[case.length]
     sequence = slower * (flops(case, 0, True) - flops(case, 0, False)) / MOSAIC_BACKWARD[case.width]
     executed = MOSAIC_BACKWARD[case.width] * ALL_PRODUCTS / 5
-    moved = traffic.fused_backward_q(sizes, case.batch, case.slots, case.visible, 2)
+    moved = traffic.fused_backward_q(sizes, case.batch, case.slots, case.visible)
     compute = sequence * DQ_PRODUCTS / ALL_PRODUCTS + 2.5 * products / executed
     dq = max(compute, (moved.slots + moved.sums + moved.own) / COPY)
     both = fused + (slower - 1) * forward + dq + sequence * (1 - DQ_PRODUCTS / ALL_PRODUCTS)
-    # XLA fills the gradients with zeros, and reads o and do for delta.
+    # XLA reads o and do for delta.
     queries = 2 * case.batch * case.length * case.heads * case.width * 2
     ideal = depth_bytes(case, False) + depth_bytes(case, True)
     added = {
         'ideal': ideal / COPY,
         'split': sum(counts) / COPY,
         'mixed': fused - forward + (sum(counts) - counts.forward) / COPY,
-        'fused': both + (counts.zeros + queries) / COPY - plain,
+        'fused': both + queries / COPY - plain,
     }
     return {name: seconds / plain for name, seconds in added.items()}
 

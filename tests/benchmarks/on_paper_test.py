@@ -16,15 +16,15 @@ def test_the_ideal_is_the_target():
 
 
 def test_no_form_moves_fewer_bytes_than_the_ideal():
-    """Both passes of the kernels read all that is visible; the forward pass within 5% at G = 8."""
+    """The kernels read all that is visible, and move 5% more at most; XLA reads o for delta."""
     for held, written in on_paper.SLOTS_HELD:
         for few in (8, 32, 64):
             case = Case(4096, kv_heads=few, slots=held, written=written)
             counts = on_paper.count_bytes(case)
             forward, backward = (depth_bytes(case, way) for way in (False, True))
-            assert forward < counts.forward and backward < counts.backward
-            # Slots are read in sixteens.
-            assert written or counts.forward < 1.05 * forward
+            assert forward < counts.forward and backward < counts.backward + counts.around
+            # Slots are read in sixteens, and the gradients of hidden ones are written.
+            assert written or counts.forward < 1.05 * forward and counts.backward < 1.05 * backward
 
 
 def test_the_page_has_the_table():

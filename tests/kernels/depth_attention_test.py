@@ -164,13 +164,17 @@ def test_the_shapes_of_a_call_are_recorded():
     slots, rows = np.zeros((5, 2, 11, 2, 8), np.float32), np.tile(np.arange(8), (2, 1))
     options = {'slot_window': 3, 'slot_rows_BT': rows, 'slot_sums': (slots, slots)}
     options |= {'q_depth_BTNH': q, 'slot_mask_LBR': np.ones((5, 2, 11), bool), 'return_lse': True}
+    half = slots[:, :, :8].astype('float16')
     with backends.recorded() as found:
         depth_attention(q, k, k, slots, slots, **options)
         depth_attention(q, k, k)
-    full, plain = found
+        depth_attention(q, k, k, half, half, thread_slots=True)
+        depth_attention(q, k, k, half, half)
+    full, plain, threaded, fresh = found
     assert full[:3] == (q.shape, k.shape, 5)
     assert full[8:] == (8**-0.5, 3, 11, True, True, 'float32', True)
     assert plain[2] == 0 and plain[9:] == (0, 0, False, False, '', False)
+    assert (threaded.sums, fresh.sums) == ('float16', '')
 
 
 def zeros(*shape):

@@ -37,6 +37,15 @@ TRITON = {
     'bfloat16': {'T': 97, 'G': 3, 'H': 64, 'dtype': 'bfloat16', 'B': 1, 'num': 4},
     'bfloat16_sums': {'G': 7, 'H': 128, 'dtype': 'bfloat16', 'sums': 'bfloat16', 'T': 21},
     'float16': {'R': 11, 'T': 12, 'K': 3, 'dtype': 'float16', 'sums': 'float16', 'window': 3},
+    'fresh': {'R': 17, 'L': 7, 'num': 5, 'mask': True, 'sums': 'fresh'},
+}
+FRESH = {
+    'seven_slots': {'L': 7, 'G': 1, 'num': 6, 'mask': True, 'B': 2},
+    'none_written': {'L': 70, 'num': 0, 'G': 2, 'T': 2, 'H': 128},
+    'some_written': {'L': 150, 'num': 33, 'G': 8, 'T': 2, 'K': 2},
+    'window': {'L': 140, 'num': 90, 'window': 12, 'G': 2, 'T': 2, 'H': 128},
+    'masked_window': {'L': 40, 'num': 37, 'window': 20, 'mask': True, 'H': 80, 'dtype': 'float16'},
+    'rows': {'L': 24, 'T': 5, 'R': 7, 'K': 2, 'num': 9, 'window': 5, 'B': 2, 'mask': True},
 }
 MOSAIC = {
     'one_slot': {'T': 1, 'G': 1, 'L': 1, 'H': 56},
@@ -52,6 +61,7 @@ MOSAIC = {
     'fewer_rows': {'L': 8, 'T': 4, 'R': 3, 'sums': 'bfloat16'},
     'none_written': {'num': 0, 'L': 64},
     'float16': {'dtype': 'float16', 'sums': 'float16', 'L': 32, 'num': 30},
+    **{f'fresh_{name}': {'sums': 'fresh', **case} for name, case in FRESH.items()},
 }
 EACH = [pytest.param('triton'), pytest.param('mosaic', marks=interpreted)]
 
@@ -59,7 +69,8 @@ EACH = [pytest.param('triton'), pytest.param('mosaic', marks=interpreted)]
 class Case:
     """Random arguments of both passes; some queries have seen nothing of the sequence.
 
-    Slots that no query sees hold NaN; their sums hold NaN, -0 and others.
+    Slots that no query sees hold NaN; their sums hold NaN, -0 and others. `sums` 'fresh': there
+    are none, and gradients are as if they were zeros.
     """
 
     def __init__(self, backend, B, T, R, K, G, H, L, num, window, mask, dtype, sums):
@@ -77,6 +88,7 @@ class Case:
         self.o[unseen], self.lse[np.moveaxis(unseen, 2, 1)] = 0, -np.inf
         places = L, B, R or T, K, H
         self.sides = normal(*places), normal(*places)
+        self.fresh, sums = sums == 'fresh', dtype if sums == 'fresh' else sums
         self.sums = normal(*places, dtype=sums), normal(*places, dtype=sums)
         self.rows, taken = None, np.tile(np.arange(T), (B, 1))
         if R:
@@ -94,6 +106,8 @@ class Case:
         for side in self.sums:
             odd = np.array([np.nan, -0.0, np.inf, 1e-30], side.dtype)
             side[~self.by_a_query] = odd[rng.integers(0, 4, ((~self.by_a_query).sum(), K, H))]
+        if self.fresh:
+            self.sums = tuple(np.zeros_like(side) for side in self.sums)
 
     @functools.cached_property
     def exact(self):
@@ -129,6 +143,7 @@ class Case:
 
         def backward(num, q, do, lse, delta, sides, sums):
             slots = Slots(*sides, num, self.mask, self.rows)
+            sums = None if self.fresh else sums
             return module.depth_backward(q, do, lse, delta, slots, sums, **options)
 
         return jax.jit(forward), jax.jit(backward)
@@ -211,6 +226,19 @@ def test_reruns_are_bit_equal_and_unseen_queries_zero(backend):
     assert not o[by_query].any() and not dq[by_query].any()
 
 
+@interpreted
+@pytest.mark.parametrize('rows', [None, 7])
+def test_fresh_gradients_are_sums_that_begin_at_zero(rows):
+    """To the bit; so are reruns."""
+    case = make('mosaic', L=72, num=50, window=30, T=4, R=rows, mask=True, sums='fresh')
+    passes, found = case.passes(), []
+    for fresh in (True, True, False):
+        if not fresh:
+            case.fresh, passes = False, case.passes()
+        found.append([x.tobytes() for x in case.run(passes)])
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.fixture
 def racing(monkeypatch):
     """The Mosaic interpreter looks for races."""
@@ -219,10 +247,17 @@ def racing(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize('L', [72, 7])
-def test_no_race(L, racing):
+@pytest.mark.parametrize(
+    'sizes',
+    [
+        {'L': 72, 'mask': True, 'R': 2},
+        {'L': 7, 'mask': True, 'R': 2},
+        {'L': 140, 'num': 133, 'window': 120, 'sums': 'fresh'},
+    ],
+)
+def test_no_race(sizes, racing):
     """Copies, products and stores are ordered by barriers and fences."""
-    check(make('mosaic', L=L, T=2, K=2, mask=True, R=2))
+    check(make('mosaic', T=2, K=2, **sizes))
 
 
 @interpreted

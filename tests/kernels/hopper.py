@@ -190,7 +190,7 @@ def depth_call(backend, way, B, T, K, G, H, L, R=None, mask=False, dtype=jnp.bfl
 
     Options are parameters of the function, and `wide`, the dtype of sums and of the sequence's o.
     """
-    wide = options.pop('wide', dtype)
+    wide, fresh = options.pop('wide', dtype), options.pop('fresh', False)
     function = getattr(load_module(getattr(DEPTH[backend], way)), f'depth_{way}')
     q, by_head = shape(B, T, K * G, H, dtype=dtype), shape(B, K * G, T, dtype=jnp.float32)
     places = L, B, R or T
@@ -203,13 +203,14 @@ def depth_call(backend, way, B, T, K, G, H, L, R=None, mask=False, dtype=jnp.bfl
     function = functools.partial(function, **{'window': 0, 'scale': H**-0.5} | options)
     if way == 'forward':
         return function, (q, shape(*q.shape, dtype=wide), by_head, slots)
-    sums = (shape(*places, K, H, dtype=wide),) * 2
+    sums = None if fresh else (shape(*places, K, H, dtype=wide),) * 2
     return function, (q, q, by_head, by_head, slots, sums)
 
 
 def fused_call(T, K, G, H, L, R=None, kind='', dtype=jnp.bfloat16, windows=(1024, 16), wide=None):
     """The fused forward, or, with sums of dtype `wide`, backward; its arguments; num_slots traced.
 
+    wide 'fresh': without sums.
     kind 'documents': with segments; 'general': with windows, own queries (forward), mask and rows.
     """
     q, key, rows = shape(1, T, K * G, H, dtype=dtype), shape(1, T, K, H, dtype=dtype), None
@@ -223,7 +224,8 @@ def fused_call(T, K, G, H, L, R=None, kind='', dtype=jnp.bfloat16, windows=(1024
     if wide is None:
         function = functools.partial(fused.fused_forward, static=static)
         return function, (q, key, key, segments, own, slots)
-    by_head, sums = shape(1, K * G, T, dtype=jnp.float32), (shape(*side.shape, dtype=wide),) * 2
+    by_head = shape(1, K * G, T, dtype=jnp.float32)
+    sums = None if wide == 'fresh' else (shape(*side.shape, dtype=wide),) * 2
 
     def backward(q, k, v, ids, slots, sums, *joint):
         return fused_backward.fused_backward(q, k, v, ids, slots, sums, static, *joint)
@@ -289,6 +291,7 @@ def _kernels():
             options = {'kind': kind, 'wide': jnp.bfloat16 if L == 64 else jnp.float32}
             name = name.replace('forward', 'backward')
             found[name] = functools.partial(fused_call, 4096, 8, G, H, L, **options)
+            found[f'{name}_fresh'] = functools.partial(found[name], wide='fresh')
         if L == 64 and supports_backward(G, H):
             options |= {'wide': jnp.float32}
             found[f'{name}_float32'] = functools.partial(fused_call, 4096, 8, G, H, L, **options)
@@ -306,6 +309,8 @@ def _kernels():
         found[name] = functools.partial(depth_call, backend, way, **sizes)
         if (H, G, L, rows) in SHAPES[::4]:
             found[f'{name}_float32'] = functools.partial(found[name], wide=jnp.float32)
+        if (backend, way) == ('mosaic_gpu', 'backward'):
+            found[f'{name}_fresh'] = functools.partial(found[name], fresh=True)
     return found
 
 

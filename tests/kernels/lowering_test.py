@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
@@ -16,6 +17,7 @@ from tests.kernels.hopper import depth_call, fused_call, lower, sequence_call, s
 pytestmark = pytest.mark.filterwarnings(
     'ignore:The Pallas Triton backend is deprecated:DeprecationWarning'
 )
+MASK = SequenceMask(*(np.arange(200)[None],) * 2)  # of one row
 
 
 def lower_depth(backend, ways=('forward', 'backward'), **sizes):
@@ -121,9 +123,7 @@ def test_parts_for_gpus_lower_together(depth, dlse):
     static = Static(0, True, 0, 1.0, dlse, Parts('cudnn', depth))
 
     def loss(q, k, v, *sides):
-        positions_BT = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
-        mask, slots = SequenceMask(positions_BT, positions_BT), Slots(*sides, 5)
-        o, lse, *_ = joint_attention(static, q, k, v, mask, None, slots, None)
+        o, lse, *_ = joint_attention(static, q, k, v, MASK, None, Slots(*sides, 5), None)
         return jnp.sum(o.astype(jnp.float32)) + dlse * jnp.sum(lse)
 
     k, slot = shape(1, 200, 1, 64), shape(7, 1, 200, 1, 64)
@@ -132,3 +132,19 @@ def test_parts_for_gpus_lower_together(depth, dlse):
     assert text.count('cudnn$fmhaSoftmax(') == (depth != 'mosaic_gpu_fused')
     assert text.count('cudnn$fmhaSoftmaxBackward(') == (not dlse)
     assert text.count('@mosaic_gpu') + text.count('@__gpu$xla.gpu.triton') == 2
+
+
+@pytest.mark.parametrize('threads', [False, True])
+@pytest.mark.parametrize('depth', ['mosaic_gpu', 'mosaic_gpu_fused'])
+def test_fresh_gradients_are_results_that_nobody_fills(depth, threads):
+    """No array of their shape is made of zeros; of slots that are returned it is, and added to."""
+    static = Static(0, True, 0, 1.0, False, Parts('mosaic_gpu', depth), threads)
+
+    def loss(q, k, v, *sides):
+        o, *_ = joint_attention(static, q, k, v, MASK, None, Slots(*sides, 5), None)
+        return jnp.sum(o.astype(jnp.float32))
+
+    k, slot = shape(1, 200, 1, 64), shape(8, 1, 200, 1, 64)
+    text = lower(jax.grad(loss, argnums=(3, 4)), shape(1, 200, 8, 64), k, k, slot, slot)
+    filled = re.findall('stablehlo.broadcast_in_dim.*-> tensor<8x1x200x1x64xbf16>', text)
+    assert bool(filled) == ('output_operand_aliases = [#' in text) == threads

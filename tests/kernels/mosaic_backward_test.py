@@ -20,6 +20,7 @@ CASES = {
     'group_of_3': {'N': 3, 'T': 17, 'L': 9, 'num': 7, 'segments': (1, 9, 7)},
     'group_of_8': {'N': 8, 'T': 16, 'L': 24, 'num': 13, 'slot_window': 9, 'H': 128},
     'rows': {'N': 2, 'T': 9, 'R': 14, 'L': 9, 'mask': True},
+    'group_of_1': {'T': 9, 'L': 21, 'num': 12, 'slot_window': 3, 'B': 2},
 }
 LONG = {
     'group_of_1': {'T': 133, 'L': 7, 'num': 6, 'B': 2},
@@ -54,10 +55,11 @@ class Call:
         self.mask = SequenceMask(places, places, ids, ids)
         self.slots = jnp.int32(case['L'] if case['num'] is None else case['num']), *rest
 
-    def run(self, parts, sums=None):
-        """(o, lse) and the gradients; of sums, what they have become."""
+    def run(self, parts, sums=None, fresh=True):
+        """(o, lse) and the gradients; of sums, what they have become; not `fresh`: from zeros."""
         case, inputs = self.case, self.inputs
-        static = Static(case['window'], True, case['slot_window'], case['H'] ** -0.5, True, parts)
+        scale = case['H'] ** -0.5
+        static = Static(case['window'], True, case['slot_window'], scale, True, parts, not fresh)
 
         def attend(q, k, v, kd, vd, sums):
             slots = Slots(kd, vd, *self.slots)
@@ -78,10 +80,10 @@ class Call:
         return seen
 
 
-def check(**sizes):
+def check(fresh=True, **sizes):
     """Float32: o and lse are right to 2e-6, gradients to 1e-5; hidden slots, of NaN, have 0."""
     call = Call(**sizes)
-    results = call.run(OURS)
+    results = call.run(OURS, fresh=fresh)
     for got, right, atol in zip(results, call.right, (2e-6,) * 2 + (1e-5,) * 5, strict=True):
         np.testing.assert_allclose(got, right, rtol=0, atol=atol * max(1, np.abs(right).max()))
     for got in results[5:]:
@@ -101,9 +103,19 @@ def joined(monkeypatch):
 
 
 @interpreted
+@pytest.mark.parametrize('fresh', [True, False])
 @pytest.mark.parametrize('name', CASES)
-def test_equals_float64(name, joined):
-    check(**CASES[name])
+def test_equals_float64(name, fresh, joined):
+    check(fresh, **CASES[name])
+
+
+@interpreted
+def test_fresh_gradients_are_sums_that_begin_at_zero(joined):
+    """To the bit; so are reruns."""
+    call = Call('bfloat16', N=2, T=8, L=21, num=10, slot_window=2)
+    found = [call.run(OURS, fresh=fresh) for fresh in (True, True, False)]
+    first, again, added = ([x.tobytes() for x in results] for results in found)
+    assert first == again == added
 
 
 @interpreted
@@ -177,16 +189,18 @@ RACES = {
     'by_octet': {'N': 2, 'T': 9, 'L': 9, 'mask': True, 'R': 16},
     'one_buffer': {'N': 2, 'T': 16, 'L': 17, 'H': 128},
     'by_row': {'N': 2, 'T': 9, 'L': 9, 'R': 14},
+    'hidden': {'N': 2, 'T': 16, 'L': 27, 'num': 18, 'slot_window': 4},
 }
 
 
 @interpreted
 @pytest.mark.slow
+@pytest.mark.parametrize('fresh', [True, False])
 @pytest.mark.parametrize('name', RACES)
-def test_no_race(name, racing, joined, monkeypatch):  # noqa: F811
+def test_no_race(name, fresh, racing, joined, monkeypatch):  # noqa: F811
     """The ring's barriers, of two stages, and the sums' order copies, products and stores."""
     monkeypatch.setattr(fused, 'MAX_STAGES', 2)
-    check(**RACES[name])
+    check(fresh, **RACES[name])
 
 
 def test_memory_has_room_for_the_stages():

@@ -90,6 +90,11 @@ def test_depth_moves_what_is_said(moved, T, K, G, H, L, num, window, B):
     )
     said = traffic.depth_backward(sizes, num, bytes_of)
     assert totals(moved, kind) == {'slots': said.slots, 'sums': said.sums, 'own': said.own}
+    jax.block_until_ready(
+        depth.depth_backward(q, q, lse, lse, slots, None, window, 1.0, interpret=True)
+    )
+    said = traffic.depth_backward(sizes, num)
+    assert totals(moved, kind) == {'slots': said.slots, 'sums': said.sums, 'own': said.own}
 
 
 # T, K, G, H, slots held, num_slots, B
@@ -126,8 +131,10 @@ def test_tiles_move_what_is_said(moved, monkeypatch, T, K, G, H, L, num, B):
     joined = fused_backward.supports(G, H, own_query=False)
     sums = (side.astype(jnp.float32),) * 2 if G == 3 else (side,) * 2
     if joined:
-        arguments = q, k, k, None, slots, sums, static, q, lse, lse
-        fused_backward.fused_backward(*arguments)
+        for given in (sums, None):
+            arguments = q, k, k, None, slots, given, static, q, lse, lse
+            fused_backward.fused_backward(*arguments)
+            found['fresh' if given is None else 'added'] = found.pop('fused_backward_q')
     sizes = [fused.make_sizes(q, k, None, *rest, static) for rest in ((None, slots), (q, None))]
     said = {
         'fused_forward': traffic.fused_forward(sizes[0], B, L, num),
@@ -137,7 +144,8 @@ def test_tiles_move_what_is_said(moved, monkeypatch, T, K, G, H, L, num, B):
     if joined:
         wide = sums[0].dtype
         with_slots, _ = fused_backward.make_sizes(q, k, None, q, slots, static, wide)
-        said['fused_backward_q'] = traffic.fused_backward_q(with_slots, B, L, num, wide.itemsize)
+        said['added'] = traffic.fused_backward_q(with_slots, B, L, num, wide.itemsize)
+        said['fresh'] = traffic.fused_backward_q(with_slots, B, L, num)
     assert set(found) == set(said)
     for name, bytes_ in said.items():
         kinds = {key: size for key, size in bytes_._asdict().items() if size}
