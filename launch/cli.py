@@ -12,6 +12,7 @@ import os
 import pathlib
 import re
 import shutil
+import stat
 import sys
 import textwrap
 import traceback
@@ -31,6 +32,10 @@ _notes = []  # lines of load_saved_run that are not printed yet
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
 # Set by launch.local for all processes but the first, which reports bad flags for all of them.
 REPORTED_BY_LEADER = 'MODDEPTH_REPORTED_BY_LEADER'
+_PATHS = (  # flags of commands
+    *('workdir', 'out', 'output', 'results', 'page', 'json', 'data', 'domains', 'prompts'),
+    *('from_hf', 'to_hf', 'from_workdir'),
+)
 _HELP = {'-h', '-?', '-help', '--help', '--helpshort', '--helpfull'}
 _OUT_OF_MEMORY = (
     'out of device memory; lower data.batch_size, raise training.accumulate_steps, or set '
@@ -157,10 +162,24 @@ def _parse(argv, positional, described):
             if not positional and (line := _without_flag(argv, str(error))):
                 raise ValueError(line) from None
             raise
+        _check_paths()
         if rest[1:] and not positional:
             raise ValueError(_unexpected(rest[1], argv))
         _prepare_backend()
         return rest
+
+
+def _check_paths():
+    for name in _PATHS:
+        if name in FLAGS and FLAGS[name].value == '':
+            raise ValueError(f'--{name}=: is empty; must be a path: is a variable unset?')
+    path = FLAGS['json'].value if 'json' in FLAGS else None
+    if path is None or path == '-' or not os.path.exists(path):
+        return
+    found = os.stat(path)  # a result replaces what was there before, which a pipe cannot do
+    special = not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode))
+    if special or (sys.stdout and os.path.samestat(found, os.fstat(1))):
+        raise ValueError(f'--json={path}: must be a regular file, or - for stdout')
 
 
 @contextlib.contextmanager
@@ -188,9 +207,10 @@ def _one_line(error):
     """The line on what the user did wrong, or '' if the error is not the user's."""
     if isinstance(error, MemoryError):
         return 'out of memory; lower data.batch_size'
+    if _is_of_platform(error):
+        given = os.environ.get('JAX_PLATFORMS', '')
+        return f'JAX_PLATFORMS={given}: cannot be used here; unset it, or write cpu'
     if isinstance(error, RuntimeError):  # JAX raises this when the device is out of memory
-        if backend := re.match("Unable to initialize backend '(.*?)'", str(error)):
-            return f'JAX_PLATFORMS={backend[1]}: cannot be used here; unset it, or write cpu'
         return _OUT_OF_MEMORY if 'RESOURCE_EXHAUSTED' in str(error) else ''
     if isinstance(error, OSError):
         if error.filename is not None:
@@ -207,6 +227,15 @@ def _one_line(error):
         return f'{missing[1]}: missing value; write {missing[1]}=VALUE'
     users = isinstance(error, (ValueError, flags.Error))
     return str(error) or type(error).__name__ if users else ''
+
+
+def _is_of_platform(error):
+    """Whether JAX cannot start what JAX_PLATFORMS names; of some names it asserts this alone."""
+    if isinstance(error, AssertionError):
+        calls = traceback.extract_tb(error.__traceback__)
+        return calls[-1].filename.endswith('jax/_src/xla_bridge.py')
+    unknown = str(error).startswith('Unable to initialize backend')
+    return isinstance(error, RuntimeError) and unknown
 
 
 def _unknown_flag(error):

@@ -26,6 +26,7 @@ import functools
 import json
 import os
 import pathlib
+import shlex
 import shutil
 
 from absl import flags
@@ -274,8 +275,8 @@ def main(_):
         raise ValueError('--config: does not belong to --to_hf, which changes no knob')
     actions[given[0]]()
     if given != ['to_hf']:
-        line = f'python -m launch.train --config={workdir}/config.json --workdir={workdir}'
-        print(f'train on it: {line}')
+        config, quoted = shlex.quote(f'{workdir}/config.json'), shlex.quote(workdir)
+        print(f'train on it: python -m launch.train --config={config} --workdir={quoted}')
 
 
 if __name__ == '__main__':

@@ -15,6 +15,13 @@ import pathlib
 import re
 import sys
 
+if __name__ == 'inspect':  # in the place of Python's own module: launch/ is where scripts look
+    print(
+        'error: start commands as python -m launch.NAME, as python -m launch.train; not as files',
+        file=sys.stderr,
+    )
+    sys.exit(2)
+
 from absl import flags
 
 from launch import cli

@@ -3,6 +3,7 @@
 import contextlib
 import pathlib
 import re
+import shlex
 
 import jax
 
@@ -59,7 +60,8 @@ class Profile(contextlib.AbstractContextManager):
             return ''
         self._tracing = False
         jax.profiler.stop_trace()
-        return f'profile   {self.folder}: open it with xprof --logdir={self.folder}'
+        quoted = shlex.quote(str(self.folder))
+        return f'profile   {self.folder}: open it with xprof --logdir={quoted}'
 
     def step(self, number: int):
         """A context that names step `number` (from 0) in the trace."""

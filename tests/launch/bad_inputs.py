@@ -96,9 +96,16 @@ COMMANDS = {
             "'--data=text/?.txt' --num_batches=1 --json=text",
             ['text: Is a directory; must be a file'],
         ),
+        ('--num_batches=1 --json=/dev/null', ['--json=/dev/null: must be a regular file, or -']),
+        ('--num_batches=1 --json=/dev/stdout', ['--json=/dev/stdout: must be', '- for stdout']),
+        ('--num_batches=1 --json=other/pipe', ['--json=other/pipe: must be a regular file']),
     ],
     'generate': [
         ('--workdir=taken', ['no finished checkpoint', 'launch.train']),
+        (
+            "'--workdir=a run'",
+            ['a run: holds no', "launch.train --config=FILE.py --workdir='a run'"],
+        ),
     ],
     'generate --workdir=run': [
         ('--prompt=abc --chat', ['--chat: continues lines typed on a terminal']),
@@ -182,6 +189,7 @@ COMMANDS = {
     'compare': [
         ('', ['RUN: missing', 'one run or more']),
         ('gone taken', ['gone: holds no config.json']),
+        ("'a run'", ['finish it: ', "launch.train --config='a run/config.json' --workdir='a run'"]),
     ],
     'isoflop': [
         ('--config=configs/tiny.py --sizes=2x64 --budgets=1e9', ['tiny.py of size 2x64', 'study']),
@@ -292,6 +300,7 @@ TOY = {
         ('--config.model.num_layers', ['num_layers: missing value', '=VALUE']),
         ('--config=configs/base.py', ['--config=configs/base.py:', 'twice']),
         ('--workdri=x', ['--workdri=x:', '--workdir?']),
+        ('--workdir=', ['--workdir=: is empty; must be a path']),
         ('--model.num_layers=3', ['--model.num_layers=3:', '--config.model.num_layers?']),
         ('--zzz', ['--zzz:', '--max_tokens, ', '--workdir']),
         ('--max_tokens=many', ['--max_tokens=many:', 'must be an integer']),
@@ -343,6 +352,7 @@ def make_folder(folder, tiny_config):
 def _make_runs(folder, tiny_config):
     """`taken`, `dense`: runs that have begun; `run`: a routed one with a checkpoint."""
     open_workdir(folder / 'taken', dataclasses.asdict(from_config(tiny.get_config())))
+    shutil.copytree(folder / 'taken', folder / 'a run')
     open_workdir(folder / 'dense', dataclasses.asdict(from_config(tiny_config())))
     (folder / 'taken' / 'metrics.jsonl').write_text('{"step": 1, "loss": 5.5}\n')
     changes = {

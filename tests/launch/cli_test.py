@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from launch import cli
 from tests.forked_commands import ROOT, run_commands
 from tests.launch.toy_command import PRELOAD, make_toy
 
@@ -63,6 +64,41 @@ def test_a_bug_has_its_traceback(toy):
         assert done.status == status and 'Traceback' in done.stderr
         assert done.stderr.splitlines()[-1].startswith(error)
     assert (last.status, last.stderr) == (3, '')
+
+
+@pytest.mark.parametrize(
+    ('platform', 'raised'),
+    [
+        ('cuda', 'assert False'),
+        ('gpu', """raise RuntimeError("Unable to initialize backend 'rocm': it is not known")"""),
+    ],
+)
+def test_a_platform_that_is_not_here_is_one_line(platform, raised, monkeypatch):
+    """As JAX refuses it: by an assertion, or with another name; other assertions are bugs."""
+    monkeypatch.setenv('JAX_PLATFORMS', platform)
+    for file, words in (('jax/_src/xla_bridge.py', f'JAX_PLATFORMS={platform}: cannot'), ('x', '')):
+        with pytest.raises((AssertionError, RuntimeError)) as found:
+            exec(compile(raised, file, 'exec'))
+        assert cli._one_line(found.value).startswith(words)
+    assert isinstance(found.value, RuntimeError) or not cli._one_line(found.value)
+
+
+def test_commands_start_as_modules():
+    """A file of launch/ says so; without a name, all commands are listed without JAX."""
+    refused = [sys.executable, ROOT / 'launch' / 'train.py', BASE]
+    done = subprocess.run(refused, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count('\n')) == (2, '', 1)
+    assert done.stderr.startswith('error: start commands as python -m launch.NAME')
+    listed = [sys.executable, '-X', 'importtime', '-m', 'launch']
+    done = subprocess.run(listed, capture_output=True, text=True, cwd=ROOT)
+    names = [line.split()[0] for line in done.stdout.splitlines()[1:]]
+    assert {'train', 'bench', 'local'} <= set(names) and 'cli' not in names
+    assert done.returncode == 0 and ' jax' not in done.stderr
+    done = subprocess.run(
+        [*listed[:1], *listed[3:], 'trian'], capture_output=True, text=True, cwd=ROOT
+    )
+    right = 'no command; did you mean python -m launch.train?'
+    assert (done.returncode, done.stderr) == (2, f'error: trian: {right}\n')
 
 
 def test_interrupt_is_one_line(folder):
