@@ -44,8 +44,7 @@ def main(_):
         text = cli.replace_between(text, claims.BEGIN, claims.END, table) if page else ''
     except ValueError as error:
         raise ValueError(f'--page={page}: {error}') from None
-    out = pathlib.Path(OUT.value or WORKDIR.value)
-    out.mkdir(parents=True, exist_ok=True)
+    out = cli.make_directory('out', OUT.value or WORKDIR.value)
     write_atomically(out / 'claims.json', json.dumps(rows, indent=1, ensure_ascii=False) + '\n')
     write_atomically(out / 'claims.md', f'# Claims\n\n{table}\n')
     if page:

@@ -20,6 +20,7 @@ import traceback
 from absl import app, flags, logging
 
 from moddepth_jax import hparams
+from moddepth_jax.hparams import registry
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()  # flags defined below belong to the command that asks for them
@@ -386,8 +387,9 @@ def _print_notes():
         print(printable(_notes.pop(0)), file=sys.stderr)
 
 
-def define_routing(rules: str, more: str = '') -> flags.FlagHolder:
-    """Defines --routing, one of `rules`; the default is None, the rule of the run."""
+def define_routing(*others: str, more: str = '') -> flags.FlagHolder:
+    """Defines --routing, a causal rule or one of `others`; the default is None, that of the run."""
+    rules = ', '.join([*others, *registry.CAUSAL_RULES])
     text = f'How tokens are routed: {rules}. Default: the rule of the training{more}.'
     return flags.DEFINE_string('routing', None, text)
 
@@ -459,6 +461,16 @@ def replace_between(page: str, begin: str, end: str, text: str) -> str:
     if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
         raise ValueError(f'page without its markers: must hold {begin} and then {end}, once each')
     return f'{page.split(begin)[0]}{begin}\n\n{text}\n\n{end}{page.split(end)[1]}'
+
+
+def make_directory(flag: str, path: str) -> pathlib.Path:
+    """Makes the directory of a flag. Raises ValueError, one line, if that cannot be."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        right = 'must be a directory that can be written'
+        raise ValueError(f'--{flag}={path}: {error.strerror}; {right}') from None
+    return pathlib.Path(path)
 
 
 def open_json(path: str | None, mode: str = 'w'):

@@ -9,7 +9,6 @@ compare.json and the curves, compare.png.
 """
 
 import json
-import pathlib
 
 from absl import flags
 
@@ -28,8 +27,7 @@ def main(argv):
         raise ValueError('RUN: missing; give the directories of one run or more')
     variants = compare.group_by_config([compare.read_run(path) for path in argv[1:]])
     rows, warnings = compare.describe(variants), compare.warnings(variants)
-    out = pathlib.Path(OUT.value)
-    out.mkdir(parents=True, exist_ok=True)
+    out = cli.make_directory('out', OUT.value)
     content = {'runs': rows, 'warnings': warnings, 'knobs': compare.differing_knobs(variants)}
     text = json.dumps(replace_nonfinite(content), indent=1, allow_nan=False)
     write_atomically(out / 'compare.json', text + '\n')

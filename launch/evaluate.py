@@ -24,9 +24,7 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required
 cli.define_step()
 cli.define_loops()
 cli.define_exit_threshold()
-ROUTING = cli.define_routing(
-    'top_c, aux_loss, predictor, threshold, dense or bypass', ', compared with top_c'
-)
+ROUTING = cli.define_routing('top_c', more=', compared with top_c')
 DATA = flags.DEFINE_string(
     'data',
     None,

@@ -49,7 +49,7 @@ DRAFT_TOKENS = flags.DEFINE_integer(
 CHAT = flags.DEFINE_bool('chat', False, 'Typed lines go on from the text so far, as much as fits.')
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Texts for each prompt.', lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer('batch_size', 32, 'Texts written at a time.', lower_bound=1)
-ROUTING = cli.define_routing('aux_loss, predictor, threshold, dense or bypass')
+ROUTING = cli.define_routing()
 MESH = flags.DEFINE_string(
     'mesh', None, 'As of launch.train. Default with one process: one device.'
 )

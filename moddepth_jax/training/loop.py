@@ -29,7 +29,7 @@ from moddepth_jax.training.plan import (
     stage_at,
 )
 from moddepth_jax.training.preemption import PreemptionHandler
-from moddepth_jax.training.profile import Profile
+from moddepth_jax.training.profile import Profile, check_profiled
 from moddepth_jax.training.progress import Progress
 from moddepth_jax.training.run_dir import (
     CONFIG_FILE,
@@ -110,6 +110,7 @@ def train(
     num_steps, dataset, mesh = multihost.run_on_all(
         lambda: prepare_run(hparams, mesh_spec, workdir)
     )
+    multihost.run_on_all(lambda: check_profiled(profiled, num_steps))
     workdir, config = pathlib.Path(workdir), dataclasses.asdict(hparams)
     multihost.check_equal_on_all({'--mesh': mesh_spec, **config, 'text': dataset.fingerprint})
     may_change = MAY_CHANGE + dataset.may_change

@@ -22,11 +22,20 @@ def parse_steps(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def check_profiled(steps: tuple[int, int] | None, num_steps: int, first_step: int = 0):
+    """Raises ValueError, one line, if none of `steps` is left after `first_step`."""
+    if steps is not None and not (first_step < steps[1] and steps[0] < num_steps):
+        done = f', {first_step} of which are done' if first_step else ''
+        found = f'this run has {num_steps} steps{done}'
+        right = 'must include one of the remaining steps'
+        raise ValueError(f'--profile={steps[0]}:{steps[1]}: {found}; {right}')
+
+
 class Profile(contextlib.AbstractContextManager):
     """Traces the steps after `first` and up to `last` into `profile/` of a run.
 
     Each process traces itself; a run that stops or fails between them keeps what was traced. Raises
-    ValueError, one line, if none of `steps` is left after `first_step`.
+    ValueError as `check_profiled`.
     """
 
     def __init__(self, workdir, steps: tuple[int, int] | None, num_steps: int, first_step: int):
@@ -35,11 +44,7 @@ class Profile(contextlib.AbstractContextManager):
         if jax.process_count() > 1:  # on one host they would write the same file
             self.folder /= f'process-{jax.process_index()}'
         self._tracing = False
-        if steps is not None and not (first_step < self.last and self.first < num_steps):
-            done = f', {first_step} of which are done' if first_step else ''
-            found = f'this run has {num_steps} steps{done}'
-            right = 'must include one of the remaining steps'
-            raise ValueError(f'--profile={self.first}:{self.last}: {found}; {right}')
+        check_profiled(steps, num_steps, first_step)
 
     def begins(self, step: int) -> bool:
         """Whether the trace starts when `step` steps are done."""

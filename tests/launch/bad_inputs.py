@@ -36,6 +36,9 @@ COMMANDS = {
         ('--config.data.tokenizer=gpt2', ["'gpt2'", 'bytes, prepared, a tokenizer.json']),
         ('--config.data.source=nothing', ["'nothing': matches no file", 'a file, folder or glob']),
         ('--profile=20', ['--profile=20: must be START:STOP']),
+        ('--workdir=new --profile=300:310', ['--profile=300:310: this run has 200 steps']),
+        ('--config.data.source=/', ["data.source='/': is no folder of texts", 'must be stdlib']),
+        ('--config.data.source=many.jsonl', ["'field7', 12 more"]),
         ("'--config.data.source=text/*.md'", ['text/*.md', 'no file']),
         ("'--config.data.source=text/*.parquet'", ['bad.parquet', 'parquet']),
         ("'--config.data.source=text/empty*.txt'", ['empty*.txt', 'no byte']),
@@ -127,6 +130,9 @@ COMMANDS = {
         ('--routing=top_c', ["routing='top_c'", 'later tokens']),
         ('--max_tokens=0', ['--max_tokens=0', 'positive']),
     ],
+    'inspect --workdir=run --out=/proc/no': [
+        ("'--text=a b'", ['--out=/proc/no: No such file or directory; must be a directory that']),
+    ],
     'inspect --workdir=run --out=no': [
         ('--text=other/empty.py', ['empty.py: is empty']),
         ('--text=', ['--text=: is empty']),
@@ -149,7 +155,6 @@ COMMANDS = {
             '--output=cache/b --processes=1',
             ["windows.jsonl, line 1: no field 'text'", 'set --text_field to one'],
         ),
-        ('--output=cache/c --tokenizer=bpe:many', ['--tokenizer=bpe:many: must be bpe:N']),
     ],
     'convert': [
         ('', ['--workdir and one of', 'nothing was given']),
@@ -168,6 +173,13 @@ COMMANDS = {
             '--from_hf=meta/Llama --workdir=new',
             ['no such folder', 'hf download meta/Llama --local-'],
         ),
+        ('--from_hf=gpt2 --workdir=new', ['no such folder', 'hf download gpt2 --local-dir gpt2']),
+        (
+            '--from_hf=https://huggingface.co/meta/Llama/tree/main --workdir=new',
+            ['no such folder', 'hf download meta/Llama --local-dir Llama'],
+        ),
+        ('--from_hf=run --workdir=new', ['--from_hf=run: is a run; write --from_workdir=run']),
+        ('--from_workdir=hf --workdir=new', ['is a Hugging Face model; write --from_hf=hf']),
         ('--workdir=run --to_hf=run', ['--to_hf=run: holds', 'new or empty']),
     ],
     'convert --from_workdir=dense --workdir=new --config=dense/config.json': [
@@ -241,6 +253,12 @@ COMMANDS = {
     'local': [
         ('--config=configs/tiny.py', ['=configs/tiny.py: no such flag', 'follow --']),
         ('--proceses=2', ['--proceses=2', 'mean --processes?']),
+    ],
+    'prepare --input=text/?.txt --output=none': [
+        ('--tokenizer=bpe:many', ['--tokenizer=bpe:many: must be bpe:N']),
+        ('--tokenizer=bpe:256', ['--tokenizer=bpe:256: must be bpe:N', '257 or more']),
+        ('--tokenizer=gone.json', ['--tokenizer=gone.json: ', 'no such tokenizer']),
+        ('--separator=x', ['--tokenizer=bytes', "separator='x': leave it out"]),
     ],
     'prepare': [
         ("'--input=*.csv' --output=no", ['*.csv', 'matches no file']),
@@ -338,6 +356,7 @@ def make_folder(folder, tiny_config):
     (folder / 'other' / 'utf-16').write_text('text', encoding='utf-16')
     os.mkfifo(folder / 'other' / 'pipe')
     rows = [json.dumps({'body': 'to be or not ' * 5}) + '\n' for _ in range(4)]
+    (folder / 'many.jsonl').write_text(json.dumps({f'field{i}': '' for i in range(20)}))
     (folder / 'other' / 'windows.jsonl').write_text(''.join(rows))
     (folder / 'page.md').write_text('# mine\n')
     (folder / 'nested').mkdir()
