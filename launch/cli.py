@@ -20,7 +20,7 @@ import traceback
 from absl import app, flags, logging
 
 from moddepth_jax import hparams
-from moddepth_jax.hparams import registry
+from moddepth_jax.hparams import flag_values, registry
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()  # flags defined below belong to the command that asks for them
@@ -338,6 +338,21 @@ def define_exit_threshold():
     flags.DEFINE_float('exit_threshold', None, text + 'in the run, or 0: never.', lower_bound=0.0)
 
 
+def define_mesh(text: str, default: str | None = None) -> flags.FlagHolder:
+    """Defines --mesh, whose form is checked before JAX is imported."""
+    holder = flags.DEFINE_string('mesh', default, text)
+    flags.register_validator('mesh', lambda value: flag_values.mesh_sizes(value or '') is not None)
+    return holder
+
+
+def check_run(workdir: str):
+    """Raises ValueError, one line, unless it holds a run; several processes check it together."""
+    from moddepth_jax.training.run_dir import read_config
+
+    if not any(map(os.environ.get, ('JAX_COORDINATOR_ADDRESS', 'SLURM_PROCID'))):
+        read_config(workdir)
+
+
 def load_saved_run(workdir: str, mesh_of=None, say_remaining=True):
     """Loads the SavedRun in `workdir` on the mesh of `mesh_of(hparams)`, or on one device.
 
@@ -454,13 +469,6 @@ def table(rows: dict, first: str, *columns: str):
     for name, cells in rows.items():
         made.add_row(name, *cells)
     return made
-
-
-def replace_between(page: str, begin: str, end: str, text: str) -> str:
-    """The page with another text between its markers. Raises ValueError unless both are there."""
-    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
-        raise ValueError(f'page without its markers: must hold {begin} and then {end}, once each')
-    return f'{page.split(begin)[0]}{begin}\n\n{text}\n\n{end}{page.split(end)[1]}'
 
 
 def make_directory(flag: str, path: str) -> pathlib.Path:

@@ -212,6 +212,7 @@ def _describe_importance(out, about, found):
 
 
 def main(_):
+    cli.check_run(WORKDIR.value)
     from moddepth_jax.training.run_dir import CONFIG_FILE
 
     given = [name for name in OF_TEXT if flags.FLAGS[name].present]

@@ -2,24 +2,11 @@
 
 import contextlib
 import pathlib
-import re
 import shlex
 
 import jax
 
 PROFILE_DIRECTORY = 'profile'
-
-
-def parse_steps(text: str) -> tuple[int, int]:
-    """(first, last) of '20:25': from the end of step 20 to the end of step 25.
-
-    Raises ValueError, one line, for text of another form, or a range without a step.
-    """
-    match = re.fullmatch(r'(\d+):(\d+)', text)
-    if not match or int(match[1]) >= int(match[2]):
-        right = 'must be START:STOP, such as 20:25, the steps after step 20 up to step 25'
-        raise ValueError(f'--profile={text}: {right}')
-    return int(match[1]), int(match[2])
 
 
 def check_profiled(steps: tuple[int, int] | None, num_steps: int, first_step: int = 0):

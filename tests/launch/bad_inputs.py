@@ -57,6 +57,7 @@ COMMANDS = {
         ("'--workdir=a\nb'", [r"'a\nb'", 'without line ends']),
         ('--workdir=text/short.txt/run', ['--workdir=', 'directory']),
         ('--mesh=data=3', ['--mesh=data=3', '1 are here']),
+        ('--mesh=data=two', ['--mesh=data=two: must be AXIS=SIZE']),
         ('--mesh=modle=2', ['--mesh=modle=2', 'data, fsdp']),
         ('--dry_run --mesh=fsdp=2000', ['--mesh=fsdp=2000', 'must be 1024 or fewer']),
         ('--dry_run --mesh=fsdp=3', ['data.batch_size=8']),

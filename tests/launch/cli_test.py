@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,6 +100,38 @@ def test_commands_start_as_modules():
     )
     right = 'no command; did you mean python -m launch.train?'
     assert (done.returncode, done.stderr) == (2, f'error: trian: {right}\n')
+
+
+TINY = 'train --config=configs/tiny.py'
+STUDY = 'isoflop --config=configs/study.py --sizes=2x64'
+EARLY = {
+    f'{TINY} --mesh=data=two': '--mesh=data=two: must be AXIS=SIZE',
+    f'{TINY} --profile=20': '--profile=20: must be START:STOP',
+    'evaluate --workdir=': '--workdir=: is empty',
+    'evaluate --workdir=nope': '--workdir=nope: holds no config.json',
+    'evaluate --workdir=nope --json=/dev/null': '--json=/dev/null: must be a regular file',
+    'generate --workdir=nope': '--workdir=nope: holds no config.json',
+    'generate --workdir=nope --top_p=95': 'top_p=95.0: must lie in (0, 1]',
+    'generate --workdir=nope --temperature=-1': 'temperature=-1.0: must be 0',
+    'inspect --workdir=nope --text=a --out=no': '--workdir=nope: holds no config.json',
+    'bench dekode --size=2x64': 'dekode: must be one of step, decode',
+    'compare': 'RUN: missing',
+    f'{STUDY} --budgets=few': '--budgets=few: must be numbers',
+    f'{STUDY} --budgets=1e9 --shard=3': '--shard=3: must be I/N',
+    'claims --workdir=configs': 'no study.json in it',
+    'convert --from_hf=gpt2 --workdir=no': 'hf download gpt2',
+}
+
+
+def test_what_is_wrong_for_any_run_is_refused_before_jax_is_imported():
+    """The line comes in under a second; a run on several processes checks its folder later."""
+    few = 'launch.cli', 'launch.config_file'  # these import no JAX, as tests/hparams has it
+    lines = [line.split() for line in EARLY]
+    imports = {'PYTHONPROFILEIMPORTTIME': '1', 'JAX_COORDINATOR_ADDRESS': '', 'SLURM_PROCID': ''}
+    for done, line in zip(run_commands(lines, ROOT, few, **imports), EARLY, strict=True):
+        (error,) = re.findall('^error: (.*)', done.stderr, re.MULTILINE)
+        assert done.status == 2 and EARLY[line] in error, line
+        assert not re.search(r'\| +(jax|flax)$', done.stderr, re.MULTILINE), line
 
 
 def test_interrupt_is_one_line(folder):
