@@ -17,6 +17,7 @@ from absl import flags
 
 from launch import cli, listing
 from moddepth_jax.hparams.checks import did_you_mean
+from moddepth_jax.training.tables import replace_between
 
 PAGE = flags.DEFINE_string(
     'page', None, 'Write the table into this file, between its markers, and do not print it.'
@@ -114,14 +115,14 @@ def main(argv):
         return
     page = pathlib.Path(PAGE.value)
     text = page.read_text(encoding='utf-8')
-    cli.replace_between(text, BEGIN, END, '')  # before the work
+    replace_between(text, BEGIN, END, '')  # before the work
     import jax
 
     if jax.__version_info__ < OLDEST_JAX:
         oldest = '.'.join(map(str, OLDEST_JAX))
         right = f'must run with jax {oldest} or newer, not {jax.__version__}: older ones refuse'
         raise ValueError(f'--page={PAGE.value}: {right} more backends')
-    page.write_text(cli.replace_between(text, BEGIN, END, table(names)), encoding='utf-8')
+    page.write_text(replace_between(text, BEGIN, END, table(names)), encoding='utf-8')
 
 
 if __name__ == '__main__':

@@ -20,24 +20,28 @@ import typing
 from absl import flags
 
 from launch import cli
-from moddepth_jax.benchmarks.registry import BENCHMARKS, flag_texts
-from moddepth_jax.benchmarks.timing import DeviceLostError
+from moddepth_jax.benchmarks.names import NAMES
 from moddepth_jax.training.tables import print_table
 
 JSON = flags.DEFINE_string('json', None, 'File for the result, as it grows; - for stdout.')
 ZERO_ALLOWED = ('slots', 'unrolled_up_to')
-
-
 OWNERS = {}  # the benchmarks of each flag
-for _name, _benchmark in BENCHMARKS.items():
-    for _flag in inspect.signature(_benchmark).parameters:
-        OWNERS.setdefault(_flag, []).append(_name)
-for _flag, _names in OWNERS.items():
-    flags.DEFINE_string(_flag, None, f'Of {", ".join(_names)}.')
+
+
+def _define_flags():
+    from moddepth_jax.benchmarks.registry import BENCHMARKS
+
+    for name, benchmark in BENCHMARKS.items():
+        for flag in inspect.signature(benchmark).parameters:
+            OWNERS.setdefault(flag, []).append(name)
+    for flag, names in OWNERS.items():
+        flags.DEFINE_string(flag, None, f'Of {", ".join(names)}.')
 
 
 def _describe(name):
     """Lines on a benchmark and its flags, for --help."""
+    from moddepth_jax.benchmarks.registry import BENCHMARKS, flag_texts
+
     benchmark, rows = BENCHMARKS[name], {}
     for flag, text in flag_texts(benchmark).items():
         default = inspect.signature(benchmark).parameters[flag].default
@@ -65,9 +69,13 @@ def _parse(flag, text, annotation):
 
 
 def main(argv):
-    if len(argv) != 2 or argv[1] not in BENCHMARKS:
+    if len(argv) != 2 or argv[1] not in NAMES:
         given = ' '.join(argv[1:]) or 'no benchmark'
-        raise ValueError(f'{given}: must be one of {", ".join(BENCHMARKS)}')
+        raise ValueError(f'{given}: must be one of {", ".join(NAMES)}')
+
+    from moddepth_jax.benchmarks.registry import BENCHMARKS
+    from moddepth_jax.benchmarks.timing import DeviceLostError
+
     name, arguments = argv[1], {}
     parameters = inspect.signature(BENCHMARKS[name]).parameters
     for flag, owners in OWNERS.items():
@@ -94,7 +102,12 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    lines = [f'NAME, one of {", ".join(BENCHMARKS)}; NAME --help describes it alone']
-    for name in set(sys.argv) & set(BENCHMARKS) or BENCHMARKS:
-        lines += _describe(name)
+    lines = [f'NAME, one of {", ".join(NAMES)}; NAME --help describes it alone']
+    named = set(sys.argv) & set(NAMES)
+    if named or any(word.startswith(('-h', '--h', '-?')) for word in sys.argv):
+        _define_flags()
+        for name in named or NAMES:
+            lines += _describe(name)
+    else:  # refused without importing JAX, which the flags would need
+        sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith('-')]
     cli.run(main, '\n'.join(lines), described=OWNERS)

@@ -25,14 +25,16 @@ PAGE = flags.DEFINE_string('page', None, 'Also write the table between the marke
 
 
 def main(_):
+    from moddepth_jax.studies.folders import find_studies
+
+    find_studies(WORKDIR.value)  # before JAX is imported
+
     from launch.counted import counted_flops
     from moddepth_jax.studies import blind, claims
     from moddepth_jax.training.run_dir import write_atomically
+    from moddepth_jax.training.tables import replace_between
 
     evidence = claims.read_evidence(WORKDIR.value, counted_flops())
-    if not evidence.studies:
-        found = f'no {claims.STUDY_FILE} in it, nor {claims.DEPTH} levels down'
-        raise ValueError(f'--workdir={WORKDIR.value}: {found}; python -m launch.isoflop makes one')
     if BLIND.value:
         print(blind.blind_check(evidence, BLIND.value))
         return
@@ -41,11 +43,10 @@ def main(_):
     page = pathlib.Path(PAGE.value) if PAGE.value else None
     try:  # before anything is written
         text = page.read_text(encoding='utf-8') if page else ''
-        text = cli.replace_between(text, claims.BEGIN, claims.END, table) if page else ''
+        text = replace_between(text, claims.BEGIN, claims.END, table) if page else ''
     except ValueError as error:
         raise ValueError(f'--page={page}: {error}') from None
-    out = pathlib.Path(OUT.value or WORKDIR.value)
-    out.mkdir(parents=True, exist_ok=True)
+    out = cli.make_directory('out', OUT.value or WORKDIR.value)
     write_atomically(out / 'claims.json', json.dumps(rows, indent=1, ensure_ascii=False) + '\n')
     write_atomically(out / 'claims.md', f'# Claims\n\n{table}\n')
     if page:

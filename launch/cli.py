@@ -12,6 +12,7 @@ import os
 import pathlib
 import re
 import shutil
+import stat
 import sys
 import textwrap
 import traceback
@@ -19,6 +20,7 @@ import traceback
 from absl import app, flags, logging
 
 from moddepth_jax import hparams
+from moddepth_jax.hparams import flag_values, registry
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()  # flags defined below belong to the command that asks for them
@@ -31,6 +33,10 @@ _notes = []  # lines of load_saved_run that are not printed yet
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
 # Set by launch.local for all processes but the first, which reports bad flags for all of them.
 REPORTED_BY_LEADER = 'MODDEPTH_REPORTED_BY_LEADER'
+_PATHS = (  # flags of commands
+    *('workdir', 'out', 'output', 'results', 'page', 'json', 'data', 'domains', 'prompts'),
+    *('from_hf', 'to_hf', 'from_workdir'),
+)
 _HELP = {'-h', '-?', '-help', '--help', '--helpshort', '--helpfull'}
 _OUT_OF_MEMORY = (
     'out of device memory; lower data.batch_size, raise training.accumulate_steps, or set '
@@ -157,10 +163,24 @@ def _parse(argv, positional, described):
             if not positional and (line := _without_flag(argv, str(error))):
                 raise ValueError(line) from None
             raise
+        _check_paths()
         if rest[1:] and not positional:
             raise ValueError(_unexpected(rest[1], argv))
         _prepare_backend()
         return rest
+
+
+def _check_paths():
+    for name in _PATHS:
+        if name in FLAGS and FLAGS[name].value == '':
+            raise ValueError(f'--{name}=: is empty; must be a path: is a variable unset?')
+    path = FLAGS['json'].value if 'json' in FLAGS else None
+    if path is None or path == '-' or not os.path.exists(path):
+        return
+    found = os.stat(path)  # a result replaces what was there before, which a pipe cannot do
+    special = not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode))
+    if special or (sys.stdout and os.path.samestat(found, os.fstat(1))):
+        raise ValueError(f'--json={path}: must be a regular file, or - for stdout')
 
 
 @contextlib.contextmanager
@@ -188,9 +208,10 @@ def _one_line(error):
     """The line on what the user did wrong, or '' if the error is not the user's."""
     if isinstance(error, MemoryError):
         return 'out of memory; lower data.batch_size'
+    if _is_of_platform(error):
+        given = os.environ.get('JAX_PLATFORMS', '')
+        return f'JAX_PLATFORMS={given}: cannot be used here; unset it, or write cpu'
     if isinstance(error, RuntimeError):  # JAX raises this when the device is out of memory
-        if backend := re.match("Unable to initialize backend '(.*?)'", str(error)):
-            return f'JAX_PLATFORMS={backend[1]}: cannot be used here; unset it, or write cpu'
         return _OUT_OF_MEMORY if 'RESOURCE_EXHAUSTED' in str(error) else ''
     if isinstance(error, OSError):
         if error.filename is not None:
@@ -207,6 +228,15 @@ def _one_line(error):
         return f'{missing[1]}: missing value; write {missing[1]}=VALUE'
     users = isinstance(error, (ValueError, flags.Error))
     return str(error) or type(error).__name__ if users else ''
+
+
+def _is_of_platform(error):
+    """Whether JAX cannot start what JAX_PLATFORMS names; of some names it asserts this alone."""
+    if isinstance(error, AssertionError):
+        calls = traceback.extract_tb(error.__traceback__)
+        return calls[-1].filename.endswith('jax/_src/xla_bridge.py')
+    unknown = str(error).startswith('Unable to initialize backend')
+    return isinstance(error, RuntimeError) and unknown
 
 
 def _unknown_flag(error):
@@ -308,6 +338,21 @@ def define_exit_threshold():
     flags.DEFINE_float('exit_threshold', None, text + 'in the run, or 0: never.', lower_bound=0.0)
 
 
+def define_mesh(text: str, default: str | None = None) -> flags.FlagHolder:
+    """Defines --mesh, whose form is checked before JAX is imported."""
+    holder = flags.DEFINE_string('mesh', default, text)
+    flags.register_validator('mesh', lambda value: flag_values.mesh_sizes(value or '') is not None)
+    return holder
+
+
+def check_run(workdir: str):
+    """Raises ValueError, one line, unless it holds a run; several processes check it together."""
+    from moddepth_jax.training.run_dir import read_config
+
+    if not any(map(os.environ.get, ('JAX_COORDINATOR_ADDRESS', 'SLURM_PROCID'))):
+        read_config(workdir)
+
+
 def load_saved_run(workdir: str, mesh_of=None, say_remaining=True):
     """Loads the SavedRun in `workdir` on the mesh of `mesh_of(hparams)`, or on one device.
 
@@ -357,8 +402,9 @@ def _print_notes():
         print(printable(_notes.pop(0)), file=sys.stderr)
 
 
-def define_routing(rules: str, more: str = '') -> flags.FlagHolder:
-    """Defines --routing, one of `rules`; the default is None, the rule of the run."""
+def define_routing(*others: str, more: str = '') -> flags.FlagHolder:
+    """Defines --routing, a causal rule or one of `others`; the default is None, that of the run."""
+    rules = ', '.join([*others, *registry.CAUSAL_RULES])
     text = f'How tokens are routed: {rules}. Default: the rule of the training{more}.'
     return flags.DEFINE_string('routing', None, text)
 
@@ -425,11 +471,14 @@ def table(rows: dict, first: str, *columns: str):
     return made
 
 
-def replace_between(page: str, begin: str, end: str, text: str) -> str:
-    """The page with another text between its markers. Raises ValueError unless both are there."""
-    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
-        raise ValueError(f'page without its markers: must hold {begin} and then {end}, once each')
-    return f'{page.split(begin)[0]}{begin}\n\n{text}\n\n{end}{page.split(end)[1]}'
+def make_directory(flag: str, path: str) -> pathlib.Path:
+    """Makes the directory of a flag. Raises ValueError, one line, if that cannot be."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        right = 'must be a directory that can be written'
+        raise ValueError(f'--{flag}={path}: {error.strerror}; {right}') from None
+    return pathlib.Path(path)
 
 
 def open_json(path: str | None, mode: str = 'w'):

@@ -9,7 +9,6 @@ compare.json and the curves, compare.png.
 """
 
 import json
-import pathlib
 
 from absl import flags
 
@@ -19,17 +18,16 @@ OUT = flags.DEFINE_string('out', 'runs/comparison', 'Directory for compare.json 
 
 
 def main(argv):
+    if len(argv) < 2:
+        raise ValueError('RUN: missing; give the directories of one run or more')
     from moddepth_jax.studies import compare
     from moddepth_jax.training.run_dir import write_atomically
     from moddepth_jax.training.summary import replace_nonfinite
     from moddepth_jax.training.tables import print_table
 
-    if len(argv) < 2:
-        raise ValueError('RUN: missing; give the directories of one run or more')
     variants = compare.group_by_config([compare.read_run(path) for path in argv[1:]])
     rows, warnings = compare.describe(variants), compare.warnings(variants)
-    out = pathlib.Path(OUT.value)
-    out.mkdir(parents=True, exist_ok=True)
+    out = cli.make_directory('out', OUT.value)
     content = {'runs': rows, 'warnings': warnings, 'knobs': compare.differing_knobs(variants)}
     text = json.dumps(replace_nonfinite(content), indent=1, allow_nan=False)
     write_atomically(out / 'compare.json', text + '\n')

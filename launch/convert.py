@@ -26,6 +26,7 @@ import functools
 import json
 import os
 import pathlib
+import shlex
 import shutil
 
 from absl import flags
@@ -56,9 +57,6 @@ def _import():
     from moddepth_jax.conversion.families import CONFIG_FILE, OWN_TYPE, knobs_of, read_config
 
     folder = pathlib.Path(FROM_HF.value)
-    if len(folder.parts) == 2 and not folder.exists():  # perhaps ORGANISATION/NAME
-        right = f'download it first: hf download {folder} --local-dir {folder.name}'
-        raise ValueError(f'--from_hf={folder}: no such folder; {right}')
     given = read_config(folder)
     knobs, own = knobs_of(given, str(folder / CONFIG_FILE)), given['model_type'] == OWN_TYPE
     context = given.get('max_position_embeddings') if own else None
@@ -258,6 +256,8 @@ def main(_):
         found = ', '.join(f'--{name}' for name in given) or 'nothing'
         right = 'needs --workdir and one of --from_hf, --to_hf, --from_workdir'
         raise ValueError(f'{right}; {found} was given')
+    if given != ['to_hf']:
+        first_checkpoint.check_source(given[0], flags.FLAGS[given[0]].value)
     defaulted = flags.FLAGS['config'].config_filename == flags.FLAGS['config'].left_out
     if given == ['from_workdir'] and defaulted:
         wanted = f'--config={FROM_WORKDIR.value}/config.json and the knobs that change'
@@ -274,8 +274,8 @@ def main(_):
         raise ValueError('--config: does not belong to --to_hf, which changes no knob')
     actions[given[0]]()
     if given != ['to_hf']:
-        line = f'python -m launch.train --config={workdir}/config.json --workdir={workdir}'
-        print(f'train on it: {line}')
+        config, quoted = shlex.quote(f'{workdir}/config.json'), shlex.quote(workdir)
+        print(f'train on it: python -m launch.train --config={config} --workdir={quoted}')
 
 
 if __name__ == '__main__':

@@ -24,9 +24,7 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required
 cli.define_step()
 cli.define_loops()
 cli.define_exit_threshold()
-ROUTING = cli.define_routing(
-    'top_c, aux_loss, predictor, threshold, dense or bypass', ', compared with top_c'
-)
+ROUTING = cli.define_routing('top_c', more=', compared with top_c')
 DATA = flags.DEFINE_string(
     'data',
     None,
@@ -40,7 +38,7 @@ NUM_BATCHES = flags.DEFINE_integer(
     'num_batches', None, '0: all. Default: evaluation.final_batches of the run.', lower_bound=0
 )
 PER_LAYER = flags.DEFINE_boolean('per_layer', False, 'Also the routing gap of each routed block.')
-MESH = flags.DEFINE_string('mesh', '', 'As of launch.train. Default: as much data as divides rows.')
+MESH = cli.define_mesh('As of launch.train. Default: as much data as divides rows.', default='')
 JSON = flags.DEFINE_string('json', None, 'File for the result; - for stdout, and nothing else.')
 
 
@@ -211,6 +209,7 @@ def _print_domains(report):
 
 
 def main(_):
+    cli.check_run(WORKDIR.value)
     from moddepth_jax.model.transformer import causal_routing
     from moddepth_jax.training import multihost
 

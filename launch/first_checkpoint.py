@@ -5,6 +5,8 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
+import shlex
 import shutil
 
 from moddepth_jax.data.directory import read_json
@@ -23,14 +25,36 @@ def check_new_folder(flag: str, folder: str):
         raise ValueError(f'--{flag}={folder}: holds {next(path.iterdir()).name!r}; {right}')
 
 
+def check_source(flag: str, folder: str):
+    """Raises ValueError, one line, if `folder` is the name of a model, or is for the other flag."""
+    url = re.match(r'https?://(?:www[.])?(?:huggingface|hf)[.]co/(.*)', folder)
+    name = re.split('/(?:tree|blob|resolve)/|[?#]', url[1])[0].strip('/') if url else folder
+    known = re.fullmatch(r'\w[\w.-]*(/\w[\w.-]*)?', name)  # ORGANISATION/NAME, or an old NAME
+    if flag == 'from_hf' and known and (url or not os.path.lexists(folder)):
+        right = f'download it first: hf download {name} --local-dir {name.rpartition("/")[2]}'
+        raise ValueError(f'--from_hf={folder}: no such folder; {right}')
+    right = 'must be a run of launch.train, or a Hugging Face model'
+    config = read_json(pathlib.Path(folder, 'config.json'), right) or {}
+    if flag == 'from_hf' and 'schema_version' in config:
+        raise ValueError(
+            f'--from_hf={folder}: is a run; write --from_workdir={shlex.quote(folder)}'
+        )
+    if flag == 'from_workdir' and 'model_type' in config:
+        right = f'write --from_hf={shlex.quote(folder)}'
+        raise ValueError(f'--from_workdir={folder}: is a Hugging Face model; {right}')
+
+
 @contextlib.contextmanager
 def atomic_folder(flag: str, folder: str):
     """Yields a temporary folder that is renamed to the new `folder`, or removed on an error."""
     check_new_folder(flag, folder)
     path = pathlib.Path(os.path.abspath(folder))
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
-    part.mkdir()
+    try:
+        part.mkdir(parents=True)
+    except OSError as error:
+        right = 'must be a directory that can be written'
+        raise ValueError(f'--{flag}={folder}: {error.strerror}; {right}') from None
     try:
         yield part
         os.rename(part, path)

@@ -24,6 +24,7 @@ import time
 from absl import flags
 
 from launch import cli
+from moddepth_jax.hparams.flag_values import check_sampling
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 cli.define_step()
@@ -49,10 +50,8 @@ DRAFT_TOKENS = flags.DEFINE_integer(
 CHAT = flags.DEFINE_bool('chat', False, 'Typed lines go on from the text so far, as much as fits.')
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Texts for each prompt.', lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer('batch_size', 32, 'Texts written at a time.', lower_bound=1)
-ROUTING = cli.define_routing('aux_loss, predictor, threshold, dense or bypass')
-MESH = flags.DEFINE_string(
-    'mesh', None, 'As of launch.train. Default with one process: one device.'
-)
+ROUTING = cli.define_routing()
+MESH = cli.define_mesh('As of launch.train. Default with one process: one device.')
 DEFAULT_TOKENS = 200
 
 
@@ -241,6 +240,8 @@ def _start(run):
 
 
 def main(_):
+    check_sampling(TEMPERATURE.value, TOP_P.value, TOP_K.value)
+    cli.check_run(WORKDIR.value)
     import jax
 
     from moddepth_jax.training import multihost

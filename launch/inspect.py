@@ -15,6 +15,13 @@ import pathlib
 import re
 import sys
 
+if __name__ == 'inspect':  # in the place of Python's own module: launch/ is where scripts look
+    print(
+        'error: start commands as python -m launch.NAME, as python -m launch.train; not as files',
+        file=sys.stderr,
+    )
+    sys.exit(2)
+
 from absl import flags
 
 from launch import cli
@@ -26,9 +33,7 @@ cli.define_step()
 cli.define_loops()
 TEXT = flags.DEFINE_string('text', None, 'A file, - for stdin, or the text itself.')
 OUT = flags.DEFINE_string('out', None, 'Directory for page, numbers and pictures.', required=True)
-ROUTING = cli.define_routing(
-    'top_c (looks at the future), aux_loss, predictor, threshold, dense or bypass'
-)
+ROUTING = cli.define_routing('top_c (looks at the future)')
 ENCODING = flags.DEFINE_string('encoding', 'utf-8', 'Of the file, or of stdin.')
 LANGUAGE = flags.DEFINE_enum('language', 'auto', ['auto', 'python', 'prose'], 'Of the text.')
 MAX_TOKENS = flags.DEFINE_integer('max_tokens', 5000, 'Of the text, to show.', lower_bound=1)
@@ -83,7 +88,7 @@ def _measure(run, text, name, out):
     check_routing(hparams, routing)
     tokenizer = tokenizer_of(hparams.data, WORKDIR.value)
     stream_N = token_stream([text], tokenizer)
-    out.mkdir(parents=True, exist_ok=True)
+    cli.make_directory('out', out)
     tokens_N = stream_N[: MAX_TOKENS.value]
     language = guess_language(text) if LANGUAGE.value == 'auto' else LANGUAGE.value
     windows = -(-len(tokens_N) // hparams.data.sequence_length)
@@ -179,7 +184,7 @@ def _rank_blocks(run, out):
         )
     name = _printable(pathlib.Path(WORKDIR.value).resolve().name)
     about = {'run': name, 'step': run.step, 'routing': routing, 'batches': batches}
-    out.mkdir(parents=True, exist_ok=True)
+    cli.make_directory('out', out)
     text = json.dumps(about | found, indent=2, allow_nan=False) + '\n'
     write_atomically(out / 'importance.json', text)
     title = f'{name}: loss {found["loss"]:.4f} nats a token, more without a block'
@@ -207,6 +212,7 @@ def _describe_importance(out, about, found):
 
 
 def main(_):
+    cli.check_run(WORKDIR.value)
     from moddepth_jax.training.run_dir import CONFIG_FILE
 
     given = [name for name in OF_TEXT if flags.FLAGS[name].present]

@@ -69,11 +69,12 @@ def _shard():
 
 
 def main(_):
+    flag, study, shard = flags.FLAGS['config'], _study(), _shard()  # without JAX
+
     from launch.study_config import StudyConfig
     from moddepth_jax.studies import runner
     from moddepth_jax.studies.plan import Plan
 
-    flag, study, shard = flags.FLAGS['config'], _study(), _shard()
     runner.share_threads(PROCESSES.value)
     config = StudyConfig(flag.config_filename, flag.override_values, study.kind)
     workdir = pathlib.Path(WORKDIR.value or pathlib.Path('runs') / cli.config_name())

@@ -29,7 +29,7 @@ INCLUDE_PATH = flags.DEFINE_list('include_path', [], 'Folders of task yaml files
 NUM_FEWSHOT = flags.DEFINE_integer('num_fewshot', None, 'Default: as the task says.', lower_bound=0)
 LIMIT = flags.DEFINE_float('limit', None, 'First documents of each task; below 1 a share of them.')
 BATCH_SIZE = flags.DEFINE_integer('batch_size', 32, 'Rows that run together.', lower_bound=1)
-ROUTING = cli.define_routing('aux_loss, predictor, threshold, dense or bypass')
+ROUTING = cli.define_routing()
 SEED = flags.DEFINE_integer('seed', 1234, 'Of all draws.', lower_bound=0, upper_bound=2**31)
 JSON = flags.DEFINE_string('json', None, 'File for the results; - for stdout, and nothing else.')
 
@@ -92,6 +92,7 @@ def main(_):
     if LIMIT.value is not None and not LIMIT.value > 0:
         raise ValueError(f'--limit={LIMIT.value:g}: must be above 0')
     harness, harness_tasks = _import()
+    cli.check_run(WORKDIR.value)
     import lm_eval
 
     with cli.progress_bar('reading the list of tasks', 1):

@@ -17,15 +17,16 @@ import signal
 from absl import flags
 
 from launch import cli, dry_run
-from moddepth_jax.hparams import from_config
+from moddepth_jax.hparams import flag_values, from_config
 
 CONFIG = cli.define_config()
-# Raises before most of the imports, and where it can before that of JAX.
-flags.register_validator('config', lambda config: from_config(config) is not None)
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run. Default: runs/NAME.')
-MESH = flags.DEFINE_string('mesh', '', 'Devices by axis, as data=2,fsdp=4. Default: all, as data.')
+MESH = cli.define_mesh('Devices by axis, as data=2,fsdp=4. Default: all, as data.', default='')
 DRY_RUN = flags.DEFINE_boolean('dry_run', False, 'Compile for fake devices, print costs, exit.')
 PROFILE = flags.DEFINE_string('profile', None, 'START:STOP, as 20:25: steps for WORKDIR/profile.')
+flags.register_validator('profile', lambda steps: not steps or flag_values.parse_steps(steps))
+# Raises before most of the imports, and where it can before that of JAX.
+flags.register_validator('config', lambda config: from_config(config) is not None)
 WANDB = flags.DEFINE_string('wandb', '', 'Project of Weights & Biases; needs the extra [wandb].')
 flags.adopt_module_key_flags(dry_run)
 
@@ -37,11 +38,10 @@ def main(_):
     from moddepth_jax.training import multihost
     from moddepth_jax.training.checkpoint import to_host
     from moddepth_jax.training.loop import train
-    from moddepth_jax.training.profile import parse_steps
 
     if DRY_RUN.value:
         return dry_run.run(_hparams(None), MESH.value)
-    profiled = None if PROFILE.value is None else parse_steps(PROFILE.value)
+    profiled = None if PROFILE.value is None else flag_values.parse_steps(PROFILE.value)
     multihost.initialize(saves=True)
     workdir = WORKDIR.value or pathlib.Path('runs') / cli.config_name()
     hparams = multihost.run_on_all(lambda: _hparams(workdir))

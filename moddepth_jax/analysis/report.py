@@ -8,6 +8,7 @@ import importlib
 import itertools
 import json
 import math
+import shlex
 
 import numpy as np
 import rich.console
@@ -270,11 +271,12 @@ def _next_steps(run):
     if not run.hparams.flop_budget:
         budget = f' --config.flop_budget={run.summary["total_flops"]:.8g}'.replace('e+', 'e')
     yield '  compare  at equal FLOPs:'
-    yield f'           python -m launch.train --config={workdir / CONFIG_FILE} --workdir={other} \\'
+    config, mine, other = map(shlex.quote, (str(workdir / CONFIG_FILE), str(workdir), other))
+    yield f'           python -m launch.train --config={config} --workdir={other} \\'
     yield f'               {change}{budget}'
-    yield f'           python -m launch.compare {workdir} {other}'
+    yield f'           python -m launch.compare {mine} {other}'
     yield f'  curves   {workdir / METRICS_FILE}, or pip install tensorboard and'
-    yield f'           tensorboard --logdir {workdir.parent}'
+    yield f'           tensorboard --logdir {shlex.quote(str(workdir.parent))}'
 
 
 def _counterpart(model):

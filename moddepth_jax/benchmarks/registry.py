@@ -12,14 +12,14 @@ from moddepth_jax.benchmarks.attention_report import attention
 from moddepth_jax.benchmarks.decoding import decode
 from moddepth_jax.benchmarks.depths import depth
 from moddepth_jax.benchmarks.experts import experts
+from moddepth_jax.benchmarks.names import NAMES
 from moddepth_jax.benchmarks.on_paper import paper
 from moddepth_jax.benchmarks.prompts import prompts
 from moddepth_jax.benchmarks.scoring import scoring
 from moddepth_jax.benchmarks.steps import step
 
-BENCHMARKS = {
-    f.__name__: f for f in (step, decode, prompts, depth, experts, attention, paper, scoring)
-}
+_FUNCTIONS = (step, decode, prompts, depth, experts, attention, paper, scoring)
+BENCHMARKS = dict(zip(NAMES, _FUNCTIONS, strict=True))
 
 
 def flag_texts(benchmark) -> dict[str, str]:

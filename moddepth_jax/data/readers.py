@@ -16,6 +16,7 @@ from moddepth_jax.data.compression import (
 )
 
 _BATCH = 16  # rows or records in memory at a time
+_MOST_NAMES = 8  # in a message
 _WRITE_AGAIN = 'write the file again or leave it out'
 _HEAD = 8000  # a file with a NUL among its first characters is binary, as for git
 _MARKS = {  # that of UTF-32 begins with that of UTF-16
@@ -145,7 +146,9 @@ def _one_line(error):
 
 
 def _no_field(where, problem, names):
-    remedy = f'set data.text_field to one of its own: {", ".join(map(repr, names)) or "no field"}'
+    shown = [repr(name) for name, _ in zip(names, range(_MOST_NAMES), strict=False)]
+    shown += [f'{len(names) - len(shown)} more'] * (len(names) > len(shown))
+    remedy = f'set data.text_field to one of its own: {", ".join(shown) or "no field"}'
     return BadText(where, 'no field', problem, remedy)
 
 

@@ -7,6 +7,7 @@ import re
 
 from moddepth_jax.data import readers
 
+_NO_TEXTS = ('/', '/dev', '/proc', '/run', '/sys')
 _FOLDERS = re.compile('(?:(?<=/)|^)[*][*](?:/+|$)')
 
 
@@ -22,6 +23,8 @@ def find_files(
     """
     pattern = os.path.expanduser(source)
     root = pathlib.Path(pattern)
+    if os.path.realpath(pattern) in _NO_TEXTS:
+        raise ValueError(f'{option}={source!r}: is no folder of texts; {right}')
     if os.path.isdir(pattern):
         pattern = os.path.join(glob.escape(pattern), '**', '*')
     elif os.path.lexists(pattern):
@@ -65,7 +68,12 @@ def _folders(top):
             continue
         seen.add(real)
         yield folder
-        for name in sorted(os.listdir(folder)):
+        try:
+            names = sorted(os.listdir(folder))
+        except OSError as error:
+            right = 'must be a folder that can be read; make it so, or name others'
+            raise ValueError(f'{folder}: {error.strerror}; {right}') from None
+        for name in names:
             path = os.path.join(folder, name)
             if os.path.isdir(path) and not name.startswith('.'):
                 (links if os.path.islink(path) else folders).append(path)

@@ -10,7 +10,8 @@ import numpy as np
 
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.inference.sampling import check_sampling, sample
+from moddepth_jax.hparams.flag_values import check_sampling
+from moddepth_jax.inference.sampling import sample
 from moddepth_jax.model import ahead
 from moddepth_jax.model.decoding import empty_cache, extend, prefill, unroll
 from moddepth_jax.model.kv_cache import Cache, longest_routed_row, resize_cache, update_cache

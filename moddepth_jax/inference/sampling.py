@@ -1,20 +1,8 @@
 """Drawing the next token from its logits."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-
-def check_sampling(temperature: float, top_p: float = 1.0, top_k: int = 0):
-    """Raises ValueError, in one line, for values that `sample` does not accept."""
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f'temperature={temperature}: must be 0 (the most likely token) or more')
-    if not 0 < top_p <= 1:
-        raise ValueError(f'top_p={top_p}: must lie in (0, 1]; 1 allows every token')
-    if top_k < 0:
-        raise ValueError(f'top_k={top_k}: must be 0, for every token, or more')
 
 
 def nucleus(logits_V, top_p: float):

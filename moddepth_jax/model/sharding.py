@@ -10,8 +10,6 @@ from jax.sharding import PartitionSpec
 
 from moddepth_jax.hparams.registry import STREAMS
 
-AXES = ('data', 'fsdp', 'tensor', 'expert')
-
 # An axis of an array has a name, and is split over the mesh axes of the first rule of that name
 # that fits: they divide it, and no earlier rule has split another axis of the array over them. An
 # axis without a rule that fits is replicated.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moddepth_jax.studies import fit, judges, places
+from moddepth_jax.studies.folders import find_studies
 from moddepth_jax.studies.judges import FAILS, HOLDS, NOTHING, UNDECIDED, Finding
 from moddepth_jax.studies.places import Evidence, NotMeasured, Spec
 from moddepth_jax.studies.run_numbers import numbers_within
@@ -22,12 +23,11 @@ from moddepth_jax.studies.statistics import (
     interval,
     seeds_needed,
 )
-from moddepth_jax.studies.store import MEASURES_FILE, STUDY_FILE, read_json
+from moddepth_jax.studies.store import MEASURES_FILE, read_json
 from moddepth_jax.training.tables import markdown_rows
 
 BEGIN = '<!-- claims: written by python -m launch.claims -->'
 END = '<!-- end of claims -->'
-DEPTH = 3  # directories between the one that is given and a study
 AT_A_PLACE = {  # judges that compare runs, of one place
     judge.__name__: judge
     for judge in (
@@ -259,25 +259,20 @@ def _would_decide(finding, strictest):
 
 
 def read_evidence(directory, counted: dict[str, dict]) -> Evidence:
-    """The studies in a directory, at most DEPTH levels below, and the measures of their runs.
+    """The studies in a directory and below, and the measures of their runs.
 
-    Raises ValueError for a directory that does not exist or a file that is not what it should be.
+    Raises ValueError as `find_studies`, or for a file that is not what it should be.
     """
-    directory = pathlib.Path(directory)
-    if not directory.is_dir():
-        raise ValueError(f'--workdir={directory}: no such directory')
-    studies, measures = {}, {}
-    for level in range(DEPTH + 1):
-        for file in sorted(directory.glob('*/' * level + STUDY_FILE)):
-            name = (
-                pathlib.PurePath(directory.resolve().name) / file.parent.relative_to(directory)
-            ).as_posix()
-            studies[name] = read_json(file, f'{file}: missing')
-            _check(file, studies[name], _STUDY_FIELDS)
-            for number, row in enumerate(studies[name]['runs']):
-                _check(file, row, _RUN_FIELDS, f'runs[{number}] ')
-            if (file.parent / MEASURES_FILE).exists():
-                measures[name] = read_json(file.parent / MEASURES_FILE, f'{file}: missing')
+    directory, studies, measures = pathlib.Path(directory), {}, {}
+    for file in find_studies(directory):
+        name = pathlib.PurePath(directory.resolve().name) / file.parent.relative_to(directory)
+        name = name.as_posix()
+        studies[name] = read_json(file, f'{file}: missing')
+        _check(file, studies[name], _STUDY_FIELDS)
+        for number, row in enumerate(studies[name]['runs']):
+            _check(file, row, _RUN_FIELDS, f'runs[{number}] ')
+        if (file.parent / MEASURES_FILE).exists():
+            measures[name] = read_json(file.parent / MEASURES_FILE, f'{file}: missing')
     return Evidence(studies, measures, counted)
 
 

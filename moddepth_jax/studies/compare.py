@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import pathlib
+import shlex
 import statistics
 
 import numpy as np
@@ -99,7 +100,8 @@ def read_run(path: str) -> FinishedRun:
         raise ValueError(str(error).removeprefix('--workdir=')) from None
     knobs = traverse_util.flatten_dict(config, sep='.')
     if (summary := read_summary(path, _SUMMARY)) is None:
-        command = f'python -m launch.train --config={path}/{CONFIG_FILE} --workdir={path}'
+        config, workdir = shlex.quote(f'{path}/{CONFIG_FILE}'), shlex.quote(str(path))
+        command = f'python -m launch.train --config={config} --workdir={workdir}'
         raise ValueError(f'{path}: has not finished (no {SUMMARY_FILE}); finish it: {command}')
     rows, last = read_metrics(path), summary['final_step']
     if last not in (row['step'] for row in rows if 'loss' in row):

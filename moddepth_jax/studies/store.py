@@ -15,13 +15,13 @@ from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.studies import fit
+from moddepth_jax.studies.folders import STUDY_FILE
 from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, Planned, width
 from moddepth_jax.training.metrics import read_metrics
 from moddepth_jax.training.run_dir import check_config, temporary_files, write_atomically
 from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.summary import read_summary, replace_nonfinite
 
-STUDY_FILE = 'study.json'
 MEASURES_FILE = 'measures.json'
 PLAN_FILE = 'plan.json'
 RUNS = 'runs'

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 
 import jax
@@ -18,6 +19,7 @@ from moddepth_jax.training.metrics import (
     WandbWriter,
     WindowLog,
     check_wandb,
+    keep_earlier,
 )
 from moddepth_jax.training.plan import (
     check_not_shortened,
@@ -27,7 +29,7 @@ from moddepth_jax.training.plan import (
     stage_at,
 )
 from moddepth_jax.training.preemption import PreemptionHandler
-from moddepth_jax.training.profile import Profile
+from moddepth_jax.training.profile import Profile, check_profiled
 from moddepth_jax.training.progress import Progress
 from moddepth_jax.training.run_dir import (
     CONFIG_FILE,
@@ -39,6 +41,7 @@ from moddepth_jax.training.run_dir import (
 )
 from moddepth_jax.training.saved_run import load_teacher
 from moddepth_jax.training.summary import (
+    SUMMARY_FILE,
     describe,
     initial_metadata,
     parameter_lines,
@@ -107,6 +110,7 @@ def train(
     num_steps, dataset, mesh = multihost.run_on_all(
         lambda: prepare_run(hparams, mesh_spec, workdir)
     )
+    multihost.run_on_all(lambda: check_profiled(profiled, num_steps))
     workdir, config = pathlib.Path(workdir), dataclasses.asdict(hparams)
     multihost.check_equal_on_all({'--mesh': mesh_spec, **config, 'text': dataset.fingerprint})
     may_change = MAY_CHANGE + dataset.may_change
@@ -129,6 +133,9 @@ def train(
         multihost.run_on_leader(lambda: save_source(workdir, source))
         multihost.run_on_leader(lambda: save_tokenizer(workdir, hparams, dataset.tokenizer))
         first_step = int(state.step)
+        earlier = functools.partial(keep_earlier, workdir, SUMMARY_FILE)
+        if not first_step and (kept := multihost.run_on_leader(earlier)):
+            more.append(f'no checkpoint after step 0 in {folder}: starts there; kept: {kept}')
         profile = multihost.run_on_all(lambda: Profile(workdir, profiled, num_steps, first_step))
         with jax.set_mesh(mesh), contextlib.ExitStack() as files:
             files.enter_context(profile)

@@ -8,7 +8,8 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.model.sharding import AXES, axis_names, spec
+from moddepth_jax.hparams.flag_values import AXES, mesh_sizes
+from moddepth_jax.model.sharding import axis_names, spec
 from moddepth_jax.training.train_step import init_state
 
 
@@ -19,14 +20,7 @@ def make_mesh(text: str = '') -> Mesh:
     line, for text of another form, more devices than there are, or with several processes fewer.
     """
     devices = jax.devices()
-    sizes = {} if text else {'data': len(devices)}
-    for pair in text.split(',') if text else ():
-        axis, _, size = pair.partition('=')
-        if axis not in AXES or not size.isdecimal() or int(size) < 1:
-            raise ValueError(f'--mesh={text}: must be AXIS=SIZE with an axis of {", ".join(AXES)}')
-        if axis in sizes:
-            raise ValueError(f'--mesh={text}: names {axis} twice; must name an axis once')
-        sizes[axis] = int(size)
+    sizes = mesh_sizes(text) or {'data': len(devices)}
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     wanted = math.prod(shape)
     if wanted > len(devices):

@@ -133,6 +133,28 @@ class MetricsWriter(contextlib.AbstractContextManager):
         self.close()
 
 
+def keep_earlier(workdir: str | os.PathLike, summary: str) -> str:
+    """Renames what an earlier start left, if it went beyond step 0 and this one begins there.
+
+    Returns what is kept where, in words, or '' if neither rows after step 0 nor a file of the name
+    `summary` were left. No name is used twice.
+    """
+    path, kept = pathlib.Path(workdir, METRICS_FILE), []
+    if count := sum(row['step'] > 0 for row in filter(None, _parse_all(path))):
+        kept.append(f'{count} rows of metrics in {_set_aside(path)}')
+    if (path := path.with_name(summary)).is_file():
+        kept.append(f'the summary in {_set_aside(path)}')
+    return ' and '.join(kept)
+
+
+def _set_aside(path):
+    ends = itertools.chain([''], map('-{}'.format, itertools.count(2)))
+    names = (f'{path.name}.before{end}' for end in ends)
+    name = next(name for name in names if not os.path.lexists(path.with_name(name)))
+    path.rename(path.with_name(name))
+    return name
+
+
 def _key(row):
     return row['step'], frozenset(row)
 

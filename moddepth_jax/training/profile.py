@@ -2,30 +2,27 @@
 
 import contextlib
 import pathlib
-import re
+import shlex
 
 import jax
 
 PROFILE_DIRECTORY = 'profile'
 
 
-def parse_steps(text: str) -> tuple[int, int]:
-    """(first, last) of '20:25': from the end of step 20 to the end of step 25.
-
-    Raises ValueError, one line, for text of another form, or a range without a step.
-    """
-    match = re.fullmatch(r'(\d+):(\d+)', text)
-    if not match or int(match[1]) >= int(match[2]):
-        right = 'must be START:STOP, such as 20:25, the steps after step 20 up to step 25'
-        raise ValueError(f'--profile={text}: {right}')
-    return int(match[1]), int(match[2])
+def check_profiled(steps: tuple[int, int] | None, num_steps: int, first_step: int = 0):
+    """Raises ValueError, one line, if none of `steps` is left after `first_step`."""
+    if steps is not None and not (first_step < steps[1] and steps[0] < num_steps):
+        done = f', {first_step} of which are done' if first_step else ''
+        found = f'this run has {num_steps} steps{done}'
+        right = 'must include one of the remaining steps'
+        raise ValueError(f'--profile={steps[0]}:{steps[1]}: {found}; {right}')
 
 
 class Profile(contextlib.AbstractContextManager):
     """Traces the steps after `first` and up to `last` into `profile/` of a run.
 
     Each process traces itself; a run that stops or fails between them keeps what was traced. Raises
-    ValueError, one line, if none of `steps` is left after `first_step`.
+    ValueError as `check_profiled`.
     """
 
     def __init__(self, workdir, steps: tuple[int, int] | None, num_steps: int, first_step: int):
@@ -34,11 +31,7 @@ class Profile(contextlib.AbstractContextManager):
         if jax.process_count() > 1:  # on one host they would write the same file
             self.folder /= f'process-{jax.process_index()}'
         self._tracing = False
-        if steps is not None and not (first_step < self.last and self.first < num_steps):
-            done = f', {first_step} of which are done' if first_step else ''
-            found = f'this run has {num_steps} steps{done}'
-            right = 'must include one of the remaining steps'
-            raise ValueError(f'--profile={self.first}:{self.last}: {found}; {right}')
+        check_profiled(steps, num_steps, first_step)
 
     def begins(self, step: int) -> bool:
         """Whether the trace starts when `step` steps are done."""
@@ -59,7 +52,8 @@ class Profile(contextlib.AbstractContextManager):
             return ''
         self._tracing = False
         jax.profiler.stop_trace()
-        return f'profile   {self.folder}: open it with xprof --logdir={self.folder}'
+        quoted = shlex.quote(str(self.folder))
+        return f'profile   {self.folder}: open it with xprof --logdir={quoted}'
 
     def step(self, number: int):
         """A context that names step `number` (from 0) in the trace."""

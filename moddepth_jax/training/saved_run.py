@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import shlex
 
 import jax
 from jax.sharding import Mesh
@@ -132,7 +133,8 @@ def load_run(
         if at is not None:
             steps = ', '.join(map(str, checkpoints.steps())) or 'none'
             raise ValueError(f'--step={at}: no checkpoint of {workdir}{found}; steps kept: {steps}')
-        right = f'train it first: python -m launch.train --config=FILE.py --workdir={workdir}'
+        command = f'python -m launch.train --config=FILE.py --workdir={shlex.quote(str(workdir))}'
+        right = f'train it first: {command}'
         raise ValueError(f'--workdir={workdir}: holds no finished checkpoint{found}; {right}')
 
     if restored is None:

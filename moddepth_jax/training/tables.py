@@ -84,3 +84,10 @@ def to_markdown(table: Table) -> list[str]:
     """The lines of a table and its title in Markdown."""
     rows = [[name, *cells] for name, cells in table.lines.items()]
     return [f'**{table.title}**', '', *markdown_rows(table.heads, *rows), '']
+
+
+def replace_between(page: str, begin: str, end: str, text: str) -> str:
+    """The page with another text between its markers. Raises ValueError unless both are there."""
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ValueError(f'page without its markers: must hold {begin} and then {end}, once each')
+    return f'{page.split(begin)[0]}{begin}\n\n{text}\n\n{end}{page.split(end)[1]}'

@@ -152,6 +152,18 @@ def test_three_next_steps_that_exist(printed, router):
     assert (workdir / 'routing.png').exists() == (router == 'learned')
 
 
+def test_suggested_commands_are_quoted(tiny_config):
+    hparams = from_config(tiny_config())
+    run = {'workdir': pathlib.Path('x y/run'), 'hparams': hparams, 'summary': {'total_flops': 1e9}}
+    text = ' '.join(report._next_steps(types.SimpleNamespace(**run)))
+    for words in (
+        "--config='x y/run/config.json' --workdir='x y/run-mod'",
+        "launch.compare 'x y/run' 'x y/run-mod'",
+        "--logdir 'x y'",
+    ):
+        assert words in text
+
+
 @pytest.mark.parametrize('router', ['learned', pytest.param('none', marks=pytest.mark.slow)])
 def test_run_with_depth_slots_shows_the_attention_on_them(printed, router):
     out, workdir = printed(router, **{'model.num_layers': 2, 'model.depth.stream': 'moda'})

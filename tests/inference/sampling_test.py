@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moddepth_jax.inference.sampling import check_sampling, nucleus, sample
+from moddepth_jax.hparams.flag_values import check_sampling
+from moddepth_jax.inference.sampling import nucleus, sample
 
 LOGITS_V = np.array([2.0, -1.0, 0.5, 1.5, -30.0], np.float32)
 NUM_DRAWS = 20000  # one shape in all tests: a compilation takes longer than the draws

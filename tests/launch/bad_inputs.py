@@ -36,6 +36,9 @@ COMMANDS = {
         ('--config.data.tokenizer=gpt2', ["'gpt2'", 'bytes, prepared, a tokenizer.json']),
         ('--config.data.source=nothing', ["'nothing': matches no file", 'a file, folder or glob']),
         ('--profile=20', ['--profile=20: must be START:STOP']),
+        ('--workdir=new --profile=300:310', ['--profile=300:310: this run has 200 steps']),
+        ('--config.data.source=/', ["data.source='/': is no folder of texts", 'must be stdlib']),
+        ('--config.data.source=many.jsonl', ["'field7', 12 more"]),
         ("'--config.data.source=text/*.md'", ['text/*.md', 'no file']),
         ("'--config.data.source=text/*.parquet'", ['bad.parquet', 'parquet']),
         ("'--config.data.source=text/empty*.txt'", ['empty*.txt', 'no byte']),
@@ -54,6 +57,7 @@ COMMANDS = {
         ("'--workdir=a\nb'", [r"'a\nb'", 'without line ends']),
         ('--workdir=text/short.txt/run', ['--workdir=', 'directory']),
         ('--mesh=data=3', ['--mesh=data=3', '1 are here']),
+        ('--mesh=data=two', ['--mesh=data=two: must be AXIS=SIZE']),
         ('--mesh=modle=2', ['--mesh=modle=2', 'data, fsdp']),
         ('--dry_run --mesh=fsdp=2000', ['--mesh=fsdp=2000', 'must be 1024 or fewer']),
         ('--dry_run --mesh=fsdp=3', ['data.batch_size=8']),
@@ -96,9 +100,16 @@ COMMANDS = {
             "'--data=text/?.txt' --num_batches=1 --json=text",
             ['text: Is a directory; must be a file'],
         ),
+        ('--num_batches=1 --json=/dev/null', ['--json=/dev/null: must be a regular file, or -']),
+        ('--num_batches=1 --json=/dev/stdout', ['--json=/dev/stdout: must be', '- for stdout']),
+        ('--num_batches=1 --json=other/pipe', ['--json=other/pipe: must be a regular file']),
     ],
     'generate': [
         ('--workdir=taken', ['no finished checkpoint', 'launch.train']),
+        (
+            "'--workdir=a run'",
+            ['a run: holds no', "launch.train --config=FILE.py --workdir='a run'"],
+        ),
     ],
     'generate --workdir=run': [
         ('--prompt=abc --chat', ['--chat: continues lines typed on a terminal']),
@@ -119,6 +130,9 @@ COMMANDS = {
         ('--num_tokens=100', ['--num_tokens=100: no such flag', '--max_tokens?']),
         ('--routing=top_c', ["routing='top_c'", 'later tokens']),
         ('--max_tokens=0', ['--max_tokens=0', 'positive']),
+    ],
+    'inspect --workdir=run --out=/proc/no': [
+        ("'--text=a b'", ['--out=/proc/no: No such file or directory; must be a directory that']),
     ],
     'inspect --workdir=run --out=no': [
         ('--text=other/empty.py', ['empty.py: is empty']),
@@ -142,7 +156,6 @@ COMMANDS = {
             '--output=cache/b --processes=1',
             ["windows.jsonl, line 1: no field 'text'", 'set --text_field to one'],
         ),
-        ('--output=cache/c --tokenizer=bpe:many', ['--tokenizer=bpe:many: must be bpe:N']),
     ],
     'convert': [
         ('', ['--workdir and one of', 'nothing was given']),
@@ -161,6 +174,13 @@ COMMANDS = {
             '--from_hf=meta/Llama --workdir=new',
             ['no such folder', 'hf download meta/Llama --local-'],
         ),
+        ('--from_hf=gpt2 --workdir=new', ['no such folder', 'hf download gpt2 --local-dir gpt2']),
+        (
+            '--from_hf=https://huggingface.co/meta/Llama/tree/main --workdir=new',
+            ['no such folder', 'hf download meta/Llama --local-dir Llama'],
+        ),
+        ('--from_hf=run --workdir=new', ['--from_hf=run: is a run; write --from_workdir=run']),
+        ('--from_workdir=hf --workdir=new', ['is a Hugging Face model; write --from_hf=hf']),
         ('--workdir=run --to_hf=run', ['--to_hf=run: holds', 'new or empty']),
     ],
     'convert --from_workdir=dense --workdir=new --config=dense/config.json': [
@@ -182,6 +202,7 @@ COMMANDS = {
     'compare': [
         ('', ['RUN: missing', 'one run or more']),
         ('gone taken', ['gone: holds no config.json']),
+        ("'a run'", ['finish it: ', "launch.train --config='a run/config.json' --workdir='a run'"]),
     ],
     'isoflop': [
         ('--config=configs/tiny.py --sizes=2x64 --budgets=1e9', ['tiny.py of size 2x64', 'study']),
@@ -233,6 +254,12 @@ COMMANDS = {
     'local': [
         ('--config=configs/tiny.py', ['=configs/tiny.py: no such flag', 'follow --']),
         ('--proceses=2', ['--proceses=2', 'mean --processes?']),
+    ],
+    'prepare --input=text/?.txt --output=none': [
+        ('--tokenizer=bpe:many', ['--tokenizer=bpe:many: must be bpe:N']),
+        ('--tokenizer=bpe:256', ['--tokenizer=bpe:256: must be bpe:N', '257 or more']),
+        ('--tokenizer=gone.json', ['--tokenizer=gone.json: ', 'no such tokenizer']),
+        ('--separator=x', ['--tokenizer=bytes', "separator='x': leave it out"]),
     ],
     'prepare': [
         ("'--input=*.csv' --output=no", ['*.csv', 'matches no file']),
@@ -292,6 +319,7 @@ TOY = {
         ('--config.model.num_layers', ['num_layers: missing value', '=VALUE']),
         ('--config=configs/base.py', ['--config=configs/base.py:', 'twice']),
         ('--workdri=x', ['--workdri=x:', '--workdir?']),
+        ('--workdir=', ['--workdir=: is empty; must be a path']),
         ('--model.num_layers=3', ['--model.num_layers=3:', '--config.model.num_layers?']),
         ('--zzz', ['--zzz:', '--max_tokens, ', '--workdir']),
         ('--max_tokens=many', ['--max_tokens=many:', 'must be an integer']),
@@ -329,6 +357,7 @@ def make_folder(folder, tiny_config):
     (folder / 'other' / 'utf-16').write_text('text', encoding='utf-16')
     os.mkfifo(folder / 'other' / 'pipe')
     rows = [json.dumps({'body': 'to be or not ' * 5}) + '\n' for _ in range(4)]
+    (folder / 'many.jsonl').write_text(json.dumps({f'field{i}': '' for i in range(20)}))
     (folder / 'other' / 'windows.jsonl').write_text(''.join(rows))
     (folder / 'page.md').write_text('# mine\n')
     (folder / 'nested').mkdir()
@@ -343,6 +372,7 @@ def make_folder(folder, tiny_config):
 def _make_runs(folder, tiny_config):
     """`taken`, `dense`: runs that have begun; `run`: a routed one with a checkpoint."""
     open_workdir(folder / 'taken', dataclasses.asdict(from_config(tiny.get_config())))
+    shutil.copytree(folder / 'taken', folder / 'a run')
     open_workdir(folder / 'dense', dataclasses.asdict(from_config(tiny_config())))
     (folder / 'taken' / 'metrics.jsonl').write_text('{"step": 1, "loss": 5.5}\n')
     changes = {

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from launch import cli
 from launch.counted import counted_flops
 from moddepth_jax.studies import claims
+from moddepth_jax.training.tables import replace_between
 from tests.forked_commands import ROOT
 from tests.launch.commands import call
 from tests.studies.made_up_study import made_up
@@ -50,7 +50,7 @@ def test_docs_hold_the_table_of_the_committed_results():
     assert len(evidence.studies) == len(list((ROOT / 'results').rglob('study.json')))
     table = claims.markdown(claims.fill(evidence), evidence)
     page = PAGE.read_text()
-    assert cli.replace_between(page, claims.BEGIN, claims.END, table) == page
+    assert replace_between(page, claims.BEGIN, claims.END, table) == page
 
 
 def test_counted_costs_are_those_of_the_papers_shapes():

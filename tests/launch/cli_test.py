@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from launch import cli
 from tests.forked_commands import ROOT, run_commands
 from tests.launch.toy_command import PRELOAD, make_toy
 
@@ -63,6 +65,73 @@ def test_a_bug_has_its_traceback(toy):
         assert done.status == status and 'Traceback' in done.stderr
         assert done.stderr.splitlines()[-1].startswith(error)
     assert (last.status, last.stderr) == (3, '')
+
+
+@pytest.mark.parametrize(
+    ('platform', 'raised'),
+    [
+        ('cuda', 'assert False'),
+        ('gpu', """raise RuntimeError("Unable to initialize backend 'rocm': it is not known")"""),
+    ],
+)
+def test_a_platform_that_is_not_here_is_one_line(platform, raised, monkeypatch):
+    """As JAX refuses it: by an assertion, or with another name; other assertions are bugs."""
+    monkeypatch.setenv('JAX_PLATFORMS', platform)
+    for file, words in (('jax/_src/xla_bridge.py', f'JAX_PLATFORMS={platform}: cannot'), ('x', '')):
+        with pytest.raises((AssertionError, RuntimeError)) as found:
+            exec(compile(raised, file, 'exec'))
+        assert cli._one_line(found.value).startswith(words)
+    assert isinstance(found.value, RuntimeError) or not cli._one_line(found.value)
+
+
+def test_commands_start_as_modules():
+    """A file of launch/ says so; without a name, all commands are listed without JAX."""
+    refused = [sys.executable, ROOT / 'launch' / 'train.py', BASE]
+    done = subprocess.run(refused, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count('\n')) == (2, '', 1)
+    assert done.stderr.startswith('error: start commands as python -m launch.NAME')
+    listed = [sys.executable, '-X', 'importtime', '-m', 'launch']
+    done = subprocess.run(listed, capture_output=True, text=True, cwd=ROOT)
+    names = [line.split()[0] for line in done.stdout.splitlines()[1:]]
+    assert {'train', 'bench', 'local'} <= set(names) and 'cli' not in names
+    assert done.returncode == 0 and ' jax' not in done.stderr
+    done = subprocess.run(
+        [*listed[:1], *listed[3:], 'trian'], capture_output=True, text=True, cwd=ROOT
+    )
+    right = 'no command; did you mean python -m launch.train?'
+    assert (done.returncode, done.stderr) == (2, f'error: trian: {right}\n')
+
+
+TINY = 'train --config=configs/tiny.py'
+STUDY = 'isoflop --config=configs/study.py --sizes=2x64'
+EARLY = {
+    f'{TINY} --mesh=data=two': '--mesh=data=two: must be AXIS=SIZE',
+    f'{TINY} --profile=20': '--profile=20: must be START:STOP',
+    'evaluate --workdir=': '--workdir=: is empty',
+    'evaluate --workdir=nope': '--workdir=nope: holds no config.json',
+    'evaluate --workdir=nope --json=/dev/null': '--json=/dev/null: must be a regular file',
+    'generate --workdir=nope': '--workdir=nope: holds no config.json',
+    'generate --workdir=nope --top_p=95': 'top_p=95.0: must lie in (0, 1]',
+    'generate --workdir=nope --temperature=-1': 'temperature=-1.0: must be 0',
+    'inspect --workdir=nope --text=a --out=no': '--workdir=nope: holds no config.json',
+    'bench dekode --size=2x64': 'dekode: must be one of step, decode',
+    'compare': 'RUN: missing',
+    f'{STUDY} --budgets=few': '--budgets=few: must be numbers',
+    f'{STUDY} --budgets=1e9 --shard=3': '--shard=3: must be I/N',
+    'claims --workdir=configs': 'no study.json in it',
+    'convert --from_hf=gpt2 --workdir=no': 'hf download gpt2',
+}
+
+
+def test_what_is_wrong_for_any_run_is_refused_before_jax_is_imported():
+    """The line comes in under a second; a run on several processes checks its folder later."""
+    few = 'launch.cli', 'launch.config_file'  # these import no JAX, as tests/hparams has it
+    lines = [line.split() for line in EARLY]
+    imports = {'PYTHONPROFILEIMPORTTIME': '1', 'JAX_COORDINATOR_ADDRESS': '', 'SLURM_PROCID': ''}
+    for done, line in zip(run_commands(lines, ROOT, few, **imports), EARLY, strict=True):
+        (error,) = re.findall('^error: (.*)', done.stderr, re.MULTILINE)
+        assert done.status == 2 and EARLY[line] in error, line
+        assert not re.search(r'\| +(jax|flax)$', done.stderr, re.MULTILINE), line
 
 
 def test_interrupt_is_one_line(folder):

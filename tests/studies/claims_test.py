@@ -11,7 +11,6 @@ import re
 import numpy as np
 import pytest
 
-from launch import cli
 from moddepth_jax.studies import claims
 from moddepth_jax.studies.blind import blind_check
 from moddepth_jax.studies.claims import CLAIMS, JUDGES, STUDIES
@@ -19,6 +18,7 @@ from moddepth_jax.studies.judges import FAILS, HOLDS, UNDECIDED
 from moddepth_jax.studies.places import BEST_DENSE, Evidence
 from moddepth_jax.studies.plan import VARIANTS
 from moddepth_jax.studies.run_numbers import NUMBERS, accuracy, first_token_of_sequence
+from moddepth_jax.training.tables import replace_between
 
 ROOT = pathlib.Path(__file__).parents[2]
 FORWARD = {'mod': 0.6, 'shallow': 0.5, 'every_0.5': 0.55}  # FLOPs over the dense model of that size
@@ -547,7 +547,7 @@ def test_page_holds_each_claim_once_and_keeps_the_text_outside_its_markers():
     assert len(lines) == len(rows)
     assert {len(re.findall(r'(?<!\\)\|', line)) for line in lines} == {5}
     page = f'before\n{claims.BEGIN}\nprevious text\n{claims.END}\nafter\n'
-    replace = functools.partial(cli.replace_between, begin=claims.BEGIN, end=claims.END, text=table)
+    replace = functools.partial(replace_between, begin=claims.BEGIN, end=claims.END, text=table)
     new = replace(page)
     assert new.startswith('before\n') and new.endswith('\nafter\n') and 'previous' not in new
     assert replace(new) == new

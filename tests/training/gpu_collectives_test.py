@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.sharding import AXES
+from moddepth_jax.hparams.flag_values import AXES
 from moddepth_jax.training.mesh import abstract_on_mesh, batch_sharding, replicated
 from moddepth_jax.training.train_step import init_state, train_step
 from tests.devices import collectives

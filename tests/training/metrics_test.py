@@ -21,6 +21,7 @@ from moddepth_jax.training.metrics import (
     WandbWriter,
     WindowLog,
     check_wandb,
+    keep_earlier,
     read_metrics,
     read_windows,
     tensorboard_name,
@@ -156,6 +157,21 @@ def test_rows_that_changed_since_the_checkpoint_are_reported(tmp_path, kind):
         saved = writer.digest()
     with MetricsWriter(tmp_path, 3, saved=saved) as writer:
         assert not writer.problem
+
+
+def test_what_lost_its_checkpoints_is_kept(tmp_path):
+    """Rows after step 0 and the summary, each time under a name that is free."""
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 0, "eval/loss": 5.0}\n')
+    assert keep_earlier(tmp_path, 'summary.json') == ''
+    for end in ('', '-2'):
+        write_steps(tmp_path, 0, 1, 2)
+        rows = (tmp_path / 'metrics.jsonl').read_bytes()
+        (tmp_path / 'summary.json').write_text('{}')
+        kept = f'2 rows of metrics in metrics.jsonl.before{end} and the summary in '
+        assert keep_earlier(tmp_path, 'summary.json') == f'{kept}summary.json.before{end}'
+        assert (tmp_path / f'metrics.jsonl.before{end}').read_bytes() == rows
+        assert (tmp_path / f'summary.json.before{end}').read_text() == '{}'
+    assert not {'metrics.jsonl', 'summary.json'} & set(os.listdir(tmp_path))
 
 
 def test_rows_that_are_left_of_a_file_that_changed_under_a_run_are_kept(tmp_path, capsys):

@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 
+from moddepth_jax.hparams.flag_values import parse_steps
 from moddepth_jax.training import loop
-from moddepth_jax.training.profile import Profile, parse_steps
+from moddepth_jax.training.profile import Profile
 from tests.data.prepared_text import refusal
 
 pytestmark = pytest.mark.usefixtures('compiled_once')

@@ -16,6 +16,7 @@ from moddepth_jax.data.compression import open_file
 from moddepth_jax.data.directory import read_json, write_atomically
 from moddepth_jax.data.preparation.parts import Part
 from moddepth_jax.data.readers import WHOLE_FILE, BadText, Span
+from moddepth_jax.data.tokenizers.json_tokenizer import MIN_BPE_IDS
 
 _CHUNK = 1 << 20
 _MAX_FILES = 4096  # of one task
@@ -60,8 +61,8 @@ class Options:
         kind, _, size = self.tokenizer.partition(':')
         if kind != 'bpe' or os.path.exists(self.tokenizer):
             return None
-        if not size.isdecimal():
-            right = 'must be bpe:N, N ids in all, as in bpe:4096'
+        if not size.isdecimal() or int(size) < MIN_BPE_IDS:
+            right = f'must be bpe:N, N ids in all, {MIN_BPE_IDS} or more, as in bpe:4096'
             raise ValueError(f'--tokenizer={self.tokenizer}: {right}')
         return int(size)
 

@@ -45,6 +45,7 @@ def prepare(options: Options, phase) -> Store:
     """
     directory = options.directory
     paths, left_out = _find_files(options)
+    tokenizer = _given_tokenizer(options)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -57,7 +58,7 @@ def prepare(options: Options, phase) -> Store:
         found = f'holds {min(others)!r}, so it is no directory of launch.prepare'
         raise ValueError(f'--output={directory}: {found}; use another --output')
     with lock_directory(directory, '--output'):
-        preparation = _Preparation(options, paths, left_out, phase)
+        preparation = _Preparation(options, paths, left_out, phase, tokenizer)
         try:
             if (directory / PREPARED_FILE).exists():
                 return preparation.open_finished()
@@ -89,10 +90,20 @@ def _find_files(options):
     return sorted(names.items()), sorted(left_out)
 
 
+def _given_tokenizer(options):
+    """The tokenizer; None: it is trained here, or an earlier start has stored it."""
+    if options.vocab_size is not None or (options.directory / TOKENIZER_DIRECTORY).exists():
+        return None
+    try:
+        return make_tokenizer(options.tokenizer, options.separator)
+    except ValueError as error:
+        raise ValueError(f'--tokenizer={options.tokenizer}: {error}') from None
+
+
 class _Preparation:
-    def __init__(self, options, paths, left_out, phase):
+    def __init__(self, options, paths, left_out, phase, tokenizer):
         self._options, self._paths, self._phase = options, paths, phase
-        self._left_out = left_out
+        self._left_out, self._tokenizer = left_out, tokenizer
         self._directory = options.directory
         self._plan_file = options.directory / PLAN_FILE
         self._parts = self._plan_file.parent
@@ -242,14 +253,9 @@ class _Preparation:
 
     def _save_tokenizer(self):
         """Saves a tokenizer that is not trained; this comes first, since it needs no text."""
-        options, directory = self._options, self._tokenizer_directory
-        if options.vocab_size is not None or directory.exists():
-            return
-        try:
-            tokenizer = make_tokenizer(options.tokenizer, options.separator)
-        except ValueError as error:
-            raise ValueError(f'--tokenizer={options.tokenizer}: {error}') from None
-        save_atomically(tokenizer, directory)
+        if tokenizer := self._tokenizer or _given_tokenizer(self._options):
+            if not self._tokenizer_directory.exists():
+                save_atomically(tokenizer, self._tokenizer_directory)
 
     def _train_tokenizer(self, tasks):
         options, directory = self._options, self._tokenizer_directory

@@ -10,7 +10,7 @@ from moddepth_jax.data.tokenizers.piece_tokenizer import PieceTokenizer
 
 BPE_SEPARATOR = '<|endoftext|>'
 _MAX_IDS = 1 << 24  # each id has a piece in memory
-_MIN_BPE_IDS = 257  # the bytes and the separator
+MIN_BPE_IDS = 257  # the bytes and the separator
 _BYTE = re.compile('<0x([0-9A-Fa-f]{2})>')  # of byte fallback
 
 
@@ -148,8 +148,8 @@ def train_bpe(documents: Iterator[bytes], vocab_size: int) -> JsonTokenizer:
     size is too small or the text has too few pieces that occur twice.
     """
     name = f'bpe:{vocab_size}'
-    if vocab_size < _MIN_BPE_IDS:
-        raise ValueError(f'{name}: must be {_MIN_BPE_IDS} ids or more, 256 bytes and a separator')
+    if vocab_size < MIN_BPE_IDS:
+        raise ValueError(f'{name}: must be {MIN_BPE_IDS} ids or more, 256 bytes and a separator')
     tokenizers = _import_library()
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     byte_level = tokenizers.pre_tokenizers.ByteLevel
