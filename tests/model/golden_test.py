@@ -138,7 +138,7 @@ def parameters_of(hparams, name, connection, leaves):
     return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
-@pytest.mark.parametrize('name', parameters(('mudd',), MODELS))
+@pytest.mark.parametrize('name', parameters(('mudd', 'mhc'), MODELS))
 def test_logits_and_gradients_are_those_of_public_code(name, tiny_config):
     """To 3e-5, and each gradient by a public parameter to 1e-3 of its largest value.
 

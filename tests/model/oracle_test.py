@@ -381,7 +381,6 @@ def test_model_equals_the_oracle(tiny_config, case):
 FAST = ('windows', 'segments', 'threshold', 'predictor', 'straight through', 'masked')
 FAST += ('value residual', 'value attention', 'embedding residual', 'value embeddings, moda')
 FAST += ('token choice', 'exits from loops', 'attention routed', 'recursions, first keys')
-FAST += ('hyper-connections, constrained',)
 
 
 # JAX warns of int32 and int64 indices in float64, which no model is trained in.

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from moddepth_jax.hparams.flag_values import AXES
 from moddepth_jax.model.layers import embed
 from moddepth_jax.model.moe.experts import routed_mlp
 from moddepth_jax.model.routing import select_top_c
 from moddepth_jax.model.sharding import (
-    AXES,
     axis_names,
     constrain,
     map_batch_shards,
