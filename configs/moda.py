@@ -21,7 +21,7 @@ def get_config(arguments: str = ''):
     sizes.apply_slots(config, values['slots'])
     config.data.sequence_length = 128
     config.data.batch_size = 8
-    config.evaluation.final_batches = 40  # 40,960 targets
+    config.evaluation.final_batches = 32  # 32,768 targets
     config.report.sample_tokens = 100
     config.training.num_steps = sizes.count(values['steps'], 'steps')
     return config

@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import pathlib
+import re
 
 import matplotlib
 import pytest
@@ -85,3 +86,11 @@ def test_only_import_and_plot(path):
     first = read(path.read_text()).cells[0]
     assert first.cell_type == 'markdown' and first.source.startswith('# ')
     assert any(unit in first.source for unit in ('minute', 'second'))
+
+
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_rendered_page_has_the_code_of_the_notebook(path):
+    page = (ROOT / 'docs' / 'notebooks' / f'{path.stem}.md').read_text()
+    shown = re.findall(r'^```python\n(.*?)\n```$', page, re.DOTALL | re.MULTILINE)
+    cells = read(path.read_text()).cells
+    assert shown == [cell.source for cell in cells if cell.cell_type == 'code']
