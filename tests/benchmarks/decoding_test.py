@@ -80,6 +80,7 @@ def test_routed_loops_are_filled_with_their_shares():
     assert lengths == [None, None, 40, 40, 20, 20]
 
 
+@pytest.mark.slow
 def test_loops_that_read_the_first_keys_have_no_cache():
     """A cache of all tokens for each block that has parameters; what they select is not counted."""
     dense, first = (make_model(name, '1x64', 32, 1) for name in ('dense', 'mor_first'))

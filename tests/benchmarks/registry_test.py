@@ -37,6 +37,7 @@ def test_help_lists_the_flags_of_each_benchmark_with_their_texts():
         assert len(re.findall('^[a-z]+: ', help_.stdout, re.MULTILINE)) == 1
 
 
+@pytest.mark.slow
 def test_experts_by_shape(tmp_path):
     """One result for all shapes, printed as tables and written as JSON."""
     flags = ['--shapes=16x32x16x4x2', '--repeats=1', '--dtype=bfloat16']
