@@ -19,7 +19,8 @@ from moddepth_jax.benchmarks.scoring import scoring
 from moddepth_jax.benchmarks.steps import step
 
 _FUNCTIONS = (step, decode, prompts, depth, experts, attention, paper, scoring)
-BENCHMARKS = dict(zip(NAMES, _FUNCTIONS, strict=True))
+_BY_NAME = {f.__name__: f for f in _FUNCTIONS}
+BENCHMARKS = {name: _BY_NAME[name] for name in NAMES}
 
 
 def flag_texts(benchmark) -> dict[str, str]:

@@ -307,8 +307,7 @@ def _shape(questions, hparams, shapes):
     parts = -(-longest // _OPTION_LENGTH)
     size = next(size for size in _sizes(_MIN_LENGTH, parts=8) if size >= parts * _OPTION_LENGTH)
     most = (length + size) * (_SPARE + 1) // _SPARE
-    fit = [shape for shape in shapes if sum(shape) <= most and shape[0] >= length]
-    fit = [shape for shape in fit if shape[1] >= size]
+    fit = [one for one in shapes if sum(one) <= most and one[0] >= length and one[1] >= size]
     if not fit:
         shapes.append((length, size))
     return min(fit, key=sum, default=(length, size))

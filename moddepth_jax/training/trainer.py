@@ -186,7 +186,8 @@ class Trainer:
                 with jax.set_mesh(self.mesh):
                     program()
             except Exception as error:  # what runs the program later shows it in full
-                self.progress.note(f'{what} ahead of its use failed: {error}')
+                reason = str(error).partition('\n')[0]
+                self.progress.note(f'{what} ahead of its use failed: {reason}')
 
         self.compiler = concurrent.futures.ThreadPoolExecutor(1)
         self.compiling = {

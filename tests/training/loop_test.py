@@ -176,8 +176,14 @@ def test_an_extended_run_goes_on_under_the_new_schedule(
     budget = run_hparams.flop_budget / (NUM_STEPS + 0.5) * 10.5
     longer = dataclasses.replace(run_hparams, flop_budget=budget)
     broken = shutil.copytree(finished.workdir, tmp_path / 'bro[k]en \\ %?')
-    whole = loop.train(longer, copied)
-    assert 'extended from step 7 to 10: the learning rate at step 7 is ' in capsys.readouterr().out
+
+    def broken_report(state, dataset):  # a program that cannot be compiled is noted, no more
+        return {'compiling a picture': lambda: state.parms}
+
+    whole = loop.train(longer, copied, report_programs=broken_report)
+    out = capsys.readouterr().out
+    assert 'extended from step 7 to 10: the learning rate at step 7 is ' in out
+    assert "compiling a picture ahead of its use failed: 'TrainState' object has no attr" in out
     signals[8] = 'SIGTERM'
     assert loop.train(longer, broken).state.step == 9
     resumed = loop.train(longer, broken)
