@@ -111,14 +111,14 @@ PLACED := dense_post,wider_post,moda_attention_post,moda_post,dense_reordered,mo
 AT_STEPS := --config=configs/moda.py --steps=600 --config.evaluation.every=0 \
     --config.evaluation.final_batches=256
 BY_DEPTH := $(AT_STEPS) --variants=dense,wider,$(MODA),depth_attention,dense_average,average,mod,mod_moda,mod_moda_masked,$(PLACED)
-DEEP := dense,wider,moda_attention,moda,average,attnres,hyper,dense_post,wider_post,moda_attention_post,moda_post
+DEEP := dense,wider,wider_mhc,moda_attention,moda,average,attnres,hyper,mhc,mudd,value_residual,value_attention,value_embeddings,dense_post,wider_post,moda_attention_post,moda_post
 study-moda: .venv/installed
 	$(call isoflop,/8x64) $(BY_DEPTH) --sizes=8x64 --seeds=$(EIGHT)
 	$(call isoflop,/24x64) $(AT_STEPS) --variants=$(DEEP) --sizes=24x64 --seeds=$(EIGHT)
 
 # Fresh seeds: three pairs of attnres and dense were known when its rows were written.
 AT_8X64 := $(AT_STEPS) --sizes=8x64 --seeds=$(FRESH)
-RIVALS := wider,value_residual,moda,average,hyper,mhc,mudd,value_attention,value_embeddings,embedding_residual
+RIVALS := wider,wider_mhc,value_residual,moda,average,hyper,mhc,mudd,value_attention,value_embeddings,embedding_residual
 study-streams: .venv/installed
 	$(call isoflop) $(AT_8X64) --learning_rates=0.003 \
 	    --variants=dense,attnres,attnres_block,$(RIVALS)

@@ -147,6 +147,7 @@ def get_config() -> ConfigDict:
     optimizer.weight_decay = 0.1  # on matrices only
     optimizer.decay_embeddings = True  # so does the embedding, tied or not; never under muon
     optimizer.trainable = ('*',)  # globs of names such as '*/router/*'; other parameters are frozen
+    optimizer.rate_factors = ()  # GLOB:FACTOR of the rate and the decay; the first that fits
     optimizer.clip_norm = 1.0  # of the gradient's norm, the predictor's apart; 0: no clipping
     optimizer.z_loss = 1e-4  # weight of the mean squared log-partition of the logits
 

@@ -86,6 +86,9 @@ def key_of(shapes, device) -> dict:
 
     q, k = ((power(x[0]), power(x[1]), *x[2:]) for x in (shapes.q, shapes.k))
     rounded = shapes._replace(q=q, k=k, slot_rows=power(shapes.slot_rows))
+    if shapes.places:
+        # Each layer has more slots than the one before: one measurement is for all.
+        rounded = rounded._replace(places=power(shapes.places), num_slots=bool(shapes.num_slots))
     key = {name: getattr(device, name) for name in ('kind', 'capability', 'software')}
     key |= {'xla_flags': os.environ.get('XLA_FLAGS', ''), 'versions': _versions()}
     # As it is read from a file: lists, no tuples.

@@ -15,12 +15,13 @@ from kernels_pallas import autotune
 class Backend(NamedTuple):
     """One way to compute a part of the softmax: a row of BACKENDS."""
 
-    part: str  # sequence | depth
+    part: str  # sequence | depth | decoding
     name: str  # as in Parts; for a depth part also the value of `implementation`
-    # Modules under kernels_pallas with {part}_forward, or fused_forward, and with {part}_backward.
+    # Modules under kernels_pallas with {part}_forward, fused_forward or, of decoding,
+    # decode_forward, and with {part}_backward.
     # Unless `needs` is empty the first also has `unsupported(shapes, device)`.
     forward: str
-    backward: str
+    backward: str = ''
     needs: str = ''  # '' | gpu | hopper; kernels of the depth part also run interpreted on a CPU
     fused: bool = False  # the forward pass computes both parts in one kernel
     # Module with `supports` and `fused_backward`, which computes both parts in one backward pass
@@ -42,34 +43,37 @@ BACKENDS = (
         joined='mosaic.fused_backward',
     ),
     Backend('depth', 'pallas', 'triton.depth', 'triton.depth', 'gpu'),
+    Backend('decoding', 'xla', 'decode'),
+    Backend('decoding', 'mosaic_gpu', 'mosaic.decode', needs='hopper'),
 )
-SEQUENCE, DEPTH = (
-    {row.name: row for row in BACKENDS if row.part == part} for part in ('sequence', 'depth')
+SEQUENCE, DEPTH, DECODING = (
+    {row.name: row for row in BACKENDS if row.part == part}
+    for part in ('sequence', 'depth', 'decoding')
 )
 IMPLEMENTATIONS = ('reference', *DEPTH)
-DECODING = 'xla'  # decode.py, on every platform
-# Below this many queries nothing is measured: initialization, with at most 2048, and short prompts
-# would not regain the seconds that a measurement takes.
+# Below this many queries, or places of caches, nothing is measured: initialization, with at most
+# 2048, and short prompts would not regain the seconds that a measurement takes.
 MIN_QUERIES = 4096
 
 
 class Parts(NamedTuple):
     """The backends that compute an attention, by their names in BACKENDS."""
 
-    sequence: str = 'xla'
+    sequence: str = 'xla'  # over a cache: what computes the decoding, the slots too
     depth: str = 'xla'
     interpret: bool = False  # kernels run in their interpreter, for machines that cannot run them
 
     def label(self, shapes) -> str:
         """Name such as cudnn+mosaic_gpu; without slots that of the sequence's backend alone."""
-        return f'{self.sequence}+{self.depth}' if shapes.num_slots else self.sequence
+        two = shapes.num_slots and not shapes.places
+        return f'{self.sequence}+{self.depth}' if two else self.sequence
 
 
 class Shapes(NamedTuple):
     """The call of an attention, as far as a choice depends on it."""
 
     q: tuple[int, ...]  # [B, T, N, H]
-    k: tuple[int, ...]  # [B, S, K, H]
+    k: tuple[int, ...]  # [B, S, K, H]; over a cache: the new tokens' keys
     num_slots: int  # L, 0 without slots
     dtypes: tuple[str, ...]  # names of those of q, k, v, the slots and their queries, each once
     ordered: bool  # key i belongs to query i and positions ascend
@@ -83,6 +87,7 @@ class Shapes(NamedTuple):
     slot_queries: bool = False  # the slots have queries of their own
     sums: str = ''  # dtype of the sums that the slots' gradients are added to; '': none, fresh
     lse: bool = False  # the logsumexp is returned too
+    places: int = 0  # of a row of the cache that new tokens are decoded over; 0: no cache
 
 
 class Device(NamedTuple):
@@ -136,6 +141,9 @@ def joined_backward(depth: str, group: int, width: int, own_query: bool):
 
 def plan(shapes: Shapes, device: Device) -> tuple[list[Parts], dict[str, str]]:
     """The candidates on a GPU, the one to use unmeasured first; {name: reason} against others."""
+    if shapes.places:
+        names, refused = _supported(DECODING, shapes, device)
+        return [Parts(name) for name in names], refused
     sequences, refused = _supported(SEQUENCE, shapes, device)
     # Of the sequence's parts a kernel of ours is not proven.
     first, *_ = (name for name in sequences if SEQUENCE[name].needs != 'hopper')
@@ -159,8 +167,8 @@ def not_measured(shapes: Shapes, device: Device) -> str:
     """Returns why `implementation=None` measures nothing for shapes on a device; '': it does."""
     if device.not_measured:
         return device.not_measured
-    if shapes.q[0] * shapes.q[1] < MIN_QUERIES:
-        return f'fewer than {MIN_QUERIES} queries'
+    if shapes.q[0] * max(shapes.q[1], shapes.places) < MIN_QUERIES:
+        return f'fewer than {MIN_QUERIES} {"places" if shapes.places else "queries"}'
     return f'dtypes {", ".join(shapes.dtypes)} are mixed' if len(shapes.dtypes) > 1 else ''
 
 
@@ -180,12 +188,16 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
             raise ValueError(f'implementation={implementation} cannot: {backend.name}: {reason}')
         return implementation
     if implementation is not None:
-        depths, reasons = _supported(DEPTH, shapes, device)
+        names, reasons = _supported(DECODING if shapes.places else DEPTH, shapes, device)
         if reason := reasons.get(implementation):
+            others = names if shapes.places else ['reference', *names]
             raise ValueError(
                 f'implementation={implementation!r} cannot: {reason}; '
-                f'these can: {", ".join(["reference", *depths])}'
+                f'these can: {", ".join(others)}'
             )
+        if shapes.places:
+            interpret = device.platform == 'cpu' and implementation != 'xla'
+            return Parts(implementation, interpret=interpret)
         sequence, refused = 'xla', {}
         group, width = shapes.q[2] // shapes.k[2], shapes.q[3]
         if shapes.num_slots and joined_backward(implementation, group, width, shapes.slot_queries):
@@ -203,7 +215,7 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
     candidates, refused = plan(shapes, device)
     parts, why, warn = candidates[0], not_measured(shapes, device), bool(device.not_measured)
     if len(candidates) == 1:
-        warn |= bool(refused) and not why
+        warn |= bool(refused) and not why and not shapes.places
         why = 'nothing else can compute it'
     if why:
         how = f'not measured: {why}'
@@ -242,6 +254,8 @@ def _log_once(device, parts, shapes, how, refused, warn):
     """Logs a choice, once in a process, with the {name: reason} of what is refused."""
     depth = f', depth by {parts.depth}' if shapes.num_slots else ''
     chosen = f'sequence by {parts.sequence}{depth}' + ', interpreted' * parts.interpret
+    if shapes.places:
+        chosen = f'decoding by {parts.sequence}'
     reasons = ''.join(f'; not {name}: {reason}' for name, reason in refused.items())
     line = f'depth_attention on {device.kind or device.platform}: {chosen}{how}{reasons}'
     if line not in _log_lines:

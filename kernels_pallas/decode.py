@@ -6,6 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.backends import DECODING, Shapes, choose, load_module
+
 # New tokens, and keys, whose scores exist at a time: on CPUs the fastest that was measured on two
 # cores (one alone is faster with 128, 128), elsewhere not measured.
 _CPU_BLOCK, _BLOCK = (512, 256), (256, 1024)
@@ -35,6 +37,7 @@ def decode_attention(
     slot_mask_LCT=None,
     slot_window: int = 0,
     q_depth_CTNH=None,
+    implementation: str | None = None,
 ):
     """softmax over [q . k_cached, q . k_own, q_depth . k_depth] H^-1/2, applied to all values.
 
@@ -51,24 +54,70 @@ def decode_attention(
         B.
       k_depth_LCTKH, v_depth_LCTKH: the slots that earlier layers wrote at the new tokens, or None.
       slot_mask_LCT, slot_window, q_depth_CTNH: as in depth_attention.
+      implementation: xla | mosaic_gpu (interpreted on a CPU); None: as `backends.choose`.
 
     Raises:
-      ValueError: one side of the slots is missing, or T > 1 without visible_CTT.
+      ValueError: one side of the slots is missing, T > 1 without visible_CTT, or the named
+        implementation does not support the shapes, the dtypes or the device.
     """
     check_slot_sides(slot_window, k_depth_LCTKH=k_depth_LCTKH, v_depth_LCTKH=v_depth_LCTKH)
+    if implementation not in (None, *DECODING):
+        raise ValueError(f'implementation={implementation!r} must be one of {", ".join(DECODING)}')
     rows, length = q_CTNH.shape[:2]
     if visible_CTT is None:
         if length > 1:
             raise ValueError(f'{length} new tokens of a row need visible_CTT, and it is None')
         visible_CTT = jnp.ones((rows, 1, 1), bool)
+    slots = None
+    if k_depth_LCTKH is not None and k_depth_LCTKH.shape[0]:
+        sides = k_depth_LCTKH, v_depth_LCTKH, slot_mask_LCT
+        slots = [side if side is None else side[-slot_window:] for side in sides]
+    arrays = q_CTNH, k_CTKH, v_CTKH, k_BKHS, v_BKHS, visible_CTS, visible_CTT
+    own = None if slots is None else q_depth_CTNH
+    parts = choose(implementation, _shapes(arrays, slots, own))
+    module = load_module(DECODING[parts.sequence].forward)
+    return module.decode_forward(
+        *arrays, rows_C=rows_C, slots=slots, q_depth_CTNH=own, interpret=parts.interpret
+    )
+
+
+def _shapes(arrays, slots, q_depth_CTNH):
+    """The `Shapes` of the arguments of decode_forward."""
+    (q_CTNH, k_CTKH, *_), k_BKHS = arrays, arrays[3]
+    given = [*arrays[:5], *(slots or [])[:2], q_depth_CTNH]
+    dtypes = (jnp.dtype(side.dtype).name for side in given if side is not None)
+    return Shapes(
+        q=q_CTNH.shape,
+        k=k_CTKH.shape,
+        num_slots=0 if slots is None else slots[0].shape[0],
+        dtypes=tuple(dict.fromkeys(dtypes)),
+        ordered=False,
+        consecutive=False,
+        segments=False,
+        window=0,
+        slot_mask=slots is not None and slots[2] is not None,
+        slot_queries=q_depth_CTNH is not None,
+        places=k_BKHS.shape[-1],
+    )
+
+
+def decode_forward(*arrays, rows_C=None, slots=None, q_depth_CTNH=None, interpret=False):
+    """`decode_attention` by XLA, on every platform.
+
+    Args:
+      arrays: q_CTNH, k_CTKH, v_CTKH, k_BKHS, v_BKHS, visible_CTS, visible_CTT, all there.
+      rows_C, q_depth_CTNH: as there.
+      slots: (k_LCTKH, v_LCTKH, mask_LCT or None), those in the window; None: there are none.
+      interpret: of kernels, unused.
+    """
+    del interpret
+    q_CTNH, k_CTKH, v_CTKH, k_BKHS, v_BKHS, visible_CTS, visible_CTT = arrays
     k_CKHT, v_CKHT = (jnp.moveaxis(side, 1, 3) for side in (k_CTKH, v_CTKH))
     by_row = [k_CKHT, v_CKHT, q_CTNH, visible_CTS, visible_CTT]
-    if k_depth_LCTKH is not None:
-        slots = [k_depth_LCTKH, v_depth_LCTKH]
-        slots += [] if slot_mask_LCT is None else [slot_mask_LCT]
+    if slots is not None:
         by_row.append(q_CTNH if q_depth_CTNH is None else q_depth_CTNH)
         # Rows come first, as in all that is read row by row.
-        by_row += [jnp.moveaxis(side[-slot_window:], 0, 1) for side in slots]
+        by_row += [jnp.moveaxis(side, 0, 1) for side in slots if side is not None]
     if rows_C is None:
         return _attend(k_BKHS, v_BKHS, *by_row)
     if jax.default_backend() != 'cpu':
@@ -142,7 +191,7 @@ def _attend_block(
     o_BKHTG = jnp.zeros((*shape[:2], width, *shape[2:]), wide)
     softmax = _Softmax(lowest_BKTG, jnp.zeros(shape, wide), o_BKHTG)
     softmax = _join_places(softmax, q_BKTGH, k_BKHX.astype(wide), v_BKHX.astype(wide), visible_BTX)
-    if slots and slots[0].shape[1]:
+    if slots:
         k_depth_BLTKH, v_depth_BLTKH = (side.astype(wide) for side in slots[:2])
         q_depth_BKTGH = grouped(q_depth_BTNH.astype(wide) * width**-0.5)
         scores_BKTGL = jnp.einsum('bktgh,bltkh->bktgl', q_depth_BKTGH, k_depth_BLTKH)

@@ -59,9 +59,11 @@ def cell(shapes, device, notes) -> str:
     """The backends on a device, and the numbers of reasons in `notes`, where new ones are added."""
     from kernels_pallas import backends
 
+    decoding = next(iter(backends.DECODING))  # where nothing was measured
+
     def name(parts):
         depth = parts.depth if shapes.num_slots else '-'
-        return f'`{parts.sequence} / {depth} / {backends.DECODING}`'
+        return f'`{parts.sequence} / {depth} / {decoding}`'
 
     if device is None:
         return name(backends.Parts())

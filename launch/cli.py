@@ -35,7 +35,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE
 REPORTED_BY_LEADER = 'MODDEPTH_REPORTED_BY_LEADER'
 _PATHS = (  # flags of commands
     *('workdir', 'out', 'output', 'results', 'page', 'json', 'data', 'domains', 'prompts'),
-    *('from_hf', 'to_hf', 'from_workdir'),
+    *('from_hf', 'to_hf', 'from_workdir', 'branch'),
 )
 _HELP = {'-h', '-?', '-help', '--help', '--helpshort', '--helpfull'}
 _OUT_OF_MEMORY = (
@@ -322,20 +322,18 @@ def columns(rows: dict[str, str], **options):
 
 def define_step():
     """Defines --step, which `load_saved_run` reads."""
-    text = 'Checkpoint of the run to read, such as 600. Default: the newest.'
-    flags.DEFINE_integer('step', None, text, lower_bound=0)
+    flags.DEFINE_integer('step', None, 'Checkpoint to read, such as 600. Default: the newest.', 0)
 
 
 def define_loops():
     """Defines --loops, which `load_saved_run` reads."""
-    text = 'Times that looped blocks run. Default: as in training.'
-    flags.DEFINE_integer('loops', None, text, lower_bound=1)
+    flags.DEFINE_integer('loops', None, 'Times that looped blocks run. Default: as trained.', 1)
 
 
 def define_exit_threshold():
     """Defines --exit_threshold, which `load_saved_run` reads."""
-    text = 'A token leaves the loops at this relative change of its stream in one. Default: as '
-    flags.DEFINE_float('exit_threshold', None, text + 'in the run, or 0: never.', lower_bound=0.0)
+    text = 'A token leaves the loops at this relative change of its stream. Default: as trained.'
+    flags.DEFINE_float('exit_threshold', None, text, lower_bound=0.0)
 
 
 def define_mesh(text: str, default: str | None = None) -> flags.FlagHolder:
@@ -349,8 +347,13 @@ def check_run(workdir: str):
     """Raises ValueError, one line, unless it holds a run; several processes check it together."""
     from moddepth_jax.training.run_dir import read_config
 
-    if not any(map(os.environ.get, ('JAX_COORDINATOR_ADDRESS', 'SLURM_PROCID'))):
+    if is_alone():
         read_config(workdir)
+
+
+def is_alone() -> bool:
+    """Whether this process is not one of several, which check together."""
+    return not any(map(os.environ.get, ('JAX_COORDINATOR_ADDRESS', 'SLURM_PROCID')))
 
 
 def load_saved_run(workdir: str, mesh_of=None, say_remaining=True):
@@ -483,8 +486,7 @@ def make_directory(flag: str, path: str) -> pathlib.Path:
 
 def open_json(path: str | None, mode: str = 'w'):
     """The file of --json, opened before the work; a context of None without one or for stdout."""
-    stdout = path in (None, '-')
-    return contextlib.nullcontext() if stdout else open(path, mode, encoding='utf-8')
+    return contextlib.nullcontext() if path in (None, '-') else open(path, mode, encoding='utf-8')
 
 
 def write_json(report, file, indent: int = 2):

@@ -52,9 +52,13 @@ def knob_names(config: ConfigDict, prefix: str = 'config.') -> list[str]:
 def nearest(name: str, known: list[str]) -> str:
     """The end of an error message: the most similar `known` name, or those of its group."""
     last = {other: other.split('.')[-1] for other in known}
-    tails = difflib.get_close_matches(name.split('.')[-1], last.values(), n=1)
+    group, _, word = name.rpartition('.')
+    inside = [tail for other, tail in last.items() if group and other == f'{group}.{tail}']
+    tails = _alike(word, last.values(), 0.8 if inside else 0.65)
+    if word not in tails:
+        tails = _alike(word, inside, 0.65) or tails
     if tails:
-        near = [other for other in known if last[other] == tails[0]]
+        near = [other for other in known if last[other] in tails]
         best = max(near, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
         return f'did you mean --{best}?'
     group, inside = name, []
@@ -64,6 +68,15 @@ def nearest(name: str, known: list[str]) -> str:
         inside = [other.removeprefix(prefix) for other in known if other.startswith(prefix)]
     members = dict.fromkeys(other.split('.')[0] for other in inside)
     return f'{group} has {", ".join(members)}' if group else f'there are --{", --".join(members)}'
+
+
+def _alike(word, names, cutoff):
+    """Those of `names` that are `word`, else have it as a word, else as initials, else nearest."""
+    parts = {name: name.split('_') for name in names}
+    initials = [name for name, words in parts.items() if word == ''.join(w[:1] for w in words)]
+    holding = [name for name, words in parts.items() if word in words]
+    near = difflib.get_close_matches(word, parts, n=1, cutoff=cutoff)
+    return [name for name in parts if name == word] or holding or initials or near
 
 
 def load(spec: str) -> ConfigDict:
@@ -93,7 +106,7 @@ def load(spec: str) -> ConfigDict:
 
 def meant(spec: str) -> str | None:
     """The config that --config=`spec` may stand for: a run's, or a file of a similar name."""
-    path, *texts = spec.split(':', 1)
+    path, *texts = re.sub(r'^[A-Za-z]:(?=[\\/])', '', spec).replace('\\', '/').split(':', 1)
     folder, name = os.path.split(path)
     for run in (path, folder):
         if os.path.isfile(os.path.join(run, CONFIG_FILE)):

@@ -1,4 +1,4 @@
-"""Imports or exports a Hugging Face checkpoint, or starts a run from the parameters of another.
+"""Imports or exports a Hugging Face checkpoint, or starts a run from another or its parameters.
 
 python -m launch.convert --from_hf=SmolLM2-135M --workdir=runs/smol
 python -m launch.convert --from_hf=OLMo-2-0425-1B --workdir=runs/olmo \\
@@ -12,8 +12,12 @@ python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_looped \\
     --config=runs/smol/config.json --from_layers=average --config.model.num_layers=12 \\
     --config.model.looped_layers=middle:3:3 --config.model.loops=4
 
+python -m launch.convert --branch=runs/long --step=600 --workdir=runs/long_600
+
 --from_workdir also starts a run with other data or other knobs of training from the parameters of
 any run, at its newest checkpoint or at --step; --from_layers=0,1,3 also leaves out blocks.
+--branch copies a run as it was at --step, with its optimizer and its place in the data, so that it
+can go on in another way, such as a decay of the learning rate: docs/configs.md, section 3.
 The folder of --from_hf holds config.json and *.safetensors of a model of a family that
 docs/convert.md lists, or of an export from here. A dense run of the same kind is exported as one of
 that family, others with PyTorch code of their own, which transformers runs with
@@ -32,12 +36,14 @@ import shutil
 from absl import flags
 
 from launch import cli, config_file, first_checkpoint
+from moddepth_jax.data import sources
 
 CONFIG = cli.define_config(default='configs/imported.py')
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run, new but for --to_hf.')
 FROM_HF = flags.DEFINE_string('from_hf', None, 'Folder of a Hugging Face model to import.')
 TO_HF = flags.DEFINE_string('to_hf', None, 'New folder for --workdir as a Hugging Face model.')
 FROM_WORKDIR = flags.DEFINE_string('from_workdir', None, 'Run whose parameters --workdir gets.')
+BRANCH = flags.DEFINE_string('branch', None, 'Run that --workdir continues after --step.')
 cli.define_step()
 DTYPE = flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16', 'float16'], 'Of --to_hf.')
 LAYERS = flags.DEFINE_string(
@@ -233,6 +239,11 @@ def _from_run():
         print(f'  untrained at the last capacity  {note["loss_at_last_capacity"]:.4f}')
 
 
+def _branch():
+    step, num_steps = first_checkpoint.branch_run(BRANCH.value, flags.FLAGS.step, WORKDIR.value)
+    print(f'{BRANCH.value}, step {step} of {num_steps}; --config.training.num_steps sets the last')
+
+
 def measure_loss(params, averages, hparams, dataset):
     """Nats per target of the first evaluation.num_batches batches by top-C, as in training."""
     import jax
@@ -248,16 +259,18 @@ def measure_loss(params, averages, hparams, dataset):
 
 
 def main(_):
-    actions = {'from_hf': _import, 'to_hf': _export, 'from_workdir': _from_run}
+    actions = {'from_hf': _import, 'to_hf': _export, 'from_workdir': _from_run, 'branch': _branch}
     given = [name for name in actions if flags.FLAGS[name].value is not None]
     workdir = WORKDIR.value
     if len(given) != 1 or workdir is None:
         given = ['workdir'] * (workdir is not None) + given
         found = ', '.join(f'--{name}' for name in given) or 'nothing'
-        right = 'needs --workdir and one of --from_hf, --to_hf, --from_workdir'
+        right = f'needs --workdir and one of {", ".join(f"--{name}" for name in actions)}'
         raise ValueError(f'{right}; {found} was given')
     if given != ['to_hf']:
         first_checkpoint.check_source(given[0], flags.FLAGS[given[0]].value)
+        if cli.is_alone():
+            sources.check_source(CONFIG.value.data.source)
     defaulted = flags.FLAGS['config'].config_filename == flags.FLAGS['config'].left_out
     if given == ['from_workdir'] and defaulted:
         wanted = f'--config={FROM_WORKDIR.value}/config.json and the knobs that change'
@@ -270,8 +283,8 @@ def main(_):
             raise ValueError(f'--dtype={DTYPE.value}: belongs to --to_hf; parameters are float32')
         if given == ['from_hf'] and flags.FLAGS.step is not None:
             raise ValueError(f'--step={flags.FLAGS.step}: belongs to a run, and not to --from_hf')
-    elif list(config_file.overrides()) or not defaulted:
-        raise ValueError('--config: does not belong to --to_hf, which changes no knob')
+    if given[0] in ('to_hf', 'branch') and (list(config_file.overrides()) or not defaulted):
+        raise ValueError(f'--config: does not belong to --{given[0]}, which changes no knob')
     actions[given[0]]()
     if given != ['to_hf']:
         config, quoted = shlex.quote(f'{workdir}/config.json'), shlex.quote(workdir)

@@ -177,6 +177,8 @@ def _print_report(report, experts):
         }
         cli.show(cli.table(rows, 'layer', *(column.replace('_', ' ') for column in columns)))
         cli.show(f'precision and recall: of {report["compared"]} against the top C of each row')
+        of_what = 'routed block, or loop but the first, selects'
+        cli.show(f'dead tokens, which no {of_what}: {report["dead_tokens"]:.3f}')
         if refused:
             cli.show('refused: selected by the rule, but beyond model.routing.cache_capacity')
     if 'loops_per_token' in report:

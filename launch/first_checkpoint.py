@@ -1,4 +1,4 @@
-"""Output folders that are complete or absent, and a new run that starts from given parameters."""
+"""Output folders that are complete or absent; new runs from given parameters or a checkpoint."""
 
 import contextlib
 import dataclasses
@@ -39,9 +39,17 @@ def check_source(flag: str, folder: str):
         raise ValueError(
             f'--from_hf={folder}: is a run; write --from_workdir={shlex.quote(folder)}'
         )
-    if flag == 'from_workdir' and 'model_type' in config:
+    if flag != 'from_hf' and 'model_type' in config:
         right = f'write --from_hf={shlex.quote(folder)}'
-        raise ValueError(f'--from_workdir={folder}: is a Hugging Face model; {right}')
+        raise ValueError(f'--{flag}={folder}: is a Hugging Face model; {right}')
+    if flag != 'from_hf' and not config:
+        from moddepth_jax.training.run_dir import read_config
+
+        try:
+            read_config(folder)
+        except ValueError as error:
+            line = str(error).replace('--workdir=', f'--{flag}=', 1)
+            raise ValueError(line) from None
 
 
 @contextlib.contextmanager
@@ -65,6 +73,36 @@ def atomic_folder(flag: str, folder: str):
 def read_note(workdir: str) -> dict:
     """The content of a run's convert.json; empty for a run that was not converted."""
     return read_json(pathlib.Path(workdir) / NOTE_FILE, 'convert the model again') or {}
+
+
+def branch_run(source: str, step: int | None, workdir: str) -> tuple[int, int]:
+    """Makes the new `workdir` the run in `source` as it was after `step`, or its newest checkpoint.
+
+    Returns that step and the number of steps that the run plans. The checkpoint keeps the state of
+    the optimizer and the place in the data. Raises ValueError, one line, without a good one.
+    """
+    from moddepth_jax.data.tokenizers.tokenizer import DIRECTORY
+    from moddepth_jax.training.manifest import read_manifest
+    from moddepth_jax.training.run_dir import CONFIG_FILE, SOURCE_FILE, checkpoint_steps
+
+    kept = checkpoint_steps(source)
+    step = max(kept, default=0) if step is None else step
+    if step not in kept:
+        right = f'must be one of the steps kept: {", ".join(map(str, kept)) or "none"}'
+        raise ValueError(f'--step={step}: no checkpoint of {source} after a step; {right}')
+    with atomic_folder('workdir', workdir) as folder:
+        files = CONFIG_FILE, SOURCE_FILE, NOTE_FILE, 'metrics.jsonl'
+        for name in filter(lambda name: os.path.exists(os.path.join(source, name)), files):
+            shutil.copyfile(os.path.join(source, name), folder / name)
+        for name in (DIRECTORY, SOURCE_FILES, os.path.join('checkpoints', str(step))):
+            if os.path.exists(os.path.join(source, name)):
+                shutil.copytree(os.path.join(source, name), folder / name)
+        try:
+            content = read_manifest(folder / 'checkpoints' / str(step))
+        except ValueError as error:
+            right = 'name another --step'
+            raise ValueError(f'--step={step}: checkpoint of {source}: {error}; {right}') from None
+    return step, content['metadata']['num_steps']
 
 
 def write_new_run(workdir: str, hparams, params, averages, dataset, note: dict, source_files=()):

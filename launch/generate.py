@@ -203,8 +203,10 @@ def _write(run, tokenizer, shown=False, *, prompts, **request):
 
 def _converse(run, tokenizer):
     """Continues each line that is typed; the draws of no two lines have the same seed."""
+    from moddepth_jax.inference.prompt_cache import PromptCache
+
     _request(run, tokenizer, [b''], CHAT.value)
-    text = b''
+    text, kept = b'', {'prompt_cache': PromptCache()} if CHAT.value else {}
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  input() then has a history and arrow keys
     print('Type the start of a text; Ctrl-D ends.', file=sys.stderr)
@@ -214,7 +216,8 @@ def _converse(run, tokenizer):
             if CHAT.value and text:
                 line = text + b'\n' * (not text.endswith(b'\n')) + line
             request = _request(run, tokenizer, [line], CHAT.value)
-            new, *_ = _write(run, tokenizer, CHAT.value, **request | {'seed': count % 2**32})
+            request |= {'seed': count % 2**32, **kept}
+            new, *_ = _write(run, tokenizer, CHAT.value, **request)
             text = line + new[len(tokenizer.decode(request['prompts'][0])) :]
         except EOFError:
             return print()

@@ -129,7 +129,8 @@ def _write(out, inspection, hparams, data, mass):
         grid_LT, pieces = grid_LT[:, :MAX_DRAWN], inspection.pieces[:MAX_DRAWN]
         what = f'the first {MAX_DRAWN:,} tokens' if inspection.pieces[MAX_DRAWN:] else 'tokens'
         title = f'{about["run"]}: routing of {about["text"]} by {about["routing"]}'
-        heatmaps.plot_routing(grid_LT, pieces, title, out / 'routing.png', what, STRIP)
+        names = hparams.model.block_names
+        heatmaps.plot_routing(grid_LT, pieces, title, out / 'routing.png', what, STRIP, names)
     if mass is not None:
         title = f'{about["run"]}: attention on the slots of earlier layers, {about["text"]}'
         heatmaps.plot_depth_mass(mass, title, out / 'depth_mass.png')
@@ -149,7 +150,11 @@ def _describe(out, data):
     if about['routed']:
         looks = ', which looks at the future' * about['looks_ahead']
         parts.append(f'by {about["routing"]}{looks}')
-        parts.append(f'{totals["enter_none"]:.1%} skip every routed block')
+        few, what = totals['enter_none'], 'skip every routed block'
+        if about['loops']:
+            few = totals['blocks_entered'][1]['tokens'] / totals['tokens']
+            what = 'go through one loop alone'
+        parts.append(f'{few:.1%} {what}')
     else:
         parts.append('no block of this model is routed, so there is no routing.png')
     print(', '.join(parts))

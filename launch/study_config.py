@@ -84,18 +84,17 @@ class StudyConfig:
             mode_integrated.apply_noop(config)
         elif name in LOOPED_VARIANTS:
             config.model.num_layers = blocks_of_loops(name, config.model.num_layers)
-        elif name == 'wider':
-            moda = self.config(variant.replace('wider', 'moda'), size, budget)
-            config.model.d_ff = _matching_d_ff(config, moda)
+        elif name in _MATCHED:
+            other, count = _MATCHED[name]
+            model = self.config(variant.replace(name, other), size, budget)
+            config.model.d_ff = _matching_d_ff(config, model, count)
         return config
 
     def shallower(self, size: str) -> str:
         """The dense size of the same width whose forward pass costs nearest to that of MoD."""
-        from moddepth_jax.model.flops import train_step_flops
 
         def flops(variant, size):  # of one step, which do not depend on the budget
-            budget = 1 if self._argument == 'steps' else 1e30
-            return train_step_flops(from_config(self.config(variant, size, budget)))
+            return _flops(self.config(variant, size, 1 if self._argument == 'steps' else 1e30))
 
         if size not in self._shallower:
             flops_of_mod = flops('mod', size)
@@ -106,16 +105,29 @@ class StudyConfig:
         return self._shallower[size]
 
 
-def _matching_d_ff(config, other):
-    """The width of the mlp at which a dense model has about as many parameters as `other`."""
+def _matching_d_ff(config, other, count):
+    """The width of the mlp at which a dense model has about as many of `count` as `other`."""
+    wider = config.copy_and_resolve_references()
+    wider.model.d_ff += 1
+    missing, step = count(other) - count(config), count(wider) - count(config)
+    return config.model.d_ff + round(missing / step)
+
+
+def _parameters(config):
     import jax
 
     from moddepth_jax.training.summary import num_parameters
     from moddepth_jax.training.train_step import init_state
 
-    def count(config):
-        hparams = from_config(config)
-        return num_parameters(jax.eval_shape(lambda: init_state(hparams, 1)).params)
+    hparams = from_config(config)
+    return num_parameters(jax.eval_shape(lambda: init_state(hparams, 1)).params)
 
-    missing = (count(other) - count(config)) / (3 * config.model.num_layers * config.model.d_model)
-    return config.model.d_ff + round(missing)
+
+def _flops(config):
+    from moddepth_jax.model.flops import train_step_flops
+
+    return train_step_flops(from_config(config))
+
+
+# Plain models with wider mlps: the variant that they match, and in what.
+_MATCHED = {'wider': ('moda', _parameters), 'wider_mhc': ('mhc', _flops)}

@@ -17,7 +17,8 @@ import signal
 from absl import flags
 
 from launch import cli, dry_run
-from moddepth_jax.hparams import flag_values, from_config
+from moddepth_jax.data import sources
+from moddepth_jax.hparams import check_values, flag_values, from_config
 
 CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run. Default: runs/NAME.')
@@ -25,10 +26,17 @@ MESH = cli.define_mesh('Devices by axis, as data=2,fsdp=4. Default: all, as data
 DRY_RUN = flags.DEFINE_boolean('dry_run', False, 'Compile for fake devices, print costs, exit.')
 PROFILE = flags.DEFINE_string('profile', None, 'START:STOP, as 20:25: steps for WORKDIR/profile.')
 flags.register_validator('profile', lambda steps: not steps or flag_values.parse_steps(steps))
-# Raises before most of the imports, and where it can before that of JAX.
-flags.register_validator('config', lambda config: from_config(config) is not None)
 WANDB = flags.DEFINE_string('wandb', '', 'Project of Weights & Biases; needs the extra [wandb].')
 flags.adopt_module_key_flags(dry_run)
+
+
+@flags.validator('config')
+def _check_config(config):
+    """Raises before most of the imports, and where it can before that of JAX."""
+    check_values(config)
+    if not DRY_RUN.value and cli.is_alone():
+        sources.check_source(config.data.source)
+    return from_config(config) is not None
 
 
 def main(_):

@@ -1,5 +1,6 @@
 """What the Hopper kernels share: tiles of shared memory, products, and JAX 0.10.2 to 0.12."""
 
+import functools
 import inspect
 import math
 
@@ -43,6 +44,22 @@ def interpret_params(interpret: bool, detect_races: bool = False):
     if not CAN_INTERPRET:
         raise ValueError('interpret=True needs the Mosaic GPU interpreter of JAX 0.11.2 or newer')
     return _INTERPRETER(detect_races=detect_races)
+
+
+def one_warpgroup_kernel(body, name, blocks: int, out_type, scratch_types, interpret: bool):
+    """A Hopper kernel of that many blocks of one warpgroup, along the axis 'block'."""
+
+    def scoped(*refs):
+        pl.run_scoped(functools.partial(body, *refs), **scratch_types)
+
+    return pl.kernel(
+        scoped,
+        out_type=out_type,
+        mesh=plgpu.Mesh(grid=(blocks,), grid_names=('block',)),
+        compiler_params=compiler_params(approx_math=True),
+        interpret=interpret_params(interpret),
+        name=name,
+    )
 
 
 def round_up(number, multiple):

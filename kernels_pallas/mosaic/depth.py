@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.mosaic import common
 from kernels_pallas.mosaic.common import CHUNK, LAYOUT, OCTET, TRANSPOSED, product, tiled
-from kernels_pallas.mosaic.slot_loader import Sizes, SlotLoader, one_warpgroup_kernel
+from kernels_pallas.mosaic.slot_loader import Sizes, SlotLoader
 
 MAX_WIDTH = 128  # above it the backward pass would spill registers
 MAX_GROUP = 32
@@ -128,7 +128,9 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
         jax.ShapeDtypeStruct((sizes.items, sizes.heads, sizes.width), o_BTNH.dtype),
         jax.ShapeDtypeStruct((sizes.items, sizes.columns), jnp.float32),
     ]
-    run = one_warpgroup_kernel(body, 'depth_forward', sizes, out_type, shared, interpret)
+    run = common.one_warpgroup_kernel(
+        body, 'depth_forward', sizes.blocks, out_type, shared, interpret
+    )
     o, lse = run(
         sizes.by_item(q_BTNH.astype(sizes.dtype)),
         sizes.by_item(o_BTNH),
@@ -352,7 +354,9 @@ def depth_backward(
     buffers = Buffers.of(sizes, sum_dtype)
     body = functools.partial(_backward, sizes=sizes, buffers=buffers, scale=scale, fresh=fresh)
     shared = _shared(sizes, buffers, sum_dtype)
-    run = one_warpgroup_kernel(body, 'depth_backward', sizes, results, shared, interpret)
+    run = common.one_warpgroup_kernel(
+        body, 'depth_backward', sizes.blocks, results, shared, interpret
+    )
     *totals, dq = run(
         sizes.by_item(q_BTNH.astype(sizes.dtype)),
         sizes.by_item(do_BTNH.astype(sizes.dtype)),

@@ -55,6 +55,11 @@ class Sizes:
         return next(n for n in (16, 8, 4, 2) if n == 2 or self.items >= n * BLOCKS)
 
     @property
+    def blocks(self):
+        """Blocks of the grid."""
+        return -(-self.items // self.run)
+
+    @property
     def columns(self):
         """Rows of queries of an item, of which the first G are real: a matrix product's depth."""
         return round_up(self.group, 16)
@@ -112,28 +117,12 @@ class Sizes:
         return num_slots, rows, mask, self.by_place(slots.k_LBRKH), self.by_place(slots.v_LBRKH)
 
 
-def one_warpgroup_kernel(body, name, sizes, out_type, scratch_types, interpret: bool):
-    """A Hopper kernel with a block of one warpgroup for each run of items, by the axis 'run'."""
-
-    def scoped(*refs):
-        pl.run_scoped(functools.partial(body, *refs), **scratch_types)
-
-    return pl.kernel(
-        scoped,
-        out_type=out_type,
-        mesh=plgpu.Mesh(grid=(-(-sizes.items // sizes.run),), grid_names=('run',)),
-        compiler_params=common.compiler_params(approx_math=True),
-        interpret=common.interpret_params(interpret),
-        name=name,
-    )
-
-
 class SlotLoader:
     """Loads the slots of a block's items: the same number of chunks each, one chunk a step."""
 
     def __init__(self, sizes, num_slots, rows):
         self.sizes, self.rows = sizes, rows
-        self.start = lax.axis_index('run') * sizes.run
+        self.start = lax.axis_index('block') * sizes.run
         # The visible slots, and the first chunk's first row.
         self.end = num_slots
         self.first = jnp.maximum(num_slots - sizes.window, 0) if sizes.window else jnp.int32(0)

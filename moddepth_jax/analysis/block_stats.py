@@ -15,6 +15,7 @@ import optax
 import scipy.stats
 
 from moddepth_jax.analysis import depth_mass as depth_mass_lib
+from moddepth_jax.analysis import stream_gains as stream_gains_lib
 from moddepth_jax.analysis import token_classes
 from moddepth_jax.analysis.layer_walk import (
     entropies,
@@ -298,6 +299,19 @@ def depth_mass(observed: Observations) -> dict | None:
     by_slot, depth, first_token = (np.mean(sides, axis=0).tolist() for sides in arrays)
     result = {'layers': list(layers[0]), 'depth': depth, 'first_token': first_token}
     return result | {'slots': list(slots[0]), 'by_slot': by_slot}
+
+
+@measure()
+def stream_gains(observed: Observations) -> dict | None:
+    """Means over batches of analysis/stream_gains.py, by block; None without mixtures."""
+    if not stream_gains_lib.has_mixtures(observed.hparams):
+        return None
+    gains = [
+        stream_gains_lib.stream_gains(observed.variables, observed.hparams, batch, observed.routing)
+        for batch in observed.batches
+    ]
+    forward, backward = np.mean(gains, axis=0).tolist()
+    return {'forward': forward, 'backward': backward}
 
 
 def _mean(values_N):

@@ -103,11 +103,18 @@ def _label(token: bytes) -> str:
 
 
 def plot_routing(
-    grid_LT, tokens, title: str, path, what: str = 'held-out tokens', width: int | None = None
+    grid_LT,
+    tokens,
+    title: str,
+    path,
+    what: str = 'held-out tokens',
+    width: int | None = None,
+    names: list[str] | None = None,
 ):
     """Writes the heatmap of a `routing_grid`, in strips of `width`; the first layer at the bottom.
 
-    `tokens` are the bytes of each, b'' for the separator, and `what` they are is written below.
+    `tokens` are the bytes of each, b'' for the separator, and `what` they are is written below;
+    `names` are those of the layers, by default their numbers.
     """
     num_layers, length = grid_LT.shape
     width = min(width or length, length)
@@ -126,7 +133,7 @@ def plot_routing(
         strip.pcolormesh(grid_LT[:, part], **cells, edgecolors='white', linewidth=0.5)
         strip.set_xlim(0, width)
         strip.set_xticks(np.arange(len(labels[part])) + 0.5, labels[part], **font)
-        _rows(strip, [str(layer) for layer in range(num_layers)])
+        _rows(strip, names or [str(layer) for layer in range(num_layers)])
         strip.set_ylabel('layer')
     marks = '· space, ↵ line end, § document start, □ not whole, or not in this font'
     axes[-1].set_xlabel(f'{what} ({marks})')
@@ -134,8 +141,8 @@ def plot_routing(
     used = [value for value in (SELECTED, LOOKAHEAD, SKIPPED, DENSE) if (grid_LT == value).any()]
     square = functools.partial(axes[0].scatter, [], [], marker='s', s=60)
     handles = [square(color=_ROUTING_COLOURS[value]) for value in used]
-    names = [_ROUTING_LABELS[value] for value in used]
-    figure.legend(handles, names, loc='lower left', ncols=len(used), frameon=False, fontsize=8)
+    labels = [_ROUTING_LABELS[value] for value in used]
+    figure.legend(handles, labels, loc='lower left', ncols=len(used), frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
     figure.savefig(path)
 

@@ -31,7 +31,8 @@ class Seen(NamedTuple):
     kind: LayerKind
     tokens: TokenInfo
     records: Records
-    caught: dict  # of the block: inputs_BTD, and outputs_BTD or indices_BC, delta_BCD; `added`
+    # Of the block: inputs_BTD, and outputs_BTD or indices_BC, delta_BCD; `added`, `mixtures`.
+    caught: dict
     sown: dict  # intermediates
 
 
@@ -92,6 +93,8 @@ def _visit(params, carry, count, tokens, layer_args, embedded_BTD, *, stack, kin
             caught['outputs_BTD'] = result[0]
         elif isinstance(module, Block) and method == '_run' and module.attention_connection:
             caught['added'] = result[0] + result[2]  # there is no output to compare with the input
+        elif method == 'mixture':  # of attention and mlp
+            caught.setdefault('mixtures', []).append(result)
         return result
 
     x_BTD, slots, valid_LBT = carry

@@ -201,7 +201,8 @@ def _draw_routing(run, path):
     capacity = f'{loops}{hparams.model.routing.num_selected(length)} of {length} tokens a row'
     rule = causal_routing(hparams)
     title = f'{run.workdir.name}: routing by {rule}, trained at {capacity}'
-    heatmaps.plot_routing(grid_LT[:, -width:], pieces[row], title, path)
+    names = hparams.model.block_names
+    heatmaps.plot_routing(grid_LT[:, -width:], pieces[row], title, path, names=names)
 
 
 def _draw_expert_load(run, path):

@@ -4,6 +4,9 @@ const data = JSON.parse(document.getElementById('data').textContent);
 const { about, tokens, layers, totals } = data;
 const size = tokens.shown.length;
 const routed = layers.filter((layer) => layer.routed);
+// One layer for each choice: of a routed loop, whose blocks share one, the first.
+const choices = routed.filter((layer) => routed.find((other) => other.router === layer.router) === layer);
+const unit = about.loops ? 'loop' : 'routed block';
 const RAMP = [[243, 241, 236], [143, 179, 201], [31, 95, 139], [12, 43, 66]];
 const FATES = [
   ['skips', '#f3f1ec'],
@@ -50,10 +53,6 @@ function fate(layer, i) {
   return layer.top_c[i] ? 1 : 0;
 }
 
-function timesProcessed(i) {
-  return routed.reduce((sum, layer) => sum + layer.entered[i], 0);
-}
-
 function scale(values) {
   const sorted = values.filter((x) => x !== null).sort((a, b) => a - b);
   if (!sorted.length) return [0, 1];
@@ -70,10 +69,10 @@ function ramp(values, [low, high], digits, none) {
 
 const WAYS = [
   {
-    name: 'how many routed blocks process the token', of: [], needs: routed.length,
+    name: `how many ${unit}s process the token`, of: [], needs: choices.length,
     make: () => ({
-      paint: (i) => blend(timesProcessed(i) / routed.length),
-      keys: totals.blocks_entered.map((_, n) => [`${n} of ${routed.length}`, blend(n / routed.length)[0]]),
+      paint: (i) => blend(tokens.passed[i] / choices.length),
+      keys: totals.blocks_entered.map((_, n) => [`${n} of ${choices.length}`, blend(n / choices.length)[0]]),
     }),
   },
   {
@@ -148,7 +147,7 @@ function paint() {
 function offerLayers() {
   const way = WAYS[get('colour').value];
   const before = get('layer').value;
-  const options = way.of.map((layer) => new Option(layer.layer + (layer.routed ? '' : ' (not routed)'), layer.layer));
+  const options = way.of.map((layer) => new Option(layer.name + (layer.routed ? '' : ' (not routed)'), layer.layer));
   get('layer').replaceChildren(...options);
   if (way.of.some((layer) => String(layer.layer) === before)) get('layer').value = before;
   paint();
@@ -184,11 +183,11 @@ function select(i) {
     const change = number(layer.relative[i]);
     if (!layer.routed) {
       const blank = routed.length ? ['', '', '', ...(about.rule_column ? [''] : [])] : [];
-      return [layer.layer, 'all', ...blank, change, ...(routed.length ? [change] : [])];
+      return [layer.name, 'all', ...blank, change, ...(routed.length ? [change] : [])];
     }
     const moved = layer.relative[i] === null ? null : Math.abs(layer.gate[i]) * layer.relative[i];
     return [
-      layer.layer, layer.entered[i] ? 'yes' : layer.refused[i] ? 'no room' : 'no',
+      layer.name, layer.entered[i] ? 'yes' : layer.refused[i] ? 'no room' : 'no',
       layer.top_c[i] ? 'yes' : 'no', number(layer.score[i]), number(layer.gate[i]),
       ...(about.rule_column ? [ruleText(layer, i)] : []),
       layer.entered[i] ? change : '–', layer.entered[i] ? number(moved) : '–',
@@ -256,9 +255,11 @@ function drawTop() {
   ];
   if (routed.length) {
     tiles.push(
-      tile(percent(totals.enter_none), 'of the tokens skip every routed block'),
-      tile(percent(totals.enter_all), `of the tokens pass every routed block (${routed.length})`),
-      tile(signed(totals.entropy_correlation), 'rank correlation of the number of routed blocks that process a token with its entropy'),
+      about.loops
+        ? tile(percent(totals.blocks_entered[1].tokens / size), 'of the tokens go through one loop alone')
+        : tile(percent(totals.enter_none), 'of the tokens skip every routed block'),
+      tile(percent(totals.enter_all), `of the tokens pass every ${unit} (${choices.length})`),
+      tile(signed(totals.entropy_correlation), `rank correlation of the number of ${unit}s that process a token with its entropy`),
     );
   }
   get('tiles').append(...tiles);
@@ -269,19 +270,19 @@ function drawTables() {
   const head = ['layer', 'tokens processed', ...(routed.length ? ['in the top C', 'both', 'no room', 'score and change, rank correlation'] : []),
     'change, mean', '10%', 'median', '90%'];
   get('layers').append(table(head, totals.layers.map((layer) => [
-    layer.layer, layer.routed ? percent(layer.entered) : 'all',
+    layers[layer.layer].name, layer.routed ? percent(layer.entered) : 'all',
     ...(layer.routed ? [percent(layer.top_c), percent(layer.both), percent(layer.refused), signed(layer.score_correlation)]
       : routed.length ? ['', '', '', ''] : []),
     ...spread(layer.relative),
   ])));
   get('classes').append(table(
-    ['kind', 'tokens', 'share', ...routed.map((layer) => `processed by layer ${layer.layer}`), 'mean entropy', 'mean loss'],
+    ['kind', 'tokens', 'share', ...choices.map((layer) => `processed by ${about.loops ? `loop ${layer.router + 1}` : `layer ${layer.layer}`}`), 'mean entropy', 'mean loss'],
     totals.classes.map((row) => [row.class, row.tokens, percent(row.tokens / size),
       ...row.entered.map((x) => percent(x)), number(row.entropy), number(row.loss)]),
   ));
   if (routed.length) {
     get('counts').append(table(
-      ['routed blocks passed', 'tokens', 'share', 'mean entropy, nats'],
+      [`${unit}s passed`, 'tokens', 'share', 'mean entropy, nats'],
       totals.blocks_entered.map((row, n) => [n, row.tokens, percent(row.tokens / size), number(row.entropy)]),
     ));
   }

@@ -73,9 +73,11 @@ def page_data(
             'class': np.asarray(classes_N).tolist(),
             'entropy': _rounded(inspection.entropy_N),
             'loss': _rounded(inspection.loss_N),
+            'passed': inspection.routing.selected_BT.sum(axis=0).tolist(),  # routed blocks or loops
         },
         'layers': [
-            _layer(inspection, layer, logits_of) for layer in range(hparams.model.num_blocks)
+            _layer(inspection, layer, logits_of) | {'name': name}
+            for layer, name in enumerate(hparams.model.block_names)
         ],
         'totals': totals(inspection, classes_N),
         'depth': depth and {k: np.asarray(side).tolist() for k, side in depth._asdict().items()},
@@ -95,6 +97,8 @@ def _about(inspection, hparams, routing, logits_of):
         'several_windows': windows > 1,
         'looks_ahead': routing == 'top_c' and model.looks_ahead,
         'routed': routed,
+        'loops': model.loops if model.routing.routes_loops else 0,
+        'blocks': routed and not model.routing.routes_loops,
         'dense': not routed,
         'num_layers': model.num_blocks,
         'routed_layers': ', '.join(
@@ -102,7 +106,7 @@ def _about(inspection, hparams, routing, logits_of):
         ),
         'router': model.routing.router,
         'gate': model.routing.gate,
-        'capacity': f'{100 * model.routing.capacity:g}%',
+        'capacity': f'{"100% to " * model.routing.routes_loops}{100 * model.routing.capacity:.3g}%',
         'vocab_size': model.vocab_size,
         'max_entropy': round(math.log(model.vocab_size), 2),
     }
@@ -124,6 +128,7 @@ def _layer(inspection, layer, logits_of):
         threshold = np.median(record.scores_BT - record.rule_logits_BT)
         result['threshold'] = float(f'{threshold:.{_DIGITS}g}')
     return result | {
+        'router': router,
         'score': _rounded(record.scores_BT),
         'gate': _rounded(record.gates_BT),
         'rule_logit': _rounded(record.rule_logits_BT),

@@ -16,6 +16,9 @@ from moddepth_jax.model.transformer import Transformer, causal_routing
 from moddepth_jax.training.summary import versions
 from moddepth_jax.training.tables import column_per_row, fixed
 
+# Changes of the stream at which tokens leave, so small and so large that none, or all, do at once.
+EXIT_THRESHOLDS = {'no token leaves': 1e-9, 'all leave after a loop': 1e9}
+AGAINST = {'mod': ('shape',), 'exits': tuple(EXIT_THRESHOLDS)}  # by model; others have two
 WARMUP = 4  # steps before the timed ones
 
 
@@ -155,21 +158,21 @@ def _first_token(models, unrolled, prompt, repeats):
     return {name: float(np.median(values)) for name, values in seconds.items()}
 
 
-def decoding_table(title: str, result: dict, other: str):
-    """A column for each batch of `bench_decoding`; `other` is what its other model is called."""
+def decoding_table(title: str, result: dict, other: str, dense: str = 'dense'):
+    """A column for each batch of `bench_decoding`; `other` and `dense` are names of its models."""
     first = ', '.join(f'{1e3 * seconds:.1f}' for seconds in result['first_token_seconds'].values())
     lines = {
-        'dense, ms a step': ('dense_seconds', fixed(2, 1e3)),
+        f'{dense}, ms a step': ('dense_seconds', fixed(2, 1e3)),
         f'{other}, ms a step': ('other_seconds', fixed(2, 1e3)),
-        'dense, tokens/s': ('dense_tokens_per_second', fixed(0)),
+        f'{dense}, tokens/s': ('dense_tokens_per_second', fixed(0)),
         f'{other}, tokens/s': ('other_tokens_per_second', fixed(0)),
-        f'{other} / dense, tokens/s': ('speedup', fixed(2)),
-        f'{other} / dense, cache bytes': ('cache_ratio', fixed(3)),
+        f'{other} / {dense}, tokens/s': ('speedup', fixed(2)),
+        f'{other} / {dense}, cache bytes': ('cache_ratio', fixed(3)),
         'fraction of tokens selected': ('selected_fraction', fixed(3)),
     }
     heads = ['batch', *(str(row['batch']) for row in result['rows'])]
     title += f', context {result["context"]}; first token after {result["prompt"]}'
-    return column_per_row(f'{title}: dense, {other}: {first} ms', heads, lines, result['rows'])
+    return column_per_row(f'{title}: {dense}, {other}: {first} ms', heads, lines, result['rows'])
 
 
 def decode(
@@ -187,10 +190,11 @@ def decode(
     Caches are nearly full. In Mixture-of-Depths an eighth of the tokens passes every other block,
     by random routing. A looped model and Mixture-of-Recursions (mor; mor_first with the keys of
     the first loop) run all blocks three times, and are compared with dense models of as many
-    parameters and of as many blocks that run.
+    parameters and of as many blocks that run; a looped model whose tokens leave the loops (exits)
+    with the looped model, where all leave after the first loop and where none does.
 
     Args:
-      models: mod, looped, mor, mor_first.
+      models: mod, looped, exits, mor, mor_first.
       size: LAYERSxWIDTH, of blocks that have parameters.
       batches: rows that decode together.
       kv_heads: key/value heads, each in a table.
@@ -209,21 +213,28 @@ def decode(
         (heads, model, against, _pair(model, against, size, context, heads))
         for heads in kv_heads
         for model in models
-        for against in (('parameters', 'depth') if model in LOOPED else ('shape',))
+        for against in AGAINST.get(model, ('parameters', 'depth'))
     ]
     for heads, model, against, (dense, other) in compared:
         result = bench_decoding(dense, other, batches, prompt, repeats)
-        title = f'decoding, {size}, {heads} key/value heads, of equal {against}'
+        equal = against if model == 'exits' else f'of equal {against}'
+        title = f'decoding, {size}, {heads} key/value heads, {equal}'
         row = {'kv_heads': heads, 'model': model, 'equal': against} | result
-        yield row, [decoding_table(title, result, TITLES[model])]
+        names = TITLES[model], 'looped' if model == 'exits' else 'dense'
+        yield row, [decoding_table(title, result, *names)]
 
 
 def _pair(model, against, size, context, heads):
-    """The dense model, of the size or as deep as the looped ones, and the other."""
+    """The dense model, of the size or as deep as the looped ones, and the other.
+
+    Of `exits` the looped model, and that whose tokens leave the loops below a change that none, or
+    all, are below.
+    """
     layers, _, width = size.partition('x')
+    make = functools.partial(make_model, length=context, batch=1, num_kv_heads=heads)
+    if model == 'exits':
+        threshold = EXIT_THRESHOLDS[against]
+        return make('looped', size), make(model, size, loop_exit_threshold=threshold)
     dense_size = f'{int(layers) * LOOPS}x{width}' if against == 'depth' else size
     router = 'random' if model == 'mod' else None
-    return [
-        make_model(name, of_size, context, 1, router, num_kv_heads=heads)
-        for name, of_size in (('dense', dense_size), (model, size))
-    ]
+    return make('dense', dense_size), make(model, size, router=router)

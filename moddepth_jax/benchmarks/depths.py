@@ -3,11 +3,16 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 
 from moddepth_jax.benchmarks.models import TITLES, check_variants, make_model
 from moddepth_jax.benchmarks.steps import compare_steps, steps_table, with_model
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams.checks import one_of
+from moddepth_jax.training.summary import versions
 from moddepth_jax.training.tables import pivot
+
+LOOPED_VARIANTS = ('looped', 'mor', 'mor_first')
 
 
 def compare_depths(models: dict[str, Hparams], depths, unrolled_up_to: int, repeats: int) -> dict:
@@ -59,6 +64,74 @@ def depth_tables(result: dict, shape: str) -> list:
         )
         for title, cell in cells.items()
     ]
+
+
+def loops(
+    *,
+    variants: list[str] = LOOPED_VARIANTS,
+    size: str = '2x64',
+    counts: list[int] = (2, 3, 6),
+    length: int = 256,
+    rows: int = 4,
+    repeats: int = 3,
+):
+    """Memory, program and time of a training step of looped models, by their number of loops.
+
+    Beyond what each block that runs saves for the backward pass, on its tokens: what it read, and
+    the output of its attention.
+
+    Args:
+      variants: looped, mor, mor_first.
+      size: LAYERSxWIDTH, of blocks that have parameters, all of which are looped.
+      counts: numbers of loops.
+      length: sequence length.
+      rows: of a batch.
+      repeats: timed rounds.
+    """
+    for variant in variants:
+        one_of('--variants', variant, LOOPED_VARIANTS)
+    jax.config.update('jax_enable_compilation_cache', False)
+    found = []
+    for variant, count in itertools.product(variants, counts):
+        hparams = with_model(make_model(variant, size, length, rows, loops=count), remat='block')
+        (row,) = compare_steps({TITLES[variant]: hparams}, repeats)['rows']
+        found.append(row | {'loops': count, 'saved_bytes': saved_bytes(hparams)})
+    cells = {
+        'temporary memory, MiB (beyond saved activations)': lambda row: (
+            f'{row["temp_bytes"] / 2**20:.2f} '
+            f'({(row["temp_bytes"] - row["saved_bytes"]) / 2**20:.2f})'
+        ),
+        'instructions of the program (compilation, s)': lambda row: (
+            f'{row["instructions"]} ({row["compile_seconds"]:.1f})'
+        ),
+        'train step, ms': lambda row: f'{1e3 * row["step_seconds"]:.0f}',
+    }
+    shape = f'{size}, {rows} rows of {length}'
+    yield (
+        {'versions': versions(), 'rows': found},
+        [
+            pivot(
+                f'{title}; {shape}',
+                found,
+                line=lambda row: row['model'],
+                column=lambda row: str(row['loops']),
+                text=lambda row, cell=cell: cell(row),
+                corner='loops',
+            )
+            for title, cell in cells.items()
+        ],
+    )
+
+
+def saved_bytes(hparams: Hparams) -> int:
+    """What the blocks of a looped model save under remat=block, with their number of tokens."""
+    model, length = hparams.model, hparams.data.sequence_length
+    places = model.routed_places if model.routing.routes_loops else (None,) * model.loops
+    tokens = sum(
+        length if place is None else model.routing.num_selected(length, place) for place in places
+    )
+    a_token = len(model.looped_range) * 2 * model.d_model * jnp.dtype(model.dtype).itemsize
+    return hparams.data.batch_size * tokens * a_token
 
 
 def depth(

@@ -3,6 +3,7 @@
 import fnmatch
 
 from moddepth_jax.benchmarks.attention_cases import LENGTHS, NO_SLOTS, PACKED, SHAPES
+from moddepth_jax.benchmarks.decode_cases import CASES as DECODE_CASES
 from moddepth_jax.benchmarks.kernel_cases import CASES, PACKED_CASES
 from moddepth_jax.benchmarks.runner import Case
 
@@ -18,6 +19,14 @@ _CHECKED = {
     'xla': ('group_of_8', 'group_of_2', 'masked', 'rows', 'own_query', 'float32'),
 }
 _FUSED_PACKED = tuple(name for name in _PACKED if name != 'no_slots')
+# Decoding of one and of 64 rows; B, S, K, G, H and L of decode_cases.
+DECODE_SHAPES = {
+    f'b{rows}_4k_g{group}_h{width}': {
+        **{'B': rows, 'S': 4096, 'length': 4096, 'K': 8, 'G': group, 'H': width, 'L': 64}
+    }
+    for rows in (1, 64)
+    for group, width in ((8, 64), (2, 128))
+}
 # Length and rows of a batch that fit one large GPU.
 _BATCHES = {'124m': (2048, 16), '700m': (4096, 4)}
 # Expected seconds of a training step's case: compilation, and what `auto` measures before it.
@@ -28,7 +37,7 @@ _TOYS += tuple(f'right/pallas/{name}' for name in ('group_of_3', 'rows', 'depth_
 _TOYS += ('right/cudnn/rows', 'right/xla/rows', 'packed/[pxc]*/three', 'packed/[pxc]*/no_slots')
 _TOYS += ('time/xla/packed_no_slots_4k', 'time/pallas/slots_24_4k', 'time/flash_attention_2/4k')
 _TOYS += tuple(f'step/124m/{model}' for model in (*_STEPS, 'moe'))
-_TOYS += ('decode/*', 'experts/*', 'run/*')
+_TOYS += ('decode/*', 'right/decode/xla/rows', 'decode_kernel/xla/*', 'experts/*', 'run/*')
 
 
 def cases(toy: bool = False) -> list[Case]:
@@ -128,6 +137,20 @@ def _more_times():
     return found
 
 
+def _decoding():
+    """The kernel for decoding: right or not, then its times over full caches, with 64 slots."""
+    found, run = [], 'decode_cases:'
+    for implementation, names in (('mosaic_gpu', DECODE_CASES), ('xla', ('rows',))):
+        call, start = {'implementation': implementation}, f'right/decode/{implementation}/'
+        for name in names:
+            rest = (start + name, 'right/decode', 4.0, 75.0, f'{run}check')
+            found.append(_case(*rest, **call, case=name))
+        for shape, sizes in DECODE_SHAPES.items():
+            rest = (f'decode_kernel/{implementation}/{shape}', 'decode_kernel', 8.0, 75.0)
+            found.append(_case(*rest, f'{run}time_one', (start,), **call, sizes=sizes))
+    return found
+
+
 def _step(model, size, expected=90.0):
     (length, rows), name = _BATCHES[size], f'step/{size}/{model}'
     sizes = {'size': size, 'length': length, 'rows': rows}
@@ -137,6 +160,7 @@ def _step(model, size, expected=90.0):
 def _models():
     """Training steps, each in a process of its own: the peak of memory is the process's."""
     found = [_step(model, size, seconds) for size in _BATCHES for model, seconds in _STEPS.items()]
+    found += _decoding()
     for model in ('mod', 'moda'):
         name, sizes = f'decode/124m/{model}', {'batches': [1, 8, 64], 'kv_heads': 4}
         found.append(_case(name, name, 70.0, 200.0, 'gpu_models:decoding', model=model, **sizes))

@@ -16,6 +16,7 @@ TITLES = {
     'moda': 'MoDA',
     'both': 'MoD and MoDA',
     'looped': 'looped',
+    'exits': 'looped, exits',
     'mor': 'MoR',
     'mor_first': 'MoR, first keys',
     'moe': 'experts',
@@ -23,7 +24,7 @@ TITLES = {
     'integrated': 'MoDE integrated',
 }
 GROUPS = {'mode': ('staged', 'integrated')}  # names that stand for several variants
-LOOPED, LOOPS = ('looped', 'mor', 'mor_first'), 3
+LOOPED, LOOPS = ('looped', 'exits', 'mor', 'mor_first'), 3
 # Sizes with a name: the lengths and the tokens of a batch that fit one large GPU.
 NAMED_SIZES = {'124m': ((2048,), 32768), '700m': ((2048, 4096), 16384)}
 
@@ -56,16 +57,21 @@ def _dense_config(size: str):
 
 
 def make_model(
-    variant: str, size: str, length: int, batch: int, router: str | None = None, **knobs
+    variant: str,
+    size: str,
+    length: int,
+    batch: int,
+    router: str | None = None,
+    loops: int = LOOPS,
+    **knobs,
 ) -> Hparams:
     """Hparams of a variant (of TITLES), of size LAYERSxWIDTH or one of NAMED_SIZES.
 
     A depth stream has the knobs that it has in the studies. mod, both and staged route an eighth
     through every other block, by the learned router if `router` is None. moe, staged and integrated
-    have the experts of configs/moe.py in place of the mlp. looped, mor and mor_first run all
-    blocks LOOPS times, the last two with the routing of configs/mor.py, mor_first with the keys of
-    the first loop. `knobs` are of `config.model`; None keeps the
-    value of the size.
+    have the experts of configs/moe.py in place of the mlp. looped, exits, mor and mor_first run all
+    blocks `loops` times, the last two with the routing of configs/mor.py, mor_first with the keys
+    of the first loop. `knobs` are of `config.model`; None keeps the value of the size.
     """
     config = _dense_config(size)
     if variant in STREAM_VARIANTS:
@@ -76,9 +82,9 @@ def make_model(
         config.model.routing = mod_isoflop.get_config().model.routing
         config.model.routing.router = router or config.model.routing.router
     if variant in LOOPED:
-        config.model.looped_layers, config.model.loops = 'all', LOOPS
+        config.model.looped_layers, config.model.loops = 'all', loops
     if variant in ('mor', 'mor_first'):
-        config.model.routing = mor.get_config(f'loops={LOOPS}').model.routing
+        config.model.routing = mor.get_config(f'loops={loops}').model.routing
     if variant == 'mor_first':
         config.model.routing.loop_keys, config.model.routing.overflow = 'first', 'grow'
     if variant in ('moe', 'staged', 'integrated'):

@@ -1,3 +1,15 @@
 """Names of the benchmarks of `launch.bench`, for what needs no JAX."""
 
-NAMES = ('step', 'decode', 'prompts', 'depth', 'experts', 'attention', 'paper', 'scoring')
+NAMES = (
+    'step',
+    'decode',
+    'prompts',
+    'depth',
+    'loops',
+    'experts',
+    'attention',
+    'authors',
+    'paper',
+    'scoring',
+    'runs',
+)

@@ -9,16 +9,21 @@ import inspect
 import re
 
 from moddepth_jax.benchmarks.attention_report import attention
+from moddepth_jax.benchmarks.authors import authors
 from moddepth_jax.benchmarks.decoding import decode
-from moddepth_jax.benchmarks.depths import depth
+from moddepth_jax.benchmarks.depths import depth, loops
 from moddepth_jax.benchmarks.experts import experts
 from moddepth_jax.benchmarks.names import NAMES
 from moddepth_jax.benchmarks.on_paper import paper
 from moddepth_jax.benchmarks.prompts import prompts
+from moddepth_jax.benchmarks.runs import runs
 from moddepth_jax.benchmarks.scoring import scoring
 from moddepth_jax.benchmarks.steps import step
 
-_FUNCTIONS = (step, decode, prompts, depth, experts, attention, paper, scoring)
+_FUNCTIONS = (
+    *(step, decode, prompts, depth, loops, experts),
+    *(attention, authors, paper, scoring, runs),
+)
 _BY_NAME = {f.__name__: f for f in _FUNCTIONS}
 BENCHMARKS = {name: _BY_NAME[name] for name in NAMES}
 

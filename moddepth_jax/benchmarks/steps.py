@@ -30,7 +30,8 @@ NUM_STEPS = 1000  # of the schedule that the timed steps belong to
 class CompiledStep:
     """A train step on one batch, compiled apart from running it.
 
-    `temp_bytes` is the peak of what it allocates besides arguments and results.
+    `temp_bytes` is the peak of what it allocates besides arguments and results, `instructions` the
+    number of HLO instructions of the optimized program.
     """
 
     def __init__(self, hparams: Hparams):
@@ -44,6 +45,7 @@ class CompiledStep:
         self.compile_seconds = time.perf_counter() - lowered_at
         self.trace_seconds = lowered_at - begin
         self.temp_bytes = self.step.memory_analysis().temp_size_in_bytes
+        self.instructions = self.step.as_text().count(' = ')
 
     def __call__(self):
         self.state, metrics = self.step(self.state, self.batch)
@@ -100,6 +102,7 @@ def step_row(hparams: Hparams, step: CompiledStep, seconds) -> dict:
         'flops_per_second': flops / median,
         'parameters': num_parameters(step.state.params),
         'temp_bytes': step.temp_bytes,
+        'instructions': step.instructions,
         'trace_seconds': step.trace_seconds,
         'compile_seconds': step.compile_seconds,
     }

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from moddepth_jax.hparams import Hparams, ModelHparams
+from moddepth_jax.model.loop_params import EMBEDDINGS, has_loops
 from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.streams import layer_kinds
 
@@ -31,6 +32,7 @@ def with_layers(
     """
     layers_of_block = _layers_of_blocks(source.model, target.model, how)
     names = ('num_layers', 'looped_layers', 'loops', 'loop_order', 'windows')
+    names += ('loop_norms', 'loop_embeddings')
     blocks = {name: getattr(target.model, name) for name in names}
     result = dataclasses.replace(source, model=dataclasses.replace(source.model, **blocks))
     _check_kinds(source.model, result.model, layers_of_block, how)
@@ -40,21 +42,47 @@ def with_layers(
 def take_layers(source: Hparams, params: dict, target: Hparams, how: str) -> dict:
     """The parameters of `with_layers`, of those of the source.
 
-    A block of one layer has its bits; of several, their mean in float64. Equal layers become the
-    same function.
+    A block of one layer has its bits; of several, their mean in float64. Norms of each loop are
+    those of the layer in whose place it runs, or of the one layer that a list names; embeddings of
+    loops are 0. Equal layers become the same function.
     """
     result, layers_of_block = with_layers(source, target, how)
     on_host = jax.tree.map(np.asarray, params['stack'])
     layers = [layer for _, layer in unstack_layers(Stack(source.model, 'top_c'), on_host)]
     blocks = [jax.tree.map(_mean, *(layers[n] for n in some)) for some in layers_of_block]
-    stack = {}
+    each = zip(layers_of_block, _places(result.model), strict=True)
+    visits = [places if how in HOW else some * len(places) for some, places in each]
+    kinds, stack = Stack(result.model, 'top_c').stored_kinds, {}
+    blocks = [
+        _with_norms(block, kind, [layers[n] for n in some])
+        for block, kind, some in zip(blocks, kinds, visits, strict=True)
+    ]
     for i, numbers in enumerate(Stack(result.model, 'top_c').layer_numbers):
         of_run = [[blocks[n] for n in of_place] for of_place in numbers.T]
         stack[f'run_{i}'] = {
             f'layer_{j}': jax.tree.map(lambda *leaves: np.stack(leaves), *repeats)
             for j, repeats in enumerate(of_run)
         }
-    return params | {'stack': jax.tree.map(jax.numpy.asarray, stack)}
+    params = params | {'stack': stack}
+    if result.model.loop_embeddings != 'none':
+        shape = (result.model.loops, result.model.d_model)
+        params[EMBEDDINGS] = np.zeros(shape, params['embedding'].dtype)
+    return jax.tree.map(jax.numpy.asarray, params)
+
+
+def _with_norms(block, kind, layers):
+    """The block with the norms of a layer for each loop, if it has norms of each."""
+
+    def leaf(path, mean, *of_layers):
+        return np.stack(of_layers) if has_loops(path, kind) else mean
+
+    return jax.tree_util.tree_map_with_path(leaf, block, *layers)
+
+
+def _places(model: ModelHparams) -> list[tuple[int, ...]]:
+    """The places in which each block runs."""
+    order = np.array(model.block_order)
+    return [tuple(np.flatnonzero(order == n).tolist()) for n in range(model.num_layers)]
 
 
 def _refuse(how, why):
@@ -80,10 +108,8 @@ def _layers_of_blocks(source: ModelHparams, target: ModelHparams, how):
         right = f'needs a run of {target.num_blocks} layers, as many as run in the new model, and '
         right += f'has one of {source.num_layers}; or name a layer for each block'
         _refuse(how, right)
-    order = np.array(target.block_order)
-    places = [np.flatnonzero(order == block).tolist() for block in range(target.num_layers)]
     chosen = {'average': slice(None), 'first': slice(1), 'last': slice(-1, None)}[how]
-    return [tuple(of_block[chosen]) for of_block in places]
+    return [places[chosen] for places in _places(target)]
 
 
 def _mean(*leaves):
@@ -102,7 +128,7 @@ def _check_kinds(source, result, layers_of_block, how):
     for block, layers in enumerate(layers_of_block):
         for layer in layers:
             pairs = zip(wanted[block]._asdict().items(), given[layer], strict=True)
-            differ = [field for (field, one), other in pairs if one != other]
+            differ = [f for (f, one), other in pairs if one != other and f != 'own_norms']
             if differ:
                 right = f'block {block} cannot be layer {layer} of the run: they differ in '
                 _refuse(how, right + ', '.join(differ))

@@ -16,6 +16,7 @@ from moddepth_jax.conversion.transfer_params import (
     layer_numbers,
     with_new_adapters,
 )
+from moddepth_jax.data.directory import short_repr
 from moddepth_jax.hparams import Hparams, ModelHparams
 
 HEAD, TABLE = 'lm_head.weight', 'model.embed_tokens.weight'
@@ -134,7 +135,7 @@ def check_tensors(folder, tensors: list[Tensor], files: TensorFiles, also: tuple
     extra = [name for name in extra if name not in also]
     if extra:
         right = 'config.json stands for no model that has it'
-        raise ValueError(f'{folder}: has a tensor {extra[0]}; {right}')
+        raise ValueError(f'{folder}: has a tensor {short_repr(extra[0])}; {right}')
     for name, shape in wanted.items():
         if files.shapes[name] != shape:
             found = f'{name} has shape {list(files.shapes[name])}'
@@ -146,10 +147,19 @@ def export_params(
 ) -> None:
     """Writes the parameters of a dense model of a family as the *.safetensors of a folder.
 
-    `dtype` is float32, bfloat16 or float16. Raises ValueError as `family_of` and `write_tensors`.
+    `dtype` is float32, bfloat16 or float16. Raises ValueError as `family_of` and `write_tensors`,
+    and for adapters that are not merged.
     """
+    check_merged(hparams.model)
     family_of(hparams.model)
     write_leaves(folder, tensors_of(hparams.model), params, dtype, **shards)
+
+
+def check_merged(model: ModelHparams):
+    """Raises ValueError, one line, for a model with adapters: no format has a place for them."""
+    if model.adapters.rank:
+        right = 'must be 0; merge the adapters before export'
+        raise ValueError(f'model.adapters.rank={model.adapters.rank}: {right}')
 
 
 def write_leaves(

@@ -35,11 +35,12 @@ class TensorFiles(contextlib.ExitStack):
             for name in sorted(there if names is None else names):
                 if name not in there:
                     right = f'which {INDEX_FILE} gives it; {_AGAIN}'
-                    raise ValueError(f'{path}: lacks the tensor {name}, {right}')
+                    raise ValueError(f'{path}: lacks the tensor {short_repr(name)}, {right}')
                 part = file.get_slice(name)
                 if part.get_dtype() not in DTYPES:
                     right = f'must be one of {", ".join(DTYPES)}'
-                    raise ValueError(f'{path}: {name} is {part.get_dtype()}; {right}')
+                    found = f'{short_repr(name)} is {part.get_dtype()}'
+                    raise ValueError(f'{path}: {found}; {right}')
                 self.shapes[name] = tuple(part.get_shape())
                 self.dtypes[name] = DTYPES[part.get_dtype()]
                 self._files[name] = (file, path)
@@ -49,7 +50,7 @@ class TensorFiles(contextlib.ExitStack):
         file, path = self._files[name]
         array = file.get_tensor(name).astype(np.float32)
         if not np.isfinite(array).all():
-            raise ValueError(f'{path}: {name} holds infinities or NaNs; {_AGAIN}')
+            raise ValueError(f'{path}: {short_repr(name)} holds infinities or NaNs; {_AGAIN}')
         return array
 
 
@@ -68,7 +69,7 @@ def _files(folder):
     files = {}
     for name, file in content['weight_map'].items():
         if not isinstance(file, str) or file not in there:
-            found = f'{folder}/{INDEX_FILE}: {name} is in {short_repr(file)}'
+            found = f'{folder}/{INDEX_FILE}: {short_repr(name)} is in {short_repr(file)}'
             raise ValueError(f'{found}; must be a file next to it; {_AGAIN}')
         files.setdefault(file, []).append(name)
     return files
@@ -81,7 +82,8 @@ def _open(path):
     try:
         return safetensors.safe_open(path, 'np')
     except safetensors.SafetensorError as error:
-        found = f'cut short at {path.stat().st_size} bytes or damaged ({error})'
+        why = ' '.join(str(error).split())[:200]  # it may quote names of any characters
+        found = f'cut short at {path.stat().st_size} bytes or damaged ({why})'
         raise ValueError(f'{path}: {found}; {_AGAIN}') from None
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from moddepth_jax.conversion.families import CONFIG_FILE, OWN_TYPE, family_of
 from moddepth_jax.conversion.hugging_face import (
     Tensor,
+    check_merged,
     check_tensors,
     common_dtype,
     read_leaves,
@@ -162,8 +163,10 @@ def export_model(
 ) -> None:
     """Writes config.json, *.safetensors and the modelling file; arguments as of `config_of`.
 
-    Raises ValueError as that, and if `variables` lack averages that the causal rule needs.
+    Raises ValueError as that, for adapters that are not merged, and if `variables` lack averages
+    that the causal rule needs.
     """
+    check_merged(hparams.model)
     averages = variables.get('averages', {})
     config = config_of(hparams, averages, dtype, ids)
     layer_args(hparams.model, averages, causal_routing(hparams))  # refuses what is missing

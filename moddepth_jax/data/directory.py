@@ -1,5 +1,6 @@
 """Directories that one process at a time writes to, JSON in files, and the user's cache folder."""
 
+import collections
 import contextlib
 import fcntl
 import io
@@ -48,11 +49,24 @@ def write_atomically(path: str | os.PathLike, text: str) -> None:
         raise
 
 
+def _without_twins(pairs):
+    """A dict of the pairs of an object, of whose equal keys other readers may take another one."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        ((twin, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f'holds {short_repr(twin)} twice')
+    return content
+
+
 def parse_object(text: str | bytes) -> dict:
-    """The JSON object that `text`, in UTF-8, is; raises ValueError, one line, for anything else."""
+    """The JSON object that `text`, in UTF-8, is; raises ValueError, one line, for anything else.
+
+    So it does where an object has two equal keys.
+    """
     too_deep = ValueError(f'nested more than {_MAX_DEPTH} deep')
     try:
-        content = json.loads(text if isinstance(text, str) else text.decode())
+        text = text if isinstance(text, str) else text.decode()
+        content = json.loads(text, object_pairs_hook=_without_twins)
     except RecursionError:
         raise too_deep from None
     if not isinstance(content, dict):

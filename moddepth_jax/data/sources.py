@@ -6,7 +6,11 @@ import pathlib
 import re
 
 from moddepth_jax.data import readers
+from moddepth_jax.data.directory import read_json
+from moddepth_jax.data.token_store import is_started
 
+MADE = ('stdlib', 'python_environment', 'synthetic', 'recall', 'mixture')  # need no path
+_RIGHT = f'must be {", ".join(MADE)}, a folder of launch.prepare, or a file, folder or glob of '
 _NO_TEXTS = ('/', '/dev', '/proc', '/run', '/sys')
 _FOLDERS = re.compile('(?:(?<=/)|^)[*][*](?:/+|$)')
 
@@ -19,13 +23,14 @@ def find_files(
     An existing path is taken literally, even with brackets in it. In a folder, hidden files are
     not seen; there, and for a wildcard, what `readers.may_be_text` refuses is left out. Links are
     followed, but no folder is searched twice. Raises ValueError, one line with the `option` and
-    what would be `right`, without a file.
+    what would be `right`, without a file, and for a folder that something else has written.
     """
     pattern = os.path.expanduser(source)
     root = pathlib.Path(pattern)
     if os.path.realpath(pattern) in _NO_TEXTS:
         raise ValueError(f'{option}={source!r}: is no folder of texts; {right}')
     if os.path.isdir(pattern):
+        _check_folder(source, option, right)
         pattern = os.path.join(glob.escape(pattern), '**', '*')
     elif os.path.lexists(pattern):
         return root.parent, [root], []
@@ -40,6 +45,45 @@ def find_files(
         note = f' ({describe_left_out(left_out)})' if left_out else ''
         raise ValueError(f'{option}={source!r}: matches no file{note}; {right}')
     return root, files, left_out
+
+
+def check_source(source: str):
+    """Refuses a `data.source` that `load_documents` will not find, before slow imports."""
+    path, right = os.path.expanduser(source), _RIGHT + readers.describe_formats()
+    if source in MADE or is_started(source):
+        return
+    if os.path.isdir(path):
+        _check_folder(source, 'data.source', right)
+    elif not os.path.lexists(path) and ('**' in path or not any(glob.iglob(path))):
+        raise ValueError(f'data.source={source!r}: matches no file; {right}')
+
+
+def _check_folder(source, option, right):
+    if kind := _kind_of_folder(pathlib.Path(os.path.expanduser(source))):
+        raise ValueError(f'{option}={source!r}: is {kind}, not a folder of texts; {right}')
+
+
+def _kind_of_folder(folder):
+    """What launch.train and others have written to a folder, in words, or ''."""
+
+    def config(file):
+        try:
+            return read_json(file, '') or {}
+        except ValueError:  # it is not one of those
+            return {}
+
+    own = config(folder / 'config.json')
+    if 'schema_version' in own:
+        return 'a run of launch.train'
+    if 'model_type' in own and any(folder.glob('*.safetensors')):
+        return 'a Hugging Face model'
+    if any(True for depth in ('', '*/') for _ in folder.glob(f'{depth}manifest.json')):
+        return 'a folder of checkpoints'
+    if any('schema_version' in config(file) for file in folder.glob('*/config.json')):
+        return 'a folder of runs'
+    if any(True for depth in ('', '*/', '*/*/') for _ in folder.glob(f'{depth}study.json')):
+        return 'a folder of results of studies'
+    return ''
 
 
 def describe_left_out(paths: list[pathlib.Path]) -> str:
@@ -86,10 +130,7 @@ def load_documents(
 
     Raises as `find_files`, and the first BadText.
     """
-    right = (
-        'must be stdlib, python_environment, synthetic, recall, mixture, a folder of '
-        f'launch.prepare, or a file, folder or glob of {readers.describe_formats()}'
-    )
+    right = _RIGHT + readers.describe_formats()
     root, files, left_out = find_files(source, 'data.source', right, encoding)
     documents = []
     for path in files:

@@ -26,8 +26,9 @@ def one_of(field, value, choices):
 
 def did_you_mean(text: str, choices) -> str:
     """The end of an error message: the choice most similar to `text`, or '' without one."""
-    near = difflib.get_close_matches(text, choices, n=1)
-    return f'; did you mean {near[0]}?' if near else ''
+    lowered = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(text.lower(), lowered, n=1)
+    return f'; did you mean {lowered[near[0]]}?' if near else ''
 
 
 def positive(field, value, minimum=1, maximum=None):

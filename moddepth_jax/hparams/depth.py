@@ -38,13 +38,9 @@ class DepthHparams:
     value_stride: checks.CountOrZero
     recent_layers: checks.CountOrZero
 
-    def check_values(self):
-        """Refuse what is wrong with any stream; needs no JAX."""
-        checks.check_fields(self, 'model.depth.')
-
     def __post_init__(self):
-        self.check_values()
-        if not self.stream_class.sums_gradients:
+        checks.check_fields(self, 'model.depth.')
+        if not self.stated.sums_gradients:
             object.__setattr__(self, 'gradient_dtype', 'none')
         elif self.gradient_dtype == 'none':  # a run from before this knob
             object.__setattr__(self, 'gradient_dtype', 'model')
@@ -53,29 +49,35 @@ class DepthHparams:
         if self.attention_slot_projection and self.slots not in ('attention', 'attention+ffn'):
             right = f'must be False: slots {self.slots} of stream {self.stream} are not attention'
             refuse('model.depth.attention_slot_projection', True, right)
-        if self.slot_window and not self.stream_class.attends:
+        if self.slot_window and not self.stated.attends:
             right = f'must be 0: the {self.stream} stream has no slots'
             refuse('model.depth.slot_window', self.slot_window, right)
 
         for field in COUNT_KNOBS:
-            owners = [name for name, stream in STREAMS.items() if field in stream.counts]
+            owners = [name for name in STREAMS if field in STREAMS.stated(name).counts]
             if getattr(self, field) and self.stream not in owners:
                 right = f'must be 0: the {self.stream} stream has no such knob; use stream '
                 refuse(f'model.depth.{field}', getattr(self, field), right + ' or '.join(owners))
 
     def _resolve(self, field):
         name, value = f'model.depth.{field}', getattr(self, field)
-        choices = self.stream_class.choices.get(field)
+        choices = self.stated.choices.get(field)
         if choices is not None:
             checks.one_of(name, value, ('auto', *choices))
             object.__setattr__(self, field, choices[0] if value == 'auto' else value)
         elif value in ('auto', 'none'):
             object.__setattr__(self, field, 'none')
         else:
-            owners = {name: s.choices[field] for name, s in STREAMS.items() if field in s.choices}
-            checks.one_of(name, value, ('auto', *dict.fromkeys(sum(owners.values(), ()))))
+            known = {stream: STREAMS.stated(stream).choices.get(field, ()) for stream in STREAMS}
+            owners = [stream for stream, choices in known.items() if choices]
+            checks.one_of(name, value, ('auto', *dict.fromkeys(sum(known.values(), ()))))
             right = f'must be auto: the {self.stream} stream has no such knob; use stream '
             refuse(name, value, right + ' or '.join(owners))
+
+    @property
+    def stated(self):
+        """What `stream_class` states of itself; needs no JAX."""
+        return STREAMS.stated(self.stream)
 
     @property
     def stream_class(self):

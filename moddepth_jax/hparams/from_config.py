@@ -50,12 +50,17 @@ def _build(cls, values, prefix='', make=None):
 
 def from_config(config) -> Hparams:
     """The checked, frozen form of a ConfigDict or nested dict; ValueError of one line if wrong."""
-    _build(Hparams, config, make=_checked)
+    check_values(config)
     return _build(Hparams, config)
 
 
+def check_values(config):
+    """All checks of `from_config` but those of the classes of a registry, which import JAX."""
+    _build(Hparams, config, make=_checked)
+
+
 def _checked(cls, fields):
-    """An instance after all checks that need no class of a registry, for which JAX is imported."""
+    """An instance after its own checks that need no JAX."""
     made = object.__new__(cls)
     made.__dict__.update(fields)
     getattr(made, 'check_values', made.__post_init__)()

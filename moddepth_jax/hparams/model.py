@@ -92,7 +92,7 @@ class ModelHparams:
     adapters: AdapterHparams
 
     def check_values(self):
-        """Refuse what is wrong with any router and depth stream; needs no JAX."""
+        """Refuse what no class of a router or depth stream has to check; needs no JAX."""
         checks.check_fields(self, 'model.')
         if self.num_heads % self.num_kv_heads:
             right = f'must divide model.num_heads={self.num_heads}'
@@ -108,25 +108,36 @@ class ModelHparams:
         self._check_loops()
         if self.experts.choice != 'none':
             self._check_experts()
+        self._check_stream()
+        if self.loop_exit_threshold:
+            self._check_exits()
+        if self.routing.routes_loops:
+            self._check_routed_loops()
+        if self.routed_layers and self.routing.part != 'block':
+            self._check_routed_part()
 
     def __post_init__(self):
         self.check_values()
-        if not self.depth.stream_class.scans and self.layer_loop == 'scan':
+        self.depth.stream_class.check(self)
+
+    def _check_stream(self):
+        stated = self.depth.stated
+        if not stated.scans and self.layer_loop == 'scan':
             stream = self.depth.stream
             right = f'must be unrolled: layers of the {stream} stream differ in what they read'
             refuse('model.layer_loop', self.layer_loop, right)
-        if not self.depth.stream_class.scans and self.looped:
+        if not stated.scans and self.looped:
             stream = self.depth.stream
             right = f'must be none: layers of the {stream} stream differ in what they read'
             refuse('model.looped_layers', self.looped_layers, right)
         if self.depth.skipped_slots == 'masked' and not self.routed_layers:
             right = 'must be auto: no block is routed, so no token skips one'
             refuse('model.depth.skipped_slots', self.depth.skipped_slots, right)
-        if self.embedding_residual != 'none' and not self.depth.stream_class.keeps_sum:
+        if self.embedding_residual != 'none' and not stated.keeps_sum:
             right = f'must be none: the {self.depth.stream} stream carries no single running sum '
             right += 'between blocks; use stream residual'
             refuse('model.embedding_residual', self.embedding_residual, right)
-        if self.loop_embeddings != 'none' and not self.depth.stream_class.keeps_sum:
+        if self.loop_embeddings != 'none' and not stated.keeps_sum:
             right = f'must be none: the {self.depth.stream} stream carries no single running sum '
             right += 'between blocks; use stream residual'
             refuse('model.loop_embeddings', self.loop_embeddings, right)
@@ -134,13 +145,6 @@ class ModelHparams:
             right = 'must be none under value_mix shared: later layers have no values of their own '
             right += 'to add to; use value_mix learned'
             refuse('model.value_embeddings', self.value_embeddings, right)
-        self.depth.stream_class.check(self)
-        if self.loop_exit_threshold:
-            self._check_exits()
-        if self.routing.routes_loops:
-            self._check_routed_loops()
-        if self.routed_layers and self.routing.part != 'block':
-            self._check_routed_part()
 
     def _check_routed_part(self):
         for field, value, right in (
@@ -188,7 +192,7 @@ class ModelHparams:
             'routing.part': (self.routing.part, self.routing.part == 'block', 'block'),
             'routing.router': (
                 self.routing.router,
-                not self.routing.router_class.is_control,
+                not self.routing.stated.is_control,
                 'learned, norm or straight_through',
             ),
         }
@@ -287,6 +291,15 @@ class ModelHparams:
         first, size = self._loop[0], len(self.looped_range)
         loops = [(place - first) // size for place in range(self.num_blocks)]
         return tuple(loop if 0 <= loop < self.loops else None for loop in loops)
+
+    @property
+    def block_names(self) -> list[str]:
+        """What pictures call each block that runs: its number, and its loop if loops are routed."""
+        loops = self.router_of_block
+        if not self.routing.routes_loops:
+            loops = (None,) * len(loops)
+        ends = ('' if loop is None else f' (loop {loop + 1})' for loop in loops)
+        return [f'{block}{end}' for block, end in enumerate(ends)]
 
     @property
     def reads_first_keys(self) -> tuple[bool, ...]:

@@ -1,17 +1,19 @@
 """The tables of what a knob can name: classes or functions that register themselves."""
 
+import ast
 import collections.abc
+import contextlib
 import functools
 import importlib.util
 import pathlib
-import re
+import types
 
 
 class Registry(collections.abc.Mapping):
     """The choices of one knob, by name: classes or functions that register themselves.
 
-    Names are looked up in the source of `module`, so that a config with a wrong one is refused
-    before JAX and Flax are imported; a choice itself imports the module.
+    Names, and what choices state of themselves, are looked up in the source of `module`, so that a
+    wrong config is refused before JAX and Flax are imported; a choice itself imports the module.
 
     Args:
       name: of the table in the code.
@@ -35,13 +37,27 @@ class Registry(collections.abc.Mapping):
         return add
 
     @functools.cached_property
-    def _own_names(self):
+    def _own_statements(self):
+        """What this package's choices state of themselves: SimpleNamespaces by name, in order."""
         spec = importlib.util.find_spec(self._module)
         folders = spec.submodule_search_locations or ()
         files = [file for folder in folders for file in sorted(pathlib.Path(folder).glob('*.py'))]
-        pattern = rf"\b{self._name}\.register\('(\w+)'\)"
         texts = [file.read_text(encoding='utf-8') for file in files or [pathlib.Path(spec.origin)]]
-        return [name for text in texts for name in re.findall(pattern, text)]
+        nodes = [node for text in texts for node in ast.parse(text).body]
+        classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+        return {
+            call.args[0].value: types.SimpleNamespace(**_literals(node, classes))
+            for node in nodes
+            for call in _registrations(node)
+            if ast.unparse(call.func) == f'{self._name}.register'
+        }
+
+    def stated(self, name: str):
+        """What has the class attributes of a choice: its class, or literals in the source of one.
+
+        Those of base classes in `module` are included. Needs no JAX.
+        """
+        return self._choices[name] if name in self._choices else self._own_statements[name]
 
     def __getitem__(self, name):
         if name not in self._choices:
@@ -49,13 +65,35 @@ class Registry(collections.abc.Mapping):
         return self._choices[name]
 
     def __contains__(self, name):
-        return name in self._choices or name in self._own_names
+        return name in self._choices or name in self._own_statements
 
     def __iter__(self):
-        return iter(dict.fromkeys([*self._own_names, *self._choices]))
+        return iter(dict.fromkeys([*self._own_statements, *self._choices]))
 
     def __len__(self):
         return len(list(iter(self)))
+
+
+def _registrations(node):
+    """The calls among the decorators of a statement, or the first of two in `f(name)(choice)`."""
+    value = getattr(node, 'value', None)
+    calls = [*getattr(node, 'decorator_list', ()), getattr(value, 'func', None)]
+    return [call for call in calls if isinstance(call, ast.Call)]
+
+
+def _literals(node, classes):
+    """The attributes of a class that are literals, also those of its bases among `classes`."""
+    found = {}
+    if not isinstance(node, ast.ClassDef):
+        return found
+    for base in node.bases:
+        found |= _literals(classes.get(ast.unparse(base)), classes)
+    for line in node.body:
+        if isinstance(line, ast.Assign):
+            found.pop(name := line.targets[0].id, None)
+            with contextlib.suppress(ValueError):  # of what is no literal
+                found[name] = ast.literal_eval(line.value)
+    return found
 
 
 ROUTERS = Registry('ROUTERS', 'model.routing.router', 'moddepth_jax.model.mod.routers')

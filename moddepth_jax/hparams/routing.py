@@ -48,7 +48,7 @@ class RoutingHparams:
     overflow: checks.choice('skip', 'grow')
 
     def check_values(self):
-        """Refuse what is wrong with any router; needs no JAX."""
+        """Refuse what the router's class has not to check, resolve `auto`; needs no JAX."""
         checks.one_of('model.routing.router', self.router, ('none', *ROUTERS))
         checks.one_of('model.routing.gate', self.gate, ('auto', *GATES))
         checks.one_of('model.routing.causal_rule', self.causal_rule, ('auto', *CAUSAL_RULES))
@@ -60,25 +60,26 @@ class RoutingHparams:
         if not self.routes_loops and self.loop_keys != 'own':
             right = 'must be own: no loop is routed; set model.routing.layers to loops'
             refuse('model.routing.loop_keys', self.loop_keys, right)
-
-    def __post_init__(self):
-        self.check_values()
         if self.routes_loops:
-            assigns = self.router_class.assigns_depth
+            assigns = self.stated.assigns_depth
             self._resolve(
                 'loop_update', ('gated_loops', 'gated_exit') if assigns else ('output', 'change')
             )
-        self._resolve('gate', self.router_class.gates)
+        self._resolve('gate', self.stated.gates)
         rules = self._possible_rules()
         by_threshold = self.train_rule == 'threshold' and 'threshold' in rules
         self._resolve('causal_rule', ('threshold',) if by_threshold else rules)
         if self.router != 'none':
-            self.router_class.check(self)
             self._check_rule()
-        capped = not self.router_class.assigns_depth and self.overflow == 'skip'
+        capped = not self.stated.assigns_depth and self.overflow == 'skip'
         if self.loop_keys == 'first' and capped:
             right = 'must be grow where loop_keys is first: later loops have no cache to overflow'
             refuse('model.routing.overflow', self.overflow, right)
+
+    def __post_init__(self):
+        self.check_values()
+        if self.router != 'none':
+            self.router_class.check(self)
 
     @property
     def routes_loops(self) -> bool:
@@ -90,12 +91,17 @@ class RoutingHparams:
         """The `model.mod.routers.Router` of that name; without a router none of it matters."""
         return ROUTERS['learned' if self.router == 'none' else self.router]
 
+    @property
+    def stated(self):
+        """What `router_class` states of itself; needs no JAX."""
+        return ROUTERS.stated('learned' if self.router == 'none' else self.router)
+
     def _possible_rules(self):
-        rules, is_control = self.router_class.rules, self.router_class.is_control
+        rules, is_control = self.stated.rules, self.stated.is_control
         if self.select_per == 'row' or is_control:
             return rules
         # If documents do not compete, no single score separates the selected tokens of a row.
-        return tuple(rule for rule in rules if not CAUSAL_RULES[rule].needs_threshold)
+        return tuple(rule for rule in rules if not CAUSAL_RULES.stated(rule).needs_threshold)
 
     def _resolve(self, field, choices):
         value = getattr(self, field)
@@ -107,7 +113,7 @@ class RoutingHparams:
             refuse(f'model.routing.{field}', value, right)
 
     def _check_rule(self):
-        weight = CAUSAL_RULES[self.causal_rule].loss_weight
+        weight = CAUSAL_RULES.stated(self.causal_rule).loss_weight
         if weight and not getattr(self, weight):
             right = f'must be above 0 where causal_rule is {self.causal_rule}, which it trains'
             refuse(f'model.routing.{weight}', 0.0, right)
@@ -135,20 +141,22 @@ class RoutingHparams:
     @property
     def tracks_threshold(self) -> bool:
         """Whether the model keeps a moving average of the C-th largest score of each layer."""
-        if self.router == 'none' or self.router_class.is_control:
+        if self.router == 'none' or self.stated.is_control:
             return False
-        return any(CAUSAL_RULES[rule].needs_threshold for rule in self._possible_rules())
+        return any(CAUSAL_RULES.stated(rule).needs_threshold for rule in self._possible_rules())
 
     @property
     def rules(self) -> tuple[str, ...]:
         """The causal rules that a model trained with these knobs can run; its own comes first."""
-        untrained = (rule for rule in self._possible_rules() if not CAUSAL_RULES[rule].loss_weight)
+        untrained = (
+            rule for rule in self._possible_rules() if not CAUSAL_RULES.stated(rule).loss_weight
+        )
         return tuple(dict.fromkeys((self.causal_rule, *untrained, 'bypass')))
 
     @property
     def rule_loss_weight(self) -> float:
         """Weight of the loss that trains the causal rule; 0 if it needs no training."""
-        weight = CAUSAL_RULES[self.causal_rule].loss_weight
+        weight = CAUSAL_RULES.stated(self.causal_rule).loss_weight
         return getattr(self, weight) if weight else 0.0
 
     def num_selected(self, length: int, place: float = 1.0) -> int:
@@ -158,7 +166,7 @@ class RoutingHparams:
         routed loops the first, at place 0, takes all tokens, the last, at place 1, that share, and
         those between a share between.
         """
-        share = 1.0 if self.router_class.assigns_depth else self.capacity
+        share = 1.0 if self.stated.assigns_depth else self.capacity
         if self.capacity_form == 'log_length':
             clamped = math.log(min(length, self.log_length_max)) / math.log(self.log_length_max)
             share = 1 - clamped * (1 - self.capacity)
@@ -168,7 +176,7 @@ class RoutingHparams:
     @property
     def looks_ahead(self) -> bool:
         """Whether training selects tokens by later ones."""
-        return self.router != 'none' and not self.router_class.assigns_depth
+        return self.router != 'none' and not self.stated.assigns_depth
 
     def cache_size(self, context: int, routing: str, place: float = 1.0) -> int:
         """Capacity of a routed block's cache for `context` tokens, under a causal rule.
@@ -192,7 +200,7 @@ class RoutingHparams:
             capacities.append((begins, capacity))
             begins += share
         capacities.append((begins, self.capacity))
-        first = self.causal_rule if self.router_class.assigns_depth else 'top_c'
+        first = self.causal_rule if self.stated.assigns_depth else 'top_c'
         switch = self.threshold_warmup if self.train_rule == 'threshold' else 1.0
         places = sorted({begins for begins, _ in capacities} | ({switch} if switch < 1 else set()))
         return tuple(

@@ -97,6 +97,7 @@ class OptimizerHparams:
     weight_decay: checks.Weight
     decay_embeddings: bool
     trainable: tuple[str, ...]
+    rate_factors: tuple[str, ...]
     clip_norm: checks.Weight
     z_loss: checks.Weight
 
@@ -105,6 +106,19 @@ class OptimizerHparams:
         if not all(pattern.strip() for pattern in self.trainable):
             right = "must hold globs of names of parameters, such as '*/router/*'; () or * is all"
             refuse('optimizer.trainable', self.trainable, right)
+        try:
+            good = all(glob.strip() and 0 < factor < math.inf for glob, factor in self.factors)
+        except ValueError:
+            good = False
+        if not good:
+            right = "must hold GLOB:FACTOR with a factor above 0, such as '*/residual_scale:0.01'"
+            refuse('optimizer.rate_factors', self.rate_factors, right)
+
+    @property
+    def factors(self) -> tuple[tuple[str, float], ...]:
+        """The globs of `rate_factors`, each with its factor."""
+        parts = (text.rpartition(':') for text in self.rate_factors)
+        return tuple((glob, float(factor)) for glob, _, factor in parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +217,7 @@ class Hparams:
         elif model.looks_ahead or model.routed_layers:
             right = 'must be () where blocks are routed or experts choose: each loop has averages '
             right += 'of its own'
-        elif model.depth.stream_class.sized_by_depth:
+        elif model.depth.stated.sized_by_depth:
             right = (
                 f'must be (): the {model.depth.stream} stream has weights for as many outputs as '
             )
@@ -223,7 +237,7 @@ class Hparams:
 
     def steps_of_shares(self, num_steps: int) -> int:
         """The steps of which warm-up and stages are shares, in a run of `num_steps`."""
-        return min(self.training.extended_from or num_steps, num_steps)
+        return self.training.extended_from or num_steps
 
     def with_loops(self, loops: int) -> 'Hparams':
         """These hyper-parameters, with so many loops of the model in all steps; 0: as they are."""

@@ -11,6 +11,7 @@ import numpy as np
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.hparams.flag_values import check_sampling
+from moddepth_jax.inference.prompt_cache import PromptCache
 from moddepth_jax.inference.sampling import sample
 from moddepth_jax.model import ahead
 from moddepth_jax.model.decoding import empty_cache, extend, prefill, unroll
@@ -31,7 +32,8 @@ class Generation:
     `tokens` are int32 arrays of prompt and continuation, without the id that ended it; `stopped`:
     whether a row ended with its document; `dropped`: how often a routed block had no room in its
     cache; `grown_to`: capacity of the routed blocks' caches if they had to grow, otherwise 0;
-    `guessed`, `held`: tokens that were guessed, and how many of them the model confirmed.
+    `guessed`, `held`: tokens that were guessed, and how many of them the model confirmed; `reused`:
+    tokens of the prompts that a PromptCache held.
     """
 
     tokens: list[np.ndarray]
@@ -40,6 +42,7 @@ class Generation:
     grown_to: int
     guessed: int = 0
     held: int = 0
+    reused: int = 0
 
     @property
     def notes(self) -> list[str]:
@@ -47,7 +50,8 @@ class Generation:
         full = f'{self.dropped} times a routed block had no room in its cache for a token'
         grown = f'caches of the routed blocks grew to {self.grown_to} tokens'
         held = f'{self.held} of {self.guessed} guessed tokens held'
-        notes = {full: self.dropped, grown: self.grown_to, held: self.guessed}
+        kept = f'{self.reused} tokens of the prompt were in the cache'
+        notes = {full: self.dropped, grown: self.grown_to, held: self.guessed, kept: self.reused}
         return [note for note, happened in notes.items() if happened]
 
 
@@ -103,6 +107,12 @@ def check_chunk(prefill_chunk: int):
         raise ValueError(f'prefill_chunk={prefill_chunk}: must be 0 (one pass) or more')
 
 
+def check_prompt_cache(num_samples: int, name: str = 'a prompt_cache'):
+    """Raises ValueError if a PromptCache cannot go on from so many samples of a prompt."""
+    if num_samples > 1:
+        raise ValueError(f'num_samples={num_samples}: must be 1 with {name}: one text goes on')
+
+
 def check_draft(hparams: Hparams, draft_tokens: int):
     """Raises ValueError if the model cannot guess so many tokens by its own dense blocks."""
     _check_integers('draft_tokens', [draft_tokens])
@@ -153,7 +163,7 @@ _write = jax.jit(update_cache, donate_argnums=0)
 def _start(unrolled, batch, keys_B, *, num_samples, tokenizer, temperature, top_p, top_k, **how):
     """The first new token of each row, [B, 1], and the cache of its prompt.
 
-    `batch` is that of `prefill`, or what `_in_chunks` returns.
+    `batch` is what `_read` returns.
     """
     if isinstance(batch[1], Cache):
         prompts = lm_head(batch[0], unrolled)[:, 0], batch[1]
@@ -181,15 +191,17 @@ def _chunk(unrolled, cache, x_B1D, tokens_BT, begins_BT, active_BT, *, hparams, 
     return x_B1D, (updates, begins_BT, dropped_B, active_BT)
 
 
-def _in_chunks(unrolled, batch, size, *, hparams, routing, **sizes):
-    """What `lm_head` reads of the last token of each prompt, and the cache of the prompts."""
+def _in_chunks(unrolled, cache, batch, size, *, hparams, routing):
+    """What `lm_head` reads of the last token of each row, and the cache with the rows of `batch`.
+
+    `batch`: as of `_pad`, at least a token of each row.
+    """
     tokens_BT, segment_ids_BT = batch
     rows, longest = len(tokens_BT), int((segment_ids_BT > 0).sum(axis=1).max())
     tokens_BT, segment_ids_BT = (np.pad(side, ((0, 0), (0, size))) for side in batch)
     begins_BT = np.diff(segment_ids_BT, axis=1, prepend=1) > 0
     begins_BT &= not hparams.model.across_documents
     how = {'hparams': hparams, 'routing': routing}
-    cache = ahead.call(_empty, unrolled, rows, **how, **sizes)
     x_B1D = np.zeros((rows, 1, hparams.model.d_model), hparams.model.dtype)
     for first in range(0, longest, size):
         part = np.s_[:, first : first + size]
@@ -197,6 +209,25 @@ def _in_chunks(unrolled, batch, size, *, hparams, routing, **sizes):
         x_B1D, update = ahead.call(_chunk, unrolled, cache, x_B1D, *inputs, **how)
         cache = ahead.call(_write, cache, *update)
     return x_B1D, cache
+
+
+def _read(unrolled, prompts, chunk, kept, *, tokenizer, hparams, routing, **sizes):
+    """The batch of `prefill`, or what `_in_chunks` returns, and how many tokens `kept` had."""
+    how = {'hparams': hparams, 'routing': routing}
+    separate = tokenizer is not None and not hparams.model.across_documents
+    cache, reused_B = kept.take(routing, prompts, tokenizer.separator if separate else None)
+    if cache is None:
+        batch = _pad(prompts, tokenizer, sizes['capacity'])
+        if not chunk:
+            return batch, 0
+        cache = ahead.call(_empty, unrolled, len(prompts), **how, **sizes)
+        return _in_chunks(unrolled, cache, batch, chunk, **how), 0
+    if sizes['routed_capacity'] is None:
+        cache = resize_cache(cache, sizes['capacity'])
+    rests = [prompt[num:] for prompt, num in zip(prompts, reused_B, strict=True)]
+    batch = _pad(rests, tokenizer, sizes['capacity'])
+    read = _in_chunks(unrolled, cache, batch, chunk or batch[0].shape[1], **how)
+    return read, int(sum(reused_B))
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
@@ -229,12 +260,12 @@ class _Draft:
     """
 
     def __init__(self, unrolled, cache, keys_B, static):
-        self._cache = cache
+        self.cache = cache
         self._step = functools.partial(_step, unrolled, keys_B=keys_B, **static)
 
     def _next(self, token_B, active_B):
-        next_B1, _, update = self._step(self._cache, token_B[:, None], active_B[:, None])
-        self._cache = _write(self._cache, *update)
+        next_B1, _, update = self._step(self.cache, token_B[:, None], active_B[:, None])
+        self.cache = _write(self.cache, *update)
         return next_B1[:, 0]
 
     def guess(self, tokens_B, active_B, num_tokens):
@@ -246,10 +277,10 @@ class _Draft:
 
     def follow(self, cache: Cache, guesses_BT, all_held_B):
         """Forgets the guesses that `cache` does not have; where it has all, reads the last one."""
-        own = self._cache
+        own = self.cache
         lengths_B = jnp.minimum(own.lengths_B, cache.lengths_B)
         documents_B = jnp.copy(cache.documents_B)  # the other cache's will be donated
-        self._cache = own._replace(lengths_B=lengths_B, documents_B=documents_B)
+        self.cache = own._replace(lengths_B=lengths_B, documents_B=documents_B)
         if all_held_B.any():
             self._next(guesses_BT[:, -1], all_held_B)
 
@@ -315,6 +346,7 @@ def generate(
     stop: bool = True,
     prefill_chunk: int = 0,
     draft_tokens: int = 0,
+    prompt_cache: PromptCache | None = None,
     on_tokens=None,
 ) -> Generation | None:
     """Continues prompts by up to `num_tokens` tokens each.
@@ -326,7 +358,8 @@ def generate(
     rounding. With `draft_tokens` the model without its routed blocks guesses so many tokens at a
     time, and one pass checks them (speculative decoding, Leviathan et al. 2023, arXiv 2211.17192).
     Guesses are drawn with the noise of the tokens, in place of rejection sampling, so that they
-    change nothing but rounding either.
+    change nothing but rounding either. What the prompts have in common with the texts of the last
+    call with the same `prompt_cache` is not read again, which changes nothing but rounding.
 
     All processes of a mesh in the context (`jax.set_mesh`) share the work and get every text.
     `prompts` are sequences of one token id at least; the longest and `num_tokens` fit the context.
@@ -348,24 +381,26 @@ def generate(
     context, model = hparams.data.sequence_length, hparams.model
     length = max(map(len, prompts)) + num_tokens
     capacity = min(context, -(-length // _CAPACITY_STEP) * _CAPACITY_STEP)
+    kept = PromptCache() if prompt_cache is None else prompt_cache
+    unroll_once = functools.partial(ahead.call, unrolled_variables)
+    unrolled = kept.unroll(unroll_once, variables, hparams, routing, tokenizer)
+    if prompt_cache is not None:
+        check_prompt_cache(num_samples)
+        capacity = kept.capacity(length, _CAPACITY_STEP, context)
     first_capacity = routed_capacity = min(capacity, model.routing.cache_size(context, routing))
     grows = bool(model.routed_layers) and model.routing.overflow == 'grow'
-    unrolled = ahead.call(unrolled_variables, variables, hparams, routing)
     static = {'hparams': hparams, 'routing': routing, 'tokenizer': tokenizer, **draw}
     seed_P = np.broadcast_to(np.asarray(seed, np.uint32), len(prompts))
     keys_B = _row_keys(seed_P, num_samples)
     sizes = {'capacity': capacity, 'routed_capacity': None if grows else routed_capacity}
-    batch = _pad(prompts, tokenizer, capacity)
 
     def start(sizes, static):
-        prompt = batch
-        if prefill_chunk:
-            how = {'hparams': hparams, 'routing': static['routing']}
-            prompt = _in_chunks(unrolled, batch, prefill_chunk, **how, **sizes)
+        how = {name: static[name] for name in ('hparams', 'routing', 'tokenizer')}
+        read, reused = _read(unrolled, prompts, prefill_chunk, kept, **how, **sizes)
         first = {'num_samples': num_samples, **sizes, **static}
-        return ahead.call(_start, unrolled, prompt, keys_B, **first)
+        return *ahead.call(_start, unrolled, read, keys_B, **first), reused
 
-    next_BT, cache = start(sizes, static)
+    next_BT, cache, reused = start(sizes, static)
     ends = stop and tokenizer is not None
     texts = _Texts(prompts, num_samples, num_tokens, tokenizer.stops if ends else (), on_tokens)
     new_BT = texts.active_B[:, None]
@@ -377,7 +412,7 @@ def generate(
     draft, guessed, held, per_round = None, 0, 0, 1 + draft_tokens
     if draft_tokens:
         of_draft = static | {'routing': 'bypass'}
-        _, draft_cache = start(sizes | {'routed_capacity': 1}, of_draft)
+        _, draft_cache, _ = start(sizes | {'routed_capacity': 1}, of_draft)
         draft = _Draft(unrolled, draft_cache, keys_B, of_draft)
     room = 0  # tokens until a routed block's cache may be full, where it grows
     while True:
@@ -402,6 +437,8 @@ def generate(
             new_BT = np.asarray(held_BT)
             draft.follow(cache, tokens_BT, new_BT.all(axis=1))
             guessed, held = guessed + active_BT[:, 1:].sum(), held + new_BT[:, 1:].sum()
+    caches = {routing: cache} if draft is None else {routing: cache, 'bypass': draft.cache}
+    kept.keep(texts.rows, caches)
     return Generation(
         [np.array(row, np.int32) for row in texts.rows],
         texts.stopped_B.tolist(),
@@ -409,4 +446,5 @@ def generate(
         routed_capacity if routed_capacity > first_capacity else 0,
         int(guessed),
         int(held),
+        reused,
     )

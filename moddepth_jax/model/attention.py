@@ -1,5 +1,6 @@
 """Causal self-attention of a block: projections, QK-norm, rotary positions, the kernel."""
 
+import functools
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -199,6 +200,11 @@ class SelfAttention(nn.Module):
         stored = keys if self.projects_values else keys._replace(v_BTKH=None)
         return self.out(o_BTNH), stored, slot, depth if joint is None else joint
 
+    def keys(self, x_BTD, tokens: TokenInfo) -> KeysValues:
+        """What tokens are to later ones, of an input that no stream mixes."""
+        rotated_BTKH = self._norm_and_rotate(self.key(x_BTD), tokens.positions_BT, tokens.turns)
+        return KeysValues(rotated_BTKH, self._values(x_BTD, tokens))
+
     def slot(self, x_BTD, tokens: TokenInfo) -> KeysValues:
         """The depth slot of tokens whose layer input this would be."""
         k_BTKH = self.slot_key(self.key(x_BTD), tokens.positions_BT)
@@ -279,9 +285,12 @@ class SelfAttention(nn.Module):
         return attend(self.hparams, q_BTNH, *first.keys, None, options)[0]
 
     def _over_cache(self, q_BTNH, keys, view, depth):
+        # The names are of implementations that differentiate.
+        implementation = None if self.hparams.attention == 'auto' else 'xla'
+        decode = functools.partial(decode_attention, implementation=implementation)
         if depth is None:
-            return decode_attention(q_BTNH, *keys, *view)
+            return decode(q_BTNH, *keys, *view)
         slot_window, q_depth_BTNH = self.hparams.depth.slot_window, self._slot_query(q_BTNH)
-        return decode_attention(
+        return decode(
             q_BTNH, *keys, *view, *depth.slots, depth.valid_LBT, slot_window, q_depth_BTNH
         )

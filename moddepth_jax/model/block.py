@@ -112,6 +112,12 @@ class Block(nn.Module):
             x = connection.add(x, (gates_BT[..., None] * output_BTD).astype(output_BTD.dtype))
         return x, aux
 
+    def keys(self, x_BTD, tokens: TokenInfo):
+        """The KeysValues that the block makes of x, and nothing else."""
+        if self.hparams.norm_placement == 'pre':
+            x_BTD = self.attention_norm(x_BTD)
+        return self.attention.keys(x_BTD, tokens)
+
     def skip(self, x):
         """x after the block of tokens that skip it."""
         if self.attention_connection is None:

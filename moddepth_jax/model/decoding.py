@@ -19,7 +19,7 @@ from moddepth_jax.model.kv_cache import (
     without_newest,
 )
 from moddepth_jax.model.layers import embed, lm_head, rms_norm, rope_turns
-from moddepth_jax.model.loop_exit import apply_exits, has_exits
+from moddepth_jax.model.loop_exit import apply_exits, extend_with_exits, has_exits
 from moddepth_jax.model.loop_params import with_embeddings
 from moddepth_jax.model.mod.mixture_of_recursions import Recursions
 from moddepth_jax.model.routing import gather_tokens, mask_to_indices, static_sizes
@@ -180,6 +180,12 @@ def extend(unrolled, cache: Cache, tokens_BT, begins_BT, branches_BT, *, hparams
     if hparams.model.routing.routes_loops:
         recursions = Recursions(hparams, routing, unrolled['loops'], layers)
         x_BTD, updates, dropped_BT = recursions.extend(x_BTD, tokens, cache, documents_BT)
+    elif has_exits(hparams.model, routing):
+        by_token, dropped_BT = (
+            (x_BTD, tokens, documents_BT, embedded_BTD),
+            jnp.zeros_like(tokens_BT),
+        )
+        x_BTD, updates = extend_with_exits(hparams.model, layers, by_token, cache.layers)
     else:
         x_BTD, updates, dropped_BT = _extend_layers(
             hparams, layers, (x_BTD, tokens, documents_BT, embedded_BTD), [], cache.layers
@@ -197,9 +203,8 @@ def _extend_layers(hparams, layers, by_token, written, caches):
     x_BTD, tokens, documents_BT, embedded_BTD = by_token
     written, updates, dropped_BT = [*written], [], jnp.zeros_like(tokens.positions_BT)
     blocks = iter(caches[len(caches) - sum(layer.kind.part == 'block' for layer, *_ in layers) :])
-    exits, leaves = None, has_exits(hparams.model, layers[0][0].routing)
-    for place, (layer, params, args) in enumerate(layers):
-        before_BTD, inputs = x_BTD, (x_BTD, stack_slots(written), tokens, args)
+    for layer, params, args in layers:
+        inputs = x_BTD, stack_slots(written), tokens, args
         if layer.kind.part == 'block':
             past = next(blocks)
             if past.v_BKHS is None:
@@ -210,8 +215,6 @@ def _extend_layers(hparams, layers, by_token, written, caches):
             dropped_BT += dropped
         else:
             x_BTD, new, *_ = layer.apply(params, *inputs)
-        if leaves:
-            x_BTD, exits = apply_exits(hparams.model, place, exits, before_BTD, x_BTD)
         written.append(new)
     return x_BTD, updates, dropped_BT
 

@@ -210,6 +210,28 @@ def longest_routed_row(cache: Cache) -> int:
     return max((int(jnp.max(lengths_B)) for lengths_B in lengths), default=0)
 
 
+def cut_cache(cache: Cache, lengths_B, documents_B) -> Cache | None:
+    """The Cache as it was after the first `lengths_B` tokens of each row.
+
+    `documents_B`: where the document of the last one begins. None if the cache has counts that do
+    not say which tokens they count: of dropped tokens, of a routed mlp, of `row_capacity`.
+    """
+    counts = (side for layer in cache.layers for side in (layer.taken_BE, layer.selected_B))
+    if any(side is not None for side in counts) or bool(jnp.any(cache.dropped_B)):
+        return None
+
+    def cut(layer):
+        if layer.lengths_B is None:
+            return layer
+        places_S = jnp.arange(layer.capacity)
+        held_BS = places_S[None] < layer.lengths_B[:, None]
+        held_BS &= layer.positions_BS < jnp.asarray(lengths_B)[:, None]
+        return layer._replace(lengths_B=jnp.sum(held_BS, axis=1, dtype=jnp.int32))
+
+    rest = (jnp.asarray(side, jnp.int32) for side in (lengths_B, documents_B))
+    return Cache(tuple(map(cut, cache.layers)), *rest, cache.dropped_B)
+
+
 def resize_cache(cache: Cache, capacity: int) -> Cache:
     """The cache with another capacity of each routed block, at least `longest_routed_row`."""
 

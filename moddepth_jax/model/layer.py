@@ -147,6 +147,11 @@ class Layer(nn.Module):
         x_BTD, written = self._write(y_BTD, aux.slot_inputs, tokens, None)
         return x_BTD, written, CacheUpdate(aux.keys, None, aux.expert_state.taken_BE), False
 
+    def keys(self, x_BTD, tokens: TokenInfo, embedded_BTD=None):
+        """The KeysValues that `extend` makes of tokens of a stream without slots."""
+        input_BTD, *_ = self._read(x_BTD, None, embedded_BTD)
+        return self.operation.keys(input_BTD, tokens)
+
     def _read(self, x_BTD, depth, embedded_BTD):
         if self.kind.part == 'entry':
             return x_BTD, None, depth

@@ -212,6 +212,37 @@ def batch_buckets(batch: int) -> tuple[int, ...]:
     return tuple(sorted({0, *(-(-batch // part) for part in PARTS)}))
 
 
+def run_on_rows(run, skip, some_B, sides):
+    """run(sides of some rows, these rows), in its rows of skip(sides): arrays [B, ...].
+
+    It runs at the least of `batch_buckets` that holds the rows of `some_B`, bool. The rows are
+    int32, B and above (last) for none; None: all, as they are.
+    """
+    batch = some_B.shape[0]
+    indices_B = mask_to_indices(some_B[None], batch)[0]
+
+    def run_at(size):
+        rows_C = indices_B[:size]
+
+        def bucket(sides):
+            if size == batch:
+                return run(sides, None)
+            if not size:
+                return skip(sides)
+            some = jax.tree.map(lambda side: side.at[rows_C].get(mode='clip'), sides)
+            return jax.tree.map(
+                lambda old, new: old.at[rows_C].set(new, mode='drop'),
+                skip(sides),
+                run(some, rows_C),
+            )
+
+        return bucket
+
+    sizes = batch_buckets(batch)
+    which = jnp.sum(jnp.sum(some_B) > jnp.array(sizes[:-1]))
+    return jax.lax.switch(which, [run_at(size) for size in sizes], sides)
+
+
 _SORTED = {'indices_are_sorted': True, 'unique_indices': True}
 
 

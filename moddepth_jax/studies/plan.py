@@ -93,6 +93,7 @@ _EXPERTS = {'model.experts.choice': 'token'}
 STREAM_VARIANTS = {
     'dense': Variant('dense', _PLAIN, 'black o'),
     'wider': Variant('dense, as many parameters', _PLAIN, 'grey s'),
+    'wider_mhc': Variant('dense, as many FLOPs as mHC', _PLAIN, 'grey X'),
     'moda_attention': Variant('MoDA, attention slots', _PLAIN | _moda('attention'), 'sky >'),
     'moda': Variant('MoDA, attention and mlp slots', _PLAIN | _moda(), 'blue D'),
     'moda_blocks': Variant('MoDA, slots of blocks', _PLAIN | _moda('block'), 'sky d'),
@@ -230,9 +231,11 @@ VARIANTS = {
         )
         for placement, words in _PLACEMENTS.items()
         for name, (label, changes, look) in STREAM_VARIANTS.items()
-        # These have no running sum, or several, that post-norm could norm.
+        # These have no running sum, or several, that post-norm could norm; the last one is compared
+        # with such a model.
         if placement != 'post'
         or changes['model.depth.stream'] not in ('attention_residual', 'hyper_connections')
+        and name != 'wider_mhc'
     },
 }
 

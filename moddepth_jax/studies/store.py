@@ -41,7 +41,8 @@ MAY_DIFFER = (  # between a finished run and the plan: no result depends on them
 )
 MEASURED = (  # variants
     *('dense', 'mod', 'random', 'moda', 'mod_moda', 'dense_post', 'moda_post'),
-    *('attnres', 'hyper'),
+    *('attnres', 'hyper', 'mhc', 'mudd'),
+    *('value_residual', 'value_attention', 'value_embeddings'),
 )
 _MEASURED_BATCHES = 32  # held-out ones
 

@@ -13,6 +13,7 @@ from moddepth_jax.model.cross_entropy import cross_entropy
 from moddepth_jax.model.transformer import Transformer, causal_routing
 from moddepth_jax.training.losses import (
     IGNORED,
+    dead_tokens,
     expert_counts,
     expert_ratios,
     masked_labels,
@@ -38,7 +39,8 @@ def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: s
     targets = jnp.sum(labels_BT != IGNORED, dtype=jnp.float32)
     sums = {'nats': jnp.sum(nll_BT), 'targets': targets}
     if records is not None and records.routing is not None:
-        sums['routing'] = routing_counts(records.routing, batch['segment_ids_BT'])
+        of_loops = hparams.model.routing.routes_loops
+        sums['routing'] = routing_counts(records.routing, batch['segment_ids_BT'], of_loops)
     if records is not None and records.experts is not None:
         sums['experts'] = expert_counts(records.experts)
     if records is not None and records.loops_BT is not None:
@@ -60,8 +62,9 @@ def evaluate(
 
     Returns:
       dict: `loss` in nats a target, `bits_per_byte`, `targets`; lists over routed layers,
-      `routing`, of `routing_ratios`, and over layers with experts, `experts`, of `expert_ratios`;
-      `loops_per_token`, the mean loops of a token, if tokens leave them by a threshold.
+      `routing`, of `routing_ratios`, with the share of `dead_tokens`, and over layers with experts,
+      `experts`, of `expert_ratios`; `loops_per_token`, the mean loops of a token, if tokens leave
+      them by a threshold.
       For a mixture also `domains`: `loss`, `bits_per_byte`, `perplexity` (a token) and `targets` of
       each member. All other values are then weighted by the members' shares of the training data.
     """
@@ -120,6 +123,7 @@ def _ratios(sums, hparams):
     with np.errstate(invalid='ignore', divide='ignore'):
         if 'routing' in sums:
             result['routing'] = routing_ratios(sums['routing'])
+            result['dead_tokens'] = float(dead_tokens(sums['routing']))
         if 'loops' in sums:
             result['loops_per_token'] = float(sums['loops'] / sums['real'])
         if 'experts' in sums:

@@ -22,7 +22,7 @@ from moddepth_jax.training.metrics import (
     keep_earlier,
 )
 from moddepth_jax.training.plan import (
-    check_not_shortened,
+    check_not_done,
     describe_extension,
     plan_extension,
     prepare_run,
@@ -60,7 +60,7 @@ MAY_CHANGE = (  # on resuming: knobs that no trained bit depends on
     'training.keep_checkpoints',
     'training.max_unsharded',
     'training.compilation_cache',
-    'training.num_steps',  # not below those of the run
+    'training.num_steps',  # above those that are done
     'training.extended_from',
     'flop_budget',
 )
@@ -116,10 +116,10 @@ def train(
     may_change = MAY_CHANGE + dataset.may_change
     if hparams.model.routing.train_rule == 'top_c':
         may_change += INFERENCE_ONLY
-    if 0 < before < num_steps:
+    if 0 < before != num_steps:
         may_change += IF_EXTENDED
     notes = multihost.broadcast_from_leader(lambda: open_workdir(workdir, config, may_change))
-    multihost.run_on_all(lambda: check_not_shortened(hparams, num_steps, before))
+    multihost.run_on_all(lambda: check_not_done(hparams, num_steps, before, workdir))
     with contextlib.ExitStack() as stack:
         multihost.run_on_leader(lambda: stack.enter_context(lock_directory(workdir)))
         multihost.check_shared_directory(workdir / CONFIG_FILE)
@@ -223,7 +223,7 @@ def restore_or_init(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints
 def _check_metadata(stored, metadata, hparams, step):
     check_fingerprint(stored['fingerprint'], metadata['fingerprint'])
     num_steps, before = metadata['num_steps'], stored['num_steps']
-    extended = not step or hparams.training.extended_from and before < num_steps
+    extended = not step or hparams.training.extended_from and step < num_steps
     if before != num_steps and not extended:
         found = f'{before} steps when it began and has {num_steps} now'
         raise ValueError(f'this run had {found}: FLOPs are counted differently; start anew')

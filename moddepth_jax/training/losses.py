@@ -54,12 +54,13 @@ def depth_loss(hparams: Hparams, record, segment_ids_BT, num_real):
     return knobs.balance_weight * balance + knobs.z_loss * z
 
 
-def routing_counts(record, segment_ids_BT):
+def routing_counts(record, segment_ids_BT, of_loops: bool):
     """Counts from which `routing_ratios` makes ratios; counts of several batches may be added.
 
     Of a RoutingRecord with leaves [routed layers, B, T]. Returns float32 [routed layers]: numbers
     of real tokens, `histogram` [routed layers, HISTOGRAM_BINS] of sigmoid(r), the sum of `gate`
     over the top C, and of `lowest`, the lowest score of the top C, over `rows` with a real token.
+    `dead` [1]: real tokens that no routed layer selects, or `of_loops` no loop beyond the first.
     """
     real_LBT = jnp.broadcast_to(segment_ids_BT > 0, record.selected_BT.shape)
     rule_LBT = (record.rule_logits_BT > 0) & real_LBT
@@ -69,6 +70,7 @@ def routing_counts(record, segment_ids_BT):
     counted = {
         'real': real_LBT,
         'selected': record.selected_BT,
+        'dead': real_LBT[:1] & ~jnp.any(record.selected_BT[of_loops:], axis=0, keepdims=True),
         'top_c': record.top_c_BT,
         'rule': rule_LBT,
         'both': rule_LBT & record.top_c_BT,
@@ -100,6 +102,11 @@ def routing_ratios(counts):
         'sigmoid_above_half': counts['above_half'] / counts['real'],
         'sigmoid_histogram': counts['histogram'] / counts['real'][:, None],
     }
+
+
+def dead_tokens(counts):
+    """The share of the real tokens of `routing_counts` that are dead."""
+    return counts['dead'][0] / counts['real'][0]
 
 
 def expert_counts(record):

@@ -273,6 +273,7 @@ def tensorboard_name(name: str) -> str:
 
 _TRAIN_GROUPS = {
     'experts': ('balance_loss', 'expert_z_loss'),
+    'routing': ('dead_tokens',),
     'optimizer': ('grad_norm', 'learning_rate', 'skipped', 'skipped_in_a_row'),
     'speed': (
         *('tokens_per_second', 'flops_per_second', 'data_wait_fraction'),

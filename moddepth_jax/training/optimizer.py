@@ -1,5 +1,7 @@
 """Optimizers and learning-rate schedules, by name; the predictor's gradients are clipped apart."""
 
+import fnmatch
+
 import jax
 import optax
 from optax import contrib
@@ -40,7 +42,8 @@ def learning_rate_schedule(hparams: Hparams, num_steps: int):
     optimizer = hparams.optimizer
     last, peak = max(1, num_steps - 1), optimizer.learning_rate
     steps = hparams.steps_of_shares(num_steps)
-    warmup = min(max(1, steps - 1) - 1, round(optimizer.warmup_fraction * steps))
+    most = max(1, min(steps, num_steps) - 1) - 1
+    warmup = min(most, round(optimizer.warmup_fraction * steps))
     end = optimizer.final_fraction * peak
     after = SCHEDULES[optimizer.schedule](peak, end, last - warmup, optimizer.decay_fraction)
     if not warmup:
@@ -136,6 +139,17 @@ def _muon(rate, optimizer):
     )
 
 
+def _scale_rates(factors):
+    """Times the factor of the first glob that fits the name of a parameter: step and decay."""
+
+    def scale(path, update):
+        name = jax.tree_util.keystr(path, simple=True, separator='/')
+        fitting = (factor for glob, factor in factors if fnmatch.fnmatch(name, glob))
+        return next(fitting, 1.0) * update
+
+    return optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(scale, updates))
+
+
 def make_optimizer(hparams: Hparams, num_steps: int) -> optax.GradientTransformation:
     """The transformation that `train_step` applies.
 
@@ -148,4 +162,5 @@ def make_optimizer(hparams: Hparams, num_steps: int) -> optax.GradientTransforma
         clip = optax.clip_by_global_norm(optimizer.clip_norm)
         clips = [optax.masked(clip, mask) for mask in (_outside_predictor, _in_predictor)]
     rate = learning_rate_schedule(hparams, num_steps)
-    return optax.chain(*clips, OPTIMIZERS[optimizer.name](rate, optimizer))
+    scales = [_scale_rates(optimizer.factors)] if optimizer.factors else []
+    return optax.chain(*clips, OPTIMIZERS[optimizer.name](rate, optimizer), *scales)

@@ -13,10 +13,9 @@ from moddepth_jax.data.pipeline import Dataset, make_dataset
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, tokenizer_of
 from moddepth_jax.hparams import Hparams, Stage
 from moddepth_jax.model.transformer import check_attention, check_dtype
-from moddepth_jax.training.manifest import MANIFEST_FILE
 from moddepth_jax.training.mesh import check_mesh, make_mesh
 from moddepth_jax.training.optimizer import learning_rate_schedule
-from moddepth_jax.training.run_dir import build_stored, read_config
+from moddepth_jax.training.run_dir import build_stored, checkpoint_steps, read_config
 from moddepth_jax.training.teacher import check_teacher, step_flops
 from moddepth_jax.training.trainable import check_trainable
 
@@ -52,11 +51,11 @@ def check_vocabulary(hparams: Hparams, tokenizer: Tokenizer):
 
 
 def stage_starts(hparams: Hparams, num_steps: int) -> list[tuple[int, Stage]]:
-    """(first step, stage) in order, without stages that are too short for a step."""
+    """(first step, stage) in order, without those too short for a step, or after the last."""
     starts, steps = {}, hparams.steps_of_shares(num_steps)
     for stage in hparams.stages:
         starts[min(round(stage.begins * steps), max(0, steps - 1))] = stage
-    return sorted(starts.items())
+    return sorted((first, stage) for first, stage in starts.items() if first < max(1, num_steps))
 
 
 def stage_at(hparams: Hparams, num_steps: int, step: int) -> Stage:
@@ -132,11 +131,11 @@ def _mean_step_flops(hparams, stage):
 def plan_extension(hparams: Hparams, workdir: str | os.PathLike) -> tuple[Hparams, int]:
     """The hyper-parameters with which the run in `workdir` goes on, and its steps planned before.
 
-    If they have more steps, or the run was extended earlier, `training.extended_from` is set. A run
-    without a step in a checkpoint begins anew, with 0 steps planned before.
+    If they have more or fewer steps, or had at an earlier start, `training.extended_from` is set. A
+    run without a step in a checkpoint begins anew, with 0 steps planned before.
     """
     workdir = pathlib.Path(workdir)
-    if not any(workdir.glob(f'checkpoints/[1-9]*/{MANIFEST_FILE}')):
+    if not checkpoint_steps(workdir):
         return hparams, 0
     stored = build_stored(workdir, read_config(workdir)[0])
     before, begun = resolve_steps(stored), stored.training.extended_from
@@ -148,21 +147,23 @@ def plan_extension(hparams: Hparams, workdir: str | os.PathLike) -> tuple[Hparam
     return hparams, before
 
 
-def check_not_shortened(hparams: Hparams, num_steps: int, before: int):
-    """Raises ValueError, one line, if a run of `before` steps would end after `num_steps`."""
-    if num_steps < before:
+def check_not_done(hparams: Hparams, num_steps: int, before: int, workdir: str | os.PathLike):
+    """Raises ValueError, one line, if a run of `before` steps has done the new `num_steps`."""
+    if num_steps < before and num_steps <= (done := max(checkpoint_steps(workdir))):
         knob = f'training.num_steps={num_steps}'
         if hparams.flop_budget:
             knob = f'flop_budget={hparams.flop_budget:g}: pays for {num_steps} steps'
-        right = f'{before} resume it, more extend it, and another --workdir holds another run'
+        right = f'{before} resume it, more extend it, and launch.convert --branch begins a shorter '
+        right += f'run at an earlier step than its {done}'
         raise ValueError(f'{knob}: the run in --workdir has {before} steps; {right}')
 
 
 def describe_extension(hparams: Hparams, num_steps: int, step: int, skipped: int, stored: dict):
-    """The line on an extension to `num_steps` of a run whose checkpoint `step` has `stored`."""
+    """The line on a run of `num_steps` whose checkpoint `step` has `stored`, with other steps."""
     schedule, old = hparams.optimizer.schedule, stored.get('learning_rate')
     new = float(learning_rate_schedule(hparams, num_steps)(step - skipped))
-    line = f'extended from step {stored["num_steps"]} to {num_steps}: the learning rate at step '
+    how = 'extended' if stored['num_steps'] < num_steps else 'shortened'
+    line = f'{how} from step {stored["num_steps"]} to {num_steps}: the learning rate at step '
     line += f'{step} is {new:.3g} under the {schedule} schedule of {num_steps} steps'
     warmup = hparams.optimizer.warmup_fraction * hparams.steps_of_shares(num_steps)
     rises = old and new > 1.01 * old and step - skipped > warmup

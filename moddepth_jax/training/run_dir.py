@@ -16,6 +16,7 @@ from moddepth_jax.data.tokenizers.tokenizer import (
 )
 from moddepth_jax.hparams import Hparams, from_config, unknown_knobs
 from moddepth_jax.hparams.checks import did_you_mean
+from moddepth_jax.training.manifest import MANIFEST_FILE
 
 CONFIG_FILE = 'config.json'
 SOURCE_FILE = 'config.py'  # the file of --config, which may define what the config names
@@ -91,6 +92,7 @@ OLDER_RUNS = {
     'optimizer.name': 'adamw',
     'optimizer.schedule': 'cosine',
     'optimizer.trainable': ['*'],
+    'optimizer.rate_factors': [],
     'optimizer.decay_fraction': 0.2,
     'training.loss_chunk': 0,
     'training.distill_from': '',
@@ -187,6 +189,12 @@ def read_config(path: str | os.PathLike) -> tuple[dict, list[str]]:
     """
     config, added = _read_config(path)
     return config, _note(path, added)
+
+
+def checkpoint_steps(path: str | os.PathLike) -> list[int]:
+    """Steps after which the run in `path` has a finished checkpoint, ascending, without step 0."""
+    manifests = pathlib.Path(path).glob(f'checkpoints/[1-9]*/{MANIFEST_FILE}')
+    return sorted(int(file.parent.name) for file in manifests if file.parent.name.isdecimal())
 
 
 def check_writable(folder: pathlib.Path):

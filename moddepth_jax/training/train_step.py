@@ -14,6 +14,7 @@ from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.losses import (
     IGNORED,
     causal_rule_loss,
+    dead_tokens,
     expert_counts,
     expert_loss,
     expert_ratios,
@@ -124,7 +125,8 @@ def loss_and_metrics(
         metrics['teacher_divergence'] = jnp.sum(divergence_BT) / counts.targets
     total = total / counts.targets + rule_loss
     if records.routing is not None:
-        metrics['routing'] = routing_counts(records.routing, batch['segment_ids_BT'])
+        of_loops = hparams.model.routing.routes_loops
+        metrics['routing'] = routing_counts(records.routing, batch['segment_ids_BT'], of_loops)
     if records.experts is not None:
         balance_loss, expert_z_loss = expert_loss(hparams, records.experts, counts.experts)
         metrics |= {'balance_loss': balance_loss, 'expert_z_loss': expert_z_loss}
@@ -210,9 +212,10 @@ def train_step(
     `hparams.stages`, by default the last; `loops`, static, by default those of the model; `teacher`
     that of `training.distill_from`. Returns the state after the step, and metrics: `loss` (nats a
     target), `z_loss`, `rule_loss`, `grad_norm` (of what trains but the predictor), `learning_rate`,
-    `skipped`, `skipped_in_a_row`, and `routing`, of `routing_ratios`; with experts `balance_loss`,
-    `expert_z_loss`, and `experts`, of `expert_ratios`; with a teacher `teacher_divergence`, T^2 KL
-    in nats a target. A step whose loss or gradient is not finite changes only the counters.
+    `skipped`, `skipped_in_a_row`, and `routing`, of `routing_ratios`, with `dead_tokens`; with
+    experts `balance_loss`, `expert_z_loss`, and `experts`, of `expert_ratios`; with a teacher
+    `teacher_divergence`, T^2 KL in nats a target. A step whose loss or gradient is not finite
+    changes only the counters.
     """
     hparams, num_steps = state.hparams, state.num_steps
     stage = hparams.stages[-1] if stage is None else stage
@@ -229,6 +232,7 @@ def train_step(
     good = jnp.isfinite(optax.tree.norm(gradients)) & jnp.isfinite(metrics['loss'])
     taken = {}  # by the name of an average: what it averages, and its decay
     if 'routing' in metrics:
+        metrics['dead_tokens'] = dead_tokens(metrics['routing'])
         ratios = metrics['routing'] = routing_ratios(metrics['routing'])
         decay = hparams.model.routing.threshold_decay
         taken['thresholds_R'] = ratios['lowest_selected_score'], decay

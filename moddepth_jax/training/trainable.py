@@ -1,4 +1,4 @@
-"""The parameters that train: those that optimizer.trainable names. Others are frozen."""
+"""Globs of parameters: those of optimizer.trainable train, others are frozen."""
 
 import difflib
 import fnmatch
@@ -20,14 +20,7 @@ def split_params(params: dict, patterns: tuple[str, ...]) -> tuple[dict, dict]:
     if tuple(patterns) in ((), ALL):
         return params, {}
     leaves = traverse_util.flatten_dict(params, sep='/')
-    chosen = set()
-    for pattern in patterns:
-        found = fnmatch.filter(leaves, pattern)
-        if not found:
-            nearest = ', '.join(_nearest(pattern, leaves))
-            right = f'no parameter has such a name; the nearest are {nearest}'
-            raise ValueError(f'optimizer.trainable={pattern!r}: {right}')
-        chosen.update(found)
+    chosen = _named(leaves, patterns, 'optimizer.trainable')
     parts = ({}, {})
     for name, leaf in leaves.items():
         parts[name not in chosen][name] = leaf
@@ -46,12 +39,28 @@ def merge_params(trainable: dict, frozen: dict) -> dict:
 
 
 def check_trainable(hparams: Hparams):
-    """Raises ValueError, one line, for a pattern of optimizer.trainable without a parameter.
+    """Raises ValueError, one line, for a pattern without a parameter.
 
-    Or of model.adapters.params without a matrix.
+    Of optimizer.trainable or rate_factors, or of model.adapters.params without a matrix.
     """
-    if hparams.optimizer.trainable not in ((), ALL) or hparams.model.adapters.rank:
-        split_params(abstract_variables(hparams)['params'], hparams.optimizer.trainable)
+    optimizer = hparams.optimizer
+    if optimizer.trainable not in ((), ALL) or optimizer.factors or hparams.model.adapters.rank:
+        params, _ = split_params(abstract_variables(hparams)['params'], optimizer.trainable)
+        globs = [glob for glob, _ in optimizer.factors]
+        _named(traverse_util.flatten_dict(params, sep='/'), globs, 'optimizer.rate_factors')
+
+
+def _named(names, patterns, knob):
+    """The names that one of the patterns fits; each must fit one."""
+    chosen = set()
+    for pattern in patterns:
+        found = fnmatch.filter(names, pattern)
+        if not found:
+            nearest = ', '.join(_nearest(pattern, names))
+            right = f'no parameter has such a name; the nearest are {nearest}'
+            raise ValueError(f'{knob}={pattern!r}: {right}')
+        chosen.update(found)
+    return chosen
 
 
 def _nearest(pattern, names):

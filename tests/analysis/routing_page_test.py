@@ -77,7 +77,7 @@ def make_data(tiny_config, content=HOSTILE, routing='predictor', depth=None, cha
             dropped_BT=scores_RN > 9,
             gates_BT=scores_RN,
         ),
-        change_LN=rng.random((hparams.model.num_layers, size)).astype(np.float32),
+        change_LN=rng.random((hparams.model.num_blocks, size)).astype(np.float32),
         entropy_N=rng.random(size).astype(np.float32),
         loss_N=np.append(rng.random(size - 1), np.nan).astype(np.float32),
     )
@@ -136,12 +136,31 @@ def test_numbers_of_the_json(tiny_config):
     assert {len(side) for side in tokens.values()} == {4} and tokens['loss'][-1] is None
     assert tokens['bytes'] == ['', '61', '62', '63']
     assert [layer['routed'] for layer in layers] == [False, True, True]
-    assert set(layers[0]) == {'layer', 'routed', 'relative'}
+    assert set(layers[0]) == {'layer', 'routed', 'relative', 'name'}
+    assert tokens['passed'] == [
+        a + b for a, b in zip(*(x['entered'] for x in layers[1:]), strict=True)
+    ]
     for layer in layers[1:]:
         assert layer['entered'] == [int(score > 0) for score in layer['score']]
         assert layer['threshold'] == 0.5
         assert all(value == float(f'{value:.4g}') for value in layer['score'])
     json.dumps(data, allow_nan=False)
+
+
+def test_blocks_of_a_routed_loop_share_its_choice(tiny_config):
+    """They are named by it; a token passes as many loops as select it, whatever their blocks."""
+    loops = {'model.looped_layers': 'middle:1:0', 'model.loops': 3, 'model.routing.layers': 'loops'}
+    data = make_data(tiny_config, b'abc', changes=loops)
+    layers, about = data['layers'], data['about']
+    names = [
+        '0',
+        *(f'{2 * loop + block - 2} (loop {loop})' for loop in (1, 2, 3) for block in (1, 2)),
+    ]
+    assert [layer['name'] for layer in layers] == names
+    assert [layer.get('router') for layer in layers] == [None, 0, 0, 1, 1, 2, 2]
+    counts = [sum(x) for x in zip(*(layers[i]['entered'] for i in (1, 3, 5)), strict=True)]
+    assert data['tokens']['passed'] == counts
+    assert (about['loops'], about['blocks'], about['capacity']) == (3, False, '100% to 12.5%')
 
 
 @pytest.mark.skipif(

@@ -1,5 +1,7 @@
 """The decoding benchmark times real steps on caches such as decoding has."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -72,6 +74,15 @@ def test_loops_are_compared_at_equal_parameters_and_at_equal_depth():
         assert other.model.routing.routes_loops and dense.model.d_model == other.model.d_model
 
 
+def test_exits_are_compared_with_the_looped_model():
+    """At their two ends; all else is equal."""
+    for against in decoding.AGAINST['exits']:
+        looped, exits = decoding._pair('exits', against, '2x64', 32, 1)
+        assert exits.model.loop_exit_threshold == decoding.EXIT_THRESHOLDS[against]
+        never = dataclasses.replace(exits.model, loop_exit_threshold=0.0)
+        assert looped == dataclasses.replace(exits, model=never) and looped.model.looped
+
+
 def test_routed_loops_are_filled_with_their_shares():
     """Loops 2 and 3 hold two thirds and one third of the tokens before, at their positions."""
     mor = make_model('mor', '2x64', 96, 1, num_kv_heads=1)
@@ -90,5 +101,5 @@ def test_loops_that_read_the_first_keys_have_no_cache():
 
 
 def test_an_unknown_model_is_refused():
-    with pytest.raises(ValueError, match=r"^--models='mos': must be one of mod, looped, mor"):
+    with pytest.raises(ValueError, match=r"^--models='mos': must be one of mod, looped, exits"):
         next(decoding.decode(models=['mos'], context=64, prompt=8, repeats=2))

@@ -84,6 +84,22 @@ def test_depth_compares_flops_first(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_looped_model_takes_the_memory_of_its_activations_and_one_program(tmp_path):
+    """Whatever the number of loops; routed loops have a scan for each size."""
+    small = ['--size=1x64', '--length=48', '--rows=2', '--repeats=1', '--counts=2,3,4']
+    (result,), out, errors = bench(tmp_path, 'loops', *small, '--variants=looped,mor')
+    assert not errors and 'beyond saved activations' in out
+    programs, beyond = {}, {}
+    for row in result['rows']:
+        programs.setdefault(row['model'], []).append(row['instructions'])
+        beyond.setdefault(row['model'], []).append(row['temp_bytes'] - row['saved_bytes'])
+    two, *more = programs['looped']
+    assert more == [two, two] and max(beyond['looped']) < 1.02 * min(beyond['looped'])
+    two, three, four = programs['MoR']
+    assert two < three < four
+
+
+@pytest.mark.slow
 def test_step(tmp_path):
     """All are compared with the dense one; `mode` stands for both of its forms."""
     flags = ['--size=2x64', '--lengths=32', '--tokens=64', '--repeats=1', '--dtype=bfloat16']

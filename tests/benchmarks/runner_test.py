@@ -143,6 +143,7 @@ def test_the_list_is_complete(toy):
     names = [c.name for c in cases]
     assert len(set(names)) == len(names) and names[0] == 'machine/ceilings'
     kinds = ('machine', 'right', 'packed', 'time', 'step', 'decode', 'experts', 'run')
+    kinds += ('decode_kernel',)
     assert {name.split('/')[0] for name in names} == set(kinds)
     for c in cases:
         module, _, function = c.run.partition(':')

@@ -29,7 +29,7 @@ def fake_steps(monkeypatch):
     seconds = {}
 
     class Step:
-        trace_seconds, compile_seconds, temp_bytes = 1.0, 2.0, 3
+        trace_seconds, compile_seconds, temp_bytes, instructions = 1.0, 2.0, 3, 4
         state = type('State', (), {'params': {'kernel': np.zeros((3, 4))}})
 
         def __init__(self, hparams):

@@ -257,6 +257,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path):
         (None, 'holds no config.json'),
         ('{"model_type": "lla', 'config.json: cannot be read .*; download it again'),
         ('[]', 'config.json: cannot be read .not a JSON object.; download'),
+        ('{"a": [{"b": 1, "b": 1}]}', "config.json: cannot be read .holds 'b' twice.; download"),
     ):
         if text is not None:
             (tmp_path / 'config.json').write_text(text)

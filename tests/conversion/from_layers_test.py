@@ -78,6 +78,35 @@ def test_blocks_are_means_or_picks_of_the_layers_they_stand_for(name, tiny_confi
         )
 
 
+@pytest.mark.parametrize('how', ['average', 'first', '0,3,2,7'])
+@pytest.mark.parametrize('name', ['middle cycle', 'middle sequence'])
+def test_norms_of_a_loop_are_those_of_the_layer_in_its_place(name, how, tiny_config):
+    """Or of the layer that a list names; all else is what it is without norms of each loop."""
+    knobs, layers_of_block = PATTERNS[name]
+    own = {'model.loop_norms': 'own', 'model.loop_embeddings': 'learned', 'model.qk_norm': 'head'}
+    source, target = pair(tiny_config, knobs | own, **{'model.qk_norm': 'head'})
+    _, plain = pair(tiny_config, knobs | {'model.qk_norm': 'head'})
+    given = random_params(source)
+    before = layers_of(source, given)
+    shared, params = build(source, given, target, how)
+    check_convertible(shared, target)
+    params, new = transfer_params(shared.model, params, target)
+    assert not new and not np.asarray(params['loop_embeddings']).any()
+    expected = layers_of(plain, build(source, given, plain, how)[1])
+    pick = [int(layer) for layer in how.split(',')] if ',' in how else None
+    for place, block in enumerate(target.model.block_order):
+        found = layers_of(target, params)[place]
+        layer = place if pick is None else pick[block]
+        norms = {name: before[layer][name] for name in ('attention_norm', 'mlp_norm')}
+        attention = expected[place]['attention'] | {
+            name: before[layer]['attention'][name] for name in ('query_norm', 'key_norm')
+        }
+        wanted = expected[place] | norms | {'attention': attention}
+        if block not in target.model.looped_range:
+            wanted = expected[place]
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
 @pytest.mark.parametrize('how', ['average', 'last', '0,2,5,7'])
 def test_a_model_of_equal_layers_becomes_the_same_function(how, tiny_config):
     """Bit for bit in its parameters, and to rounding in its logits, which XLA orders otherwise."""

@@ -79,27 +79,53 @@ def test_what_the_index_names_must_be_there(tmp_path):
     first.unlink()
     index = tmp_path / INDEX_FILE
     right = 'must be a file next to it; download it again'
-    assert f'{index}: a is in {first.name!r}; {right}' in refusal(tmp_path)
+    assert f"{index}: 'a' is in {first.name!r}; {right}" in refusal(tmp_path)
     save_file({'other': ARRAYS['a']}, first)
-    assert f'{first}: lacks the tensor a' in refusal(tmp_path)
+    assert f"{first}: lacks the tensor 'a'" in refusal(tmp_path)
     (tmp_path / 'folder').mkdir()
     for place in ('', '.', '..', 'folder', f'../{tmp_path.name}/{first.name}', 3, None, [[]]):
         index.write_text(json.dumps({'weight_map': {'a': place}}))
-        assert f'{index}: a is in {place!r}; {right}' in refusal(tmp_path)
-    for broken in ('{"weight', '[]', '{}', '{"weight_map": ["a"]}', '{"weight_map":' * 10**5):
+        assert f"{index}: 'a' is in {place!r}; {right}" in refusal(tmp_path)
+    twins = f'{{"weight_map": {{"a": "{first.name}", "a": "{first.name}"}}}}'
+    nested = '{"weight_map":' * 10**5
+    for broken in ('{"weight', '[]', '{}', '{"weight_map": ["a"]}', nested, twins):
         index.write_text(broken)
         message = refusal(tmp_path)
         assert message.startswith(f'{index}: ') and message.endswith('; download it again')
+    assert "cannot be read (holds 'a' twice)" in message
     index.unlink()
     assert 'holds neither' in refusal(tmp_path) and 'save_pretrained' in refusal(tmp_path)
+
+
+def test_links_are_followed_to_regular_files_alone(tmp_path):
+    """As the snapshots of a Hugging Face cache have them; the index names no place of its own."""
+    blob, folder, cache = tmp_path / 'blob', tmp_path / 'snapshot', tmp_path / 'cache'
+    folder.mkdir()
+    cache.mkdir()
+    write(cache)
+    (cache / ONE_FILE).rename(blob)
+    (folder / ONE_FILE).symlink_to(blob)
+    with TensorFiles(folder) as files:
+        np.testing.assert_array_equal(files.read('a'), ARRAYS['a'])
+    blob.unlink()
+    os.mkfifo(blob)
+    with pytest.raises(OSError, match='a pipe, not a regular file'), TensorFiles(folder):
+        pass
+    blob.unlink()
+    assert 'holds neither' in refusal(folder)
 
 
 def test_values_that_cannot_be_parameters_are_refused(tmp_path):
     """Other dtypes before anything is read, infinities and NaNs when they are."""
     save_file({'a': np.ones(3, np.int8)}, tmp_path / ONE_FILE)
-    assert 'a is I8; must be one of F32, BF16, F16' in refusal(tmp_path)
+    assert "'a' is I8; must be one of F32, BF16, F16" in refusal(tmp_path)
+    write_header(tmp_path / ONE_FILE, {'a\nb': part([4], 0, 4, 'I8')}, data=bytes(4))
+    assert r"'a\nb' is I8" in refusal(tmp_path)
     save_file({'a': np.array([1, np.nan], np.float32)}, tmp_path / ONE_FILE)
-    with TensorFiles(tmp_path) as files, pytest.raises(ValueError, match='a holds infinities or N'):
+    with (
+        TensorFiles(tmp_path) as files,
+        pytest.raises(ValueError, match="'a' holds infinities or N"),
+    ):
         files.read('a')
 
 
@@ -124,6 +150,8 @@ def part(shape, start, end, dtype='F32'):
         ({'a': part([4], 16, 0)}, None),
         ({'a': part([2**40, 2**40], 0, 16)}, None),
         ({'a': part([4], 0, 2**62)}, None),
+        ({'a\nb' * 10**4: part([4], -8, 8), 'c': part([4], 0, 16)}, None),
+        (b'{"a": {"dtype": "F32", "dtype": "F16", "shape": [4], "data_offsets": [0, 16]}}', None),
         ({'a': part([4], 0, 16)}, 2**32),
         ({'a': part([4], 0, 16)}, 2**63),
         (b'{"a":' * 10**5, None),
@@ -139,7 +167,16 @@ def part(shape, start, end, dtype='F32'):
             'backwards',
             'a product above 2^64',
         ),
-        *('beyond the end', 'a header of gigabytes', 'of more', 'nested', 'no JSON', 'no text'),
+        *(
+            'beyond the end',
+            'a long name',
+            'a field twice',
+            'a header of gigabytes',
+            'of more',
+            'nested',
+            'no JSON',
+            'no text',
+        ),
     ],
 )
 def test_a_hostile_header_is_refused(header, size, tmp_path):

@@ -9,8 +9,10 @@ from safetensors.numpy import load_file
 
 from moddepth_jax.conversion import torch_folder
 from moddepth_jax.conversion.families import knobs_of, read_config
+from moddepth_jax.conversion.hugging_face import export_params
 from moddepth_jax.hparams import from_config
 from moddepth_jax.inference.generate import generate
+from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.training.checkpoint import state_sha256
 from tests.model import cases
 
@@ -29,6 +31,7 @@ EXPRESSED = [
     if knobs.get('model.depth.stream') in (None, *torch_folder.CHOICES['depth.stream'])
     and knobs.get('model.routing.router') != 'random'
     and knobs.get('model.routing.layers') != 'loops'
+    and knobs.get('model.routing.part', 'block') == 'block'
     and not {'model.loop_norms', 'model.loop_embeddings', 'model.loop_exit_threshold'} & {*knobs}
 ]
 STORED = (  # leaves of every kind, of scalars, looped and gathered layers, and averages
@@ -50,6 +53,10 @@ CONTEXT = 40
 
 
 def export(folder, hparams, variables):
+    """Writes a model, its adapters merged."""
+    stack = merge_adapters(variables['params']['stack'], hparams.model)
+    variables = variables | {'params': variables['params'] | {'stack': stack}}
+    hparams = hparams.without_adapters
     torch_folder.export_model(folder, hparams, variables, 'float32', IDS)
     torch_folder.suppress_unknown_ids(folder, hparams.model.vocab_size, Words(), IDS)
     return folder
@@ -135,6 +142,17 @@ def test_a_rule_without_its_averages_is_refused(tiny_config, tmp_path):
     params = cases.random_variables(hparams, cases.TOKENS_BT)['params']
     with pytest.raises(ValueError, match="routing='threshold': needs averages of scores"):
         export(tmp_path, hparams, {'params': params})
+
+
+def test_adapters_that_are_not_merged_are_refused(tiny_config, tmp_path):
+    """They were left out without a word, and with them what had been learned."""
+    hparams = cases.small_hparams(tiny_config, cases.SIZES, cases.ADAPTERS)
+    for call in (
+        lambda: torch_folder.export_model(tmp_path, hparams, {}, 'float32', IDS),
+        lambda: export_params(tmp_path, hparams, {}, 'float32'),
+    ):
+        with pytest.raises(ValueError, match='model.adapters.rank=3: must be 0; merge'):
+            call()
 
 
 @pytest.fixture(scope='module')

@@ -89,6 +89,7 @@ BAD_VALUES = {
     **knobs('optimizer', 'learning_rate eps', *NOT_ABOVE_ZERO),
     **knobs('optimizer', 'name schedule', 'adam', 'linear'),
     **knobs('optimizer', 'trainable', ('',), ('*', ' ')),
+    **knobs('optimizer', 'rate_factors', ('*',), ('*:0',), (':2',), ('*:x',), ('*:nan',)),
     **knobs('optimizer', 'decay_fraction', 0.0, *NO_FRACTION),
     **knobs('optimizer', 'final_fraction warmup_fraction', *NO_FRACTION),
     **knobs('optimizer', 'b1 b2', *NO_DECAY),
@@ -163,7 +164,9 @@ def test_wrong_types_and_large_numbers_are_named(tiny_config):
     So is what an int32 or a float32 does not hold, or no float of Python.
     """
     for field, value in leaves(tiny_config()):
-        item = (*value, 1)[0] if isinstance(value, tuple) else value  # an empty one is of counts
+        # An empty tuple is of counts, but for one of texts.
+        other = '' if field == 'optimizer.rate_factors' else 1
+        item = (*value, other)[0] if isinstance(value, tuple) else value
         for wrong in ['three', True, None, 2.5]:
             if type(wrong) is not type(item):
                 message = refusal(changed(tiny_config, field, wrong))
@@ -300,7 +303,10 @@ def test_a_wrong_value_is_refused_before_jax_is_imported():
     """Regression: a typo took over two seconds."""
     wrong = {'model.num_layers': -1, 'model.num_heads': 3, 'optimizer.name': 'x', 'seed': -1}
     wrong |= {f'model.routing.{name}': 'x' for name in ('router', 'gate', 'causal_rule', 'layers')}
-    wrong |= {'model.depth.stream': 'x', 'data.batch_size': 0, 'flop_budget': 1e9}
+    wrong |= {f'model.depth.{name}': 'x' for name in ('stream', 'slots', 'mudd_ways', 'value_mix')}
+    wrong |= {'model.depth.slot_window': 1, 'model.depth.num_streams': 2, 'data.batch_size': 0}
+    wrong |= {'model.routing.causal_rule': 'positive', 'model.loop_embeddings': 'learned'}
+    wrong |= {'flop_budget': 1e9}
     code = f"""
         import sys
         from configs import tiny
@@ -332,7 +338,10 @@ def test_unknown_knobs_are_listed_with_their_values(tiny_config):
     'name', 'ROUTERS CAUSAL_RULES EXPERT_PRODUCTS STREAMS OPTIMIZERS SCHEDULES'.split()
 )
 def test_names_in_the_source_are_those_that_are_registered(name):
-    """A name is known before its module, which imports JAX, is imported."""
+    """A name, and what its class states, are known before its module, which imports JAX, is."""
     table = getattr(registry, name)
     own = [n for n in table if table[n].__module__.startswith('moddepth_jax.')]
-    assert sorted(own) == sorted(table._own_names) and len(own) > 2
+    assert sorted(own) == sorted(table._own_statements) and len(own) > 2
+    for choice in own:
+        stated = vars(table._own_statements[choice])
+        assert stated == {field: getattr(table[choice], field) for field in stated}

@@ -10,6 +10,7 @@ from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.inference import generate as generate_module
 from moddepth_jax.inference.generate import generate
+from moddepth_jax.inference.prompt_cache import PromptCache
 from moddepth_jax.inference.sampling import sample
 from moddepth_jax.model.transformer import Transformer
 
@@ -125,6 +126,26 @@ def test_other_rows_of_a_batch_do_not_change_a_draw(variables, hparams):
     among = generate(variables, hparams, PROMPTS[::-1], 12, seed=5, **DRAWN)
     for text, same in zip(expected.tokens[:2], among.tokens[4:], strict=True):
         np.testing.assert_array_equal(text, same)
+
+
+def test_a_text_goes_on_from_its_cache_as_from_the_whole_prompt(variables, hparams):
+    """prompt_cache_test has more models, and turns that follow each other."""
+    kept, how = PromptCache(), DRAWN | {'num_samples': 1}
+    texts = generate(
+        variables, hparams, PROMPTS * 2, 6, prompt_cache=kept, stop=False, **how
+    ).tokens
+    prompts = [
+        [*text, *line] for text, line in zip(texts, 2 * [[9], [8, 256], [5, 6, 7]], strict=True)
+    ]
+    found, whole = (
+        generate(variables, hparams, prompts, 8, seed=[*range(6)], prompt_cache=of, **how)
+        for of in (kept, None)
+    )
+    assert list(map(list, found.tokens)) == list(map(list, whole.tokens))
+    assert (found.reused, whole.reused) == (sum(len(text) - 1 for text in texts), 0)
+    assert f'{found.reused} tokens of the prompt were in the cache' in found.notes
+    with pytest.raises(ValueError, match='num_samples=2: must be 1 with a prompt_cache'):
+        generate(variables, hparams, [PROMPT], 4, num_samples=2, prompt_cache=kept)
 
 
 def test_each_program_is_traced_once_a_shape(variables, hparams):

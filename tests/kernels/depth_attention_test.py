@@ -172,8 +172,8 @@ def test_the_shapes_of_a_call_are_recorded():
         depth_attention(q, k, k, half, half)
     full, plain, threaded, fresh = found
     assert full[:3] == (q.shape, k.shape, 5)
-    assert full[8:] == (8**-0.5, 3, 11, True, True, 'float32', True)
-    assert plain[2] == 0 and plain[9:] == (0, 0, False, False, '', False)
+    assert full[8:] == (8**-0.5, 3, 11, True, True, 'float32', True, 0)
+    assert plain[2] == 0 and plain[9:] == (0, 0, False, False, '', False, 0)
     assert (threaded.sums, fresh.sums) == ('float16', '')
 
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.backends import DEPTH, Parts, load_module
 from kernels_pallas.joint_softmax import SequenceMask, Slots, Static
-from kernels_pallas.mosaic import fused, fused_backward, sequence
+from kernels_pallas.mosaic import decode, fused, fused_backward, sequence
 
 # An H200, as XLA's target configuration describes devices.
 TARGET = """
@@ -70,7 +70,8 @@ _XLA_LAUNCH = re.compile(
 )
 
 
-def _cuda_program(name):
+def cuda_program(name):
+    """The path of a program of the CUDA toolkit, from a package or PATH, or None."""
     spec = util.find_spec('nvidia')
     for folder in spec.submodule_search_locations if spec else ():
         if (found := Path(folder, 'cu13', 'bin', name)).exists():
@@ -82,11 +83,11 @@ def missing() -> str | None:
     """What keeps this machine from compiling for Hopper, in one line; None: nothing does."""
     if not (util.find_spec('jax_plugins') and util.find_spec('jax_plugins.xla_cuda13')):
         return "no CUDA plugin of JAX: pip install 'jax[cuda13]'"
-    return None if _cuda_program('ptxas') else 'no ptxas: pip install nvidia-cuda-nvcc'
+    return None if cuda_program('ptxas') else 'no ptxas: pip install nvidia-cuda-nvcc'
 
 
 @contextlib.contextmanager
-def _captured_output():
+def captured_output():
     """A file that receives what Python and libraries write to standard output."""
     with tempfile.TemporaryFile('w+', errors='replace') as file:
         sys.stdout.flush()
@@ -151,7 +152,7 @@ def _of_triton(dump, names):
     for path in dump.glob('*.ptx'):
         if '.entry' not in path.read_text():
             continue
-        command = [_cuda_program('ptxas'), '-v', '-arch=sm_90a', str(path), '-o', os.devnull]
+        command = [cuda_program('ptxas'), '-v', '-arch=sm_90a', str(path), '-o', os.devnull]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         for name, registers, spilled in _by_ptxas(report):
             if re.sub(r'_\d+$', '', name) in names:
@@ -169,7 +170,7 @@ def resources(function, *arrays) -> list[tuple]:
     os.environ.setdefault('LLVM_DISABLE_SYMBOLIZATION', '1')
     with an_h200():
         lowered = jax.jit(function).lower(*on_hopper(arrays))
-    with tempfile.TemporaryDirectory() as dump, _captured_output() as output:
+    with tempfile.TemporaryDirectory() as dump, captured_output() as output:
         # Without the second option newer JAX dumps no PTX.
         lowered.compile(compiler_options={'xla_dump_to': dump, 'xla_dump_emitter_re': '.*'})
         output.seek(0)
@@ -248,6 +249,20 @@ def sequence_call(way, T, K, G, H, documents=False, window=0, dtype=jnp.bfloat16
     return function, (q, key, key, ids, *joint)
 
 
+def decode_call(B, S, K, G, H, L, T=1, dtype=jnp.bfloat16):
+    """Decoding by Mosaic GPU of B rows by their indices; with T > 1 other queries for the slots."""
+    q, new = shape(B, T, K * G, H, dtype=dtype), shape(B, T, K, H, dtype=dtype)
+    cache, slots = shape(B, K, H, S, dtype=dtype), shape(L, B, T, K, H, dtype=dtype)
+    masks = shape(B, T, S, dtype=bool), shape(B, T, T, dtype=bool)
+
+    def function(rows, slots, q_depth, *arrays):
+        given = {'slots': (*slots, None) if L else None, 'q_depth_CTNH': q_depth}
+        return decode.decode_forward(*arrays, rows_C=rows, **given)
+
+    arrays = q, new, new, cache, cache, *masks
+    return function, (shape(B, dtype=jnp.int32), (slots,) * 2, q if T > 1 else None, *arrays)
+
+
 # (H, G, L, with a mask and a look-up of tokens)
 SHAPES = (
     (64, 8, 64, False),
@@ -274,6 +289,17 @@ FUSED = (
 )
 # (H, G, with segments and a window)
 SEQUENCE = ((64, 1, False), (128, 2, False), (128, 8, False), (64, 8, True), (128, 2, True))
+# (rows, H, G, L, new tokens) over caches of 4096 places
+DECODE = (
+    (1, 64, 8, 64, 1),
+    (1, 128, 8, 64, 1),
+    (64, 128, 2, 70, 1),
+    (64, 64, 1, 0, 1),
+    (8, 96, 3, 7, 1),
+    (8, 128, 12, 70, 1),
+    (8, 128, 8, 70, 8),
+    (8, 56, 2, 7, 32),
+)
 
 
 def supports_backward(group, width):
@@ -299,6 +325,9 @@ def _kernels():
         name = f'mosaic_sequence_{way}_H{H}_G{G}' + '_documents' * documents
         options = {'documents': documents, 'window': 1024 * documents}
         found[name] = functools.partial(sequence_call, way, 4096, 8, G, H, **options)
+    for B, H, G, L, T in DECODE:
+        name = f'mosaic_decode_B{B}_H{H}_G{G}_L{L}' + f'_T{T}' * (T > 1)
+        found[name] = functools.partial(decode_call, B, 4096, 8, G, H, L, T)
     ways = itertools.product(
         (('pallas', 'pallas'), ('mosaic', 'mosaic_gpu')), ('forward', 'backward')
     )

@@ -11,7 +11,14 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.backends import Parts
 from kernels_pallas.joint_softmax import SequenceMask, Slots, Static, joint_attention
-from tests.kernels.hopper import depth_call, fused_call, lower, sequence_call, shape
+from tests.kernels.hopper import (
+    decode_call,
+    depth_call,
+    fused_call,
+    lower,
+    sequence_call,
+    shape,
+)
 
 # JAX means to remove it; until then it is what runs on GPUs older than Hopper.
 pytestmark = pytest.mark.filterwarnings(
@@ -107,6 +114,16 @@ def test_sequence_lowers(documents):
     for way, kernels in (('forward', 1), ('backward', 2)):
         function, arrays = sequence_call(way, 97, 2, 3, 128, documents)
         assert len(re.findall('@mosaic_gpu', lower(function, *arrays))) == kernels
+
+
+@pytest.mark.parametrize(('tokens', 'slots'), [(1, 7), (3, 0)])
+def test_decoding_lowers(tokens, slots):
+    """One kernel; no array has the rows of the cache that are read."""
+    function, arrays = decode_call(3, 112, 2, 3, 96, slots, tokens, dtype=jnp.float16)
+    cache = shape(5, *arrays[6].shape[1:], dtype=jnp.float16)
+    text = lower(function, *arrays[:6], cache, cache, *arrays[8:])
+    assert len(re.findall('@mosaic_gpu', text)) == 1
+    assert 'tensor<5x2x96x112xf16>' in text and 'tensor<3x2x96x112xf16>' not in text
 
 
 def test_hopper_reaches_beyond_31_bits():

@@ -182,6 +182,12 @@ COMMANDS = {
         ('--from_hf=run --workdir=new', ['--from_hf=run: is a run; write --from_workdir=run']),
         ('--from_workdir=hf --workdir=new', ['is a Hugging Face model; write --from_hf=hf']),
         ('--workdir=run --to_hf=run', ['--to_hf=run: holds', 'new or empty']),
+        ('--branch=run --workdir=new --step=3', ['--step=3: no checkpoint of run', 'kept: 4']),
+        ('--branch=dense --workdir=new', ['no checkpoint of dense', 'steps kept: none']),
+        ('--branch=runn --workdir=new', ['--branch=runn: holds no config.json', 'mean run?']),
+        ('--branch=hf --workdir=new', ['--branch=hf: is a Hugging Face model']),
+        ('--branch=run --workdir=run', ['--workdir=run: holds', 'new or empty']),
+        ('--from_workdir=runn --workdir=new --config=run/config.json', ['--from_workdir=runn: ho']),
     ],
     'convert --from_workdir=dense --workdir=new --config=dense/config.json': [
         (
@@ -226,8 +232,8 @@ COMMANDS = {
         ('--report', ['--out=DIR']),
     ],
     'bench': [
-        ('', ['no benchmark', 'step, decode, prompts, depth, experts, attention']),
-        ('dekode', ['dekode', 'step, decode, prompts, depth, experts, attention']),
+        ('', ['no benchmark', 'step, decode, prompts, depth, loops, experts']),
+        ('dekode', ['dekode', 'step, decode, prompts, depth, loops, experts']),
         ('attention --implementations=cudn', ['--implementations=cudn', 'cudnn']),
         ('attention --heads=6 --kv_heads=4', ['--kv_heads=4', '--heads=6']),
         ('experts --shapes=64x32x16x4x5', ['--shapes=64x32x16x4x5', 'five numbers', 'last']),
@@ -241,6 +247,7 @@ COMMANDS = {
         ('depth --tokens=64', ['--tokens', 'is of step', 'depth']),
         ('step --variants=mode,dense', ['--variants=mode,dense', 'begin with dense']),
         ('step --variants=dense,mood', ['--variants=mood', 'both', 'mode', 'did you mean']),
+        ('runs', ['--workdirs: must name the directory of a run']),
         ('depth --variants=moda', ['--variants=moda', 'begin with dense']),
     ],
     'backends': [

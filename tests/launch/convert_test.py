@@ -15,8 +15,9 @@ from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.adapters import has_adapters
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
-from moddepth_jax.training.loop import restore_or_init
+from moddepth_jax.training.loop import restore_or_init, train
 from moddepth_jax.training.mesh import make_mesh
+from moddepth_jax.training.metrics import read_metrics
 from moddepth_jax.training.plan import resolve_steps
 from moddepth_jax.training.saved_run import load_run, read_hparams
 from tests.forked_commands import ROOT
@@ -193,3 +194,29 @@ def test_adapters_are_merged_on_the_way_out(folder):
     assert has_adapters(before.state.params) and not has_adapters(after.state.params)
     note = json.loads((folder / 'A' / 'convert.json').read_text())
     assert note['difference'] == 0 and 'new adapters add 0' in note['why']
+
+
+@pytest.mark.slow
+def test_a_branch_that_decays_is_the_run_that_had_these_steps(tiny_config, tmp_path):
+    """Begun after step 4 of 10 under wsd: 7 steps with the same warm-up, to the bit."""
+    changes = {'optimizer.schedule': 'wsd', 'optimizer.decay_fraction': 0.4}
+    changes |= {'optimizer.warmup_fraction': 0.25, 'data.source': f'{tmp_path}/text/?.txt'}
+    changes |= {'training.checkpoint_every': 2, 'training.keep_checkpoints': 9}
+    write_words(tmp_path / 'text')
+
+    def hparams(num_steps, extended_from=0):
+        steps = {'training.num_steps': num_steps, 'training.extended_from': extended_from}
+        return from_config(tiny_config(**changes | {'data.held_out_fraction': 0.3}, **steps))
+
+    train(hparams(10), tmp_path / 'long')
+    done = call('convert', '--branch=long', '--step=4', '--workdir=short', cwd=tmp_path)
+    assert (done.status, done.stderr) == (0, '')
+    branch, at_once = train(hparams(7), tmp_path / 'short'), train(hparams(7, 10), tmp_path / 'one')
+    rates = [
+        [row['learning_rate'] for row in read_metrics(run.workdir) if 'loss' in row]
+        for run in (branch, at_once)
+    ]
+    assert rates[0] == rates[1] and rates[0][3] == rates[0][4] > rates[0][5] > rates[0][6]
+    for name in ('state_sha256', 'total_flops', 'eval', 'stages'):
+        assert branch.summary[name] == at_once.summary[name]
+    assert branch.summary['extended'] == [{'step': 4, 'num_steps': 7}]

@@ -78,6 +78,8 @@ def test_it_repeats_the_last_evaluation_of_the_run(trained, done):
     for name in ('selected_fraction', 'recall'):
         value = summary['routing']['layer_01'][name]
         assert report['routing']['layer_01'][name] == pytest.approx(value, abs=1e-6)
+    dead = 1 - summary['routing']['layer_01']['selected_fraction']
+    assert 0 < report['dead_tokens'] == pytest.approx(dead, abs=1e-6)
 
 
 def test_a_rule_by_name_is_measured_alone(out, done):
@@ -90,6 +92,7 @@ def test_a_rule_by_name_is_measured_alone(out, done):
     loss = rf'dense +│ +{report["loss"]:.4f} │ +{report["bits_per_byte"]:.4f}'
     assert re.search(loss, stdout)
     assert re.search(r'01 +│ +1\.000 │ +0\.250 │ +1\.000', stdout)
+    assert re.search(r'dead tokens, .*: 0\.000', stdout)
     assert f'128 targets in 1 of {report["all_batches"]} batches' in stdout
     assert 'the held-out text of' in stdout and done['dense'].stderr == ''
 

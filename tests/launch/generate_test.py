@@ -99,7 +99,10 @@ def test_lines_are_continued_one_by_one_on_a_terminal_and_together_from_a_pipe(
 
 @pytest.mark.slow
 def test_lines_of_a_chat_go_on_from_the_text_so_far(trained, hasty, run, tmp_path):
-    """Each line follows all before it, cut on the left to fit; only new text is printed."""
+    """Each line follows all before it, cut on the left to fit; only new text is printed.
+
+    The last token of the text before and the line are read, until the text is cut.
+    """
     line = [sys.executable, '-m', 'launch.generate', f'--workdir={trained}/run', '--max_tokens=9']
     line += ['--chat', '--temperature=0']
     how = {'cwd': trained, 'env': {**os.environ, **hasty, 'PYTHONPATH': str(ROOT)}}
@@ -110,14 +113,17 @@ def test_lines_of_a_chat_go_on_from_the_text_so_far(trained, hasty, run, tmp_pat
             assert process.wait(120) == 0
         said.seek(0)
         text = said.read().decode()
-    tokenizer, so_far = make_tokenizer('bytes'), b''
+    tokenizer, so_far, num_read = make_tokenizer('bytes'), b'', []
     most = run.hparams.data.sequence_length - 9
     for typed in (b'a', b'bcd', b'efgh'):
         so_far += b'\n' * bool(so_far and not so_far.endswith(b'\n')) + typed
         prompt = [tokenizer.separator, *so_far][-most:]
         how = {'tokenizer': tokenizer, 'temperature': 0.0}
         result = generate(run.state.variables, run.hparams, [prompt], 9, **how)
+        num_read.append(len(result.tokens[0]) - 1 + result.stopped[0])
         new = tokenizer.decode(result.tokens[0][len(prompt) :])
         so_far += new
         assert printable(new.decode('utf-8', 'replace')) in text, typed
     assert len(so_far) - 9 >= most and 'error' not in text
+    held = re.findall(r', (\d+) tokens of the prompt were in the cache\n', text.replace('\r', ''))
+    assert held == [str(num_read[0])]

@@ -14,6 +14,7 @@ import pytest
 from launch.study_config import StudyConfig
 from moddepth_jax.data.directory import lock_directory
 from moddepth_jax.hparams import from_config
+from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.studies.claims import CLAIMS, STUDIES
 from moddepth_jax.studies.places import BEST_DENSE, MIN_SIZES
 from moddepth_jax.training.summary import num_parameters
@@ -115,13 +116,19 @@ def test_every_place_of_the_claims_is_trained_as_planned(spec):
     assert variants_at(spec) <= set(flags['variants'].split(','))
 
 
-def test_the_wider_model_has_as_many_parameters_as_moda():
+def _parameters(hparams):
+    return num_parameters(jax.eval_shape(lambda: init_state(hparams, 1)).params)
+
+
+@pytest.mark.parametrize(
+    'name, other, count, more',
+    [('wider', 'moda', _parameters, 0.05), ('wider_mhc', 'mhc', train_step_flops, 0.15)],
+)
+def test_wider_models_have_as_many_parameters_or_flops_as_another(name, other, count, more):
     config = StudyConfig('configs/moda.py', {}, 'steps')
-    hparams = [from_config(config.config(name, '8x64', 9)) for name in ('wider', 'moda', 'dense')]
-    wider, moda, dense = (
-        num_parameters(jax.eval_shape(lambda h=h: init_state(h, 1)).params) for h in hparams
-    )
-    assert abs(wider - moda) < 0.002 * moda and dense < 0.95 * moda
+    hparams = [from_config(config.config(each, '8x64', 9)) for each in (name, other, 'dense')]
+    wider, matched, dense = map(count, hparams)
+    assert abs(wider - matched) < 0.002 * matched and dense < (1 - more) * matched
 
 
 def test_looped_variants_run_as_many_blocks_as_the_plain_model():

@@ -19,16 +19,22 @@ TWO_PROCESSES = ['fsdp=2,tensor=2', 'data=4']
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope='module')
-def folder(tiny_config, tmp_path_factory):
-    """Where `run` is a run of 4 steps with a routed block and experts."""
+MODELS = {
+    'blocks': {'model.experts.choice': 'token', 'model.experts.num_routed': 4},
+    'loops': {
+        **{'model.looped_layers': 'all', 'model.loops': 3, 'model.routing.layers': 'loops'},
+        **{'model.routing.capacity': 1 / 3, 'model.routing.causal_rule': 'aux_loss'},
+    },
+}
+
+
+def trained(name, tiny_config, tmp_path_factory):
+    """A folder where `run` is a run of 4 steps of one of MODELS."""
     folder = tmp_path_factory.mktemp('spread')
     for i in range(6):
         (folder / f'{i}.txt').write_text(f'{i} to be, or not to be\n' * 40)
-    changes = {
+    changes = MODELS[name] | {
         'model.routing.router': 'learned',
-        'model.experts.choice': 'token',
-        'model.experts.num_routed': 4,
         'data.source': str(folder / '*.txt'),
         'data.held_out_fraction': 0.3,
         'evaluation.every': 0,
@@ -37,6 +43,12 @@ def folder(tiny_config, tmp_path_factory):
         patch.setenv('XDG_CACHE_HOME', str(folder / 'cache'))
         loop.train(from_config(tiny_config(**changes)), folder / 'run')
     return folder
+
+
+@pytest.fixture(scope='module')
+def folder(tiny_config, tmp_path_factory):
+    """Where `run` has a routed block and experts."""
+    return trained('blocks', tiny_config, tmp_path_factory)
 
 
 def on_two(name, *arguments, cwd):
@@ -69,10 +81,19 @@ def test_two_processes_print_the_table_of_one_and_write_one_file(folder):
 
 def test_any_devices_write_the_same_text(folder):
     """Greedy, token by token on stdout, with the one line on stderr of one device."""
+    check_texts(folder, MESHES, TWO_PROCESSES)
+
+
+def test_any_devices_write_the_same_text_by_routed_loops(tiny_config, tmp_path_factory):
+    folder = trained('loops', tiny_config, tmp_path_factory)
+    check_texts(folder, ['fsdp=2,tensor=2', 'data=4'], TWO_PROCESSES[:1])
+
+
+def check_texts(folder, meshes, two_processes):
     line = (*GENERATE, '--max_tokens=12')
     runs = [call(*line, cwd=folder)]
-    runs += [call(*line, f'--mesh={mesh}', cwd=folder, **FAKE) for mesh in MESHES]
-    runs += [on_two(*line, f'--mesh={mesh}', cwd=folder) for mesh in TWO_PROCESSES]
+    runs += [call(*line, f'--mesh={mesh}', cwd=folder, **FAKE) for mesh in meshes]
+    runs += [on_two(*line, f'--mesh={mesh}', cwd=folder) for mesh in two_processes]
     for done in runs:
         assert (done.status, done.stdout) == (0, runs[0].stdout), done.stderr
         assert re.fullmatch(WRITTEN, done.stderr), done.stderr

@@ -1,6 +1,8 @@
 """Attention residuals: what they equal at first, which sources they read, and what they refuse."""
 
 import itertools
+import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,8 @@ from moddepth_jax.model.attention import DepthSlots
 from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.streams import layer_kinds
 from moddepth_jax.model.streams.attention_residual import mix_sources
+from moddepth_jax.model.transformer import Transformer
+from tests.model import oracle
 from tests.model.cases import (
     HEAD_NORM,
     POST,
@@ -27,7 +31,7 @@ from tests.model.cases import (
 from tests.model.value_streams_test import (
     SEGMENTS_BT,
     TOKENS_BT,
-    by_name,
+    assert_equal_slopes,
     gradient,
     with_leaves,
 )
@@ -165,9 +169,36 @@ def test_zero_queries_are_the_plain_pre_norm_model(form, size, tiny_config):
         logits_BTV, slopes = gradient(other, variables)
     real = np.asarray(SEGMENTS_BT) > 0
     np.testing.assert_allclose(logits_BTV[real], expected_BTV[real], rtol=1e-9, atol=1e-9)
-    slopes, expected = by_name(other, slopes), by_name(plain, expected)
-    for key, leaf in expected.items():
-        np.testing.assert_allclose(slopes[key], leaf, rtol=1e-7, atol=1e-12, err_msg=str(key))
+    assert_equal_slopes(other, slopes, plain, expected, rtol=1e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize('size', parameters((3,), (1, 3)))
+def test_n_sources_act_as_n_squared_epsilon(size, tiny_config, monkeypatch):
+    """With zero queries: as a plain model whose norms of n sources have n^2 times the epsilon."""
+    knobs = {'model.dtype': 'float64', 'model.norm_eps': 0.3}
+    with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
+        plain, other = (small_hparams(tiny_config, knobs, some) for some in ({}, size_of(size)))
+        params = with_leaves(random_variables(other, TOKENS_BT)['params'], query=0)
+        apply = jax.jit(Transformer(other).apply)
+        logits_BTV, _ = jax.device_get(apply({'params': params}, TOKENS_BT, SEGMENTS_BT))
+        params, _ = transfer_params(other.model, params, plain)
+    stack = unstack_layers(Stack(plain.model, 'top_c'), params['stack'])
+    params = jax.device_get(params | {'layers': [layer for _, layer in stack]})
+    reads = range(2 * plain.model.num_layers + 1)  # of all sublayers and of the final norm
+    sources = itertools.cycle(1 + math.ceil(read / size) for read in reads)
+    norm = oracle.rms_norm
+
+    def norm_of_a_sum(x, weights, model):
+        return norm(x, weights, types.SimpleNamespace(norm_eps=next(sources) ** 2 * model.norm_eps))
+
+    monkeypatch.setattr(oracle, 'rms_norm', norm_of_a_sum)
+    run = oracle.Pass()
+    expected_BTV = oracle.forward(params, TOKENS_BT, SEGMENTS_BT, plain.model, run)
+    real_BT = SEGMENTS_BT > 0
+    np.testing.assert_allclose(logits_BTV[real_BT], expected_BTV[real_BT], rtol=1e-10, atol=1e-12)
+    monkeypatch.setattr(oracle, 'rms_norm', norm)
+    without_BTV = oracle.forward(params, TOKENS_BT, SEGMENTS_BT, plain.model, run)
+    assert np.abs(logits_BTV - without_BTV)[real_BT].max() > 0.01
 
 
 @pytest.mark.parametrize('size', parameters((2,), SUBLAYERS[:3]))

@@ -233,6 +233,14 @@ CASES = {
         RECURSIONS | FIRST_KEYS | GROWS | WINDOWS | HEAD_NORM | {'model.num_layers': 4},
         'predictor',
     ),
+    'recursions, first keys, aux_loss': (
+        RECURSIONS | FIRST_KEYS | GROWS | {'model.routing.causal_rule': 'aux_loss'},
+        'aux_loss',
+    ),
+    'recursions, first keys, threshold': (
+        RECURSIONS | FIRST_KEYS | GROWS | TIED | {'model.routing.causal_rule': 'threshold'},
+        'threshold',
+    ),
     'token choice, first keys': (TOKEN_CHOICE | FIRST_KEYS | WINDOWS, 'assigned'),
     'recursions grow': (
         RECURSIONS
@@ -249,6 +257,18 @@ CASES = {
     ),
     'looped, loop embeddings': (LOOPED | OF_LOOPS | POST | EMBEDDED, 'dense'),
     'looped, exits': (LOOPED | {'model.loop_exit_threshold': 0.7} | HEAD_NORM, 'dense'),
+    'looped, exits of a block with all': (
+        LOOPED
+        | {'model.loop_exit_threshold': 1.2, 'model.looped_layers': 'middle:0:1'}
+        | OWN_NORMS
+        | OF_LOOPS
+        | EMBEDDED
+        | ALL_LOOKED_UP
+        | POST
+        | FULL_NORM
+        | WINDOWS,
+        'dense',
+    ),
     'looped moda': (ALL_LOOPED | MODA | WINDOWS, 'dense'),
     'looped values': (LOOPED | VALUES | POST, 'dense'),
     'attention residual': (SOURCES | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
@@ -372,6 +392,20 @@ def build(make_config, name, routing=None, options=()):
                 logits_BT = model()[1].routing.rule_logits_BT[loop]
                 bias_R1[loop] -= np.quantile(logits_BT[logits_BT > -1e8], 0.4)
     return model
+
+
+def filled(cache):
+    """The arrays of a Cache in NumPy, with zeros in the places that hold no token."""
+    layers = []
+    for layer in cache.layers:
+        lengths_B = cache.lengths_B if layer.lengths_B is None else layer.lengths_B
+        used_BS = np.arange(layer.capacity)[None] < np.asarray(lengths_B)[:, None]
+
+        def keep(side_BXS, used_BS=used_BS):
+            return np.where(used_BS if side_BXS.ndim == 2 else used_BS[:, None, None], side_BXS, 0)
+
+        layers.append((jax.tree.map(keep, layer[:3]), layer[3:]))
+    return jax.tree.leaves((layers, cache[1:]))
 
 
 def equations(jaxpr):

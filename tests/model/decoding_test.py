@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,33 +12,60 @@ import pytest
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model import kv_cache
 from moddepth_jax.model.decoding import decode_step, extend, prefill, unroll
+from moddepth_jax.model.flops import dot_general_flops
 from moddepth_jax.model.layers import lm_head
 from moddepth_jax.model.routing import batch_buckets
-from moddepth_jax.model.transformer import Transformer
+from moddepth_jax.model.transformer import Transformer, causal_routing
 from tests.model.cases import (
     ATTENTION,
     AVERAGE,
     BATCH,
+    CASES,
     DENSE,
+    HEAD_NORM,
     LENGTH,
+    LOOPED,
     MODA,
     MUDD,
+    RECURSIONS,
     ROUTED,
     SOURCES,
     SOURCES_OF_3,
     TOKENS_BT,
     UNROLLED,
     build,
+    equations,
+    filled,
     parameters,
     small_hparams,
 )
 
-PROMPTS_B = np.array([3, 1, 5])  # tokens of each row's prompt
 # A document ends in row 0 after its prompt, in row 2 within it.
 SEGMENTS_BT = np.array([[1] * 8 + [2] * 8, [1] * LENGTH, [1] * 2 + [2] * 14])
-BEGINS_BT = np.diff(SEGMENTS_BT, axis=1, prepend=1) > 0
-# Tokens that each row gets at a time; rows end at different lengths of the last chunk.
-CHUNK, CHUNKS_B = 5, np.array([4, 5, 2])
+CHUNK = 5
+
+
+class Rows(NamedTuple):
+    """Rows of tokens, of which the first are prompts."""
+
+    tokens_BT: np.ndarray
+    segments_BT: np.ndarray
+    prompts_B: np.ndarray  # tokens of each row's prompt
+    chunks_B: np.ndarray  # tokens that each row gets at a time; rows end with different lengths
+
+    @property
+    def begins_BT(self):
+        return np.diff(self.segments_BT, axis=1, prepend=1) > 0
+
+
+ROWS = Rows(TOKENS_BT, SEGMENTS_BT, np.array([3, 1, 5]), np.array([4, 5, 2]))
+# A batch whose buckets are not of every size: three rows are computed as four.
+FOUR_ROWS = Rows(
+    np.concatenate([TOKENS_BT, TOKENS_BT[:1, ::-1]]),
+    np.concatenate([SEGMENTS_BT, SEGMENTS_BT[1:2]]),
+    np.array([3, 1, 5, 8]),
+    np.array([4, 5, 2, 3]),
+)
 # Cases in which some tokens find no place in the cache.
 DROPS = ('aux_loss', 'threshold', 'attention routed, aux_loss', 'mlp routed')
 DROPS += ('mlp routed, threshold',)
@@ -69,12 +97,14 @@ def cache_size(hparams, routing):
     return hparams.model.routing.cache_size(LENGTH, routing)
 
 
-def start(model):
+def start(model, rows=ROWS):
     """(unrolled, logits, cache) of the prompts."""
     hparams, variables, routing, _ = model
     first, *_ = programs(hparams, routing)
-    real_BT = np.arange(PROMPTS_B.max())[None] < PROMPTS_B[:, None]
-    tokens_BT, segments_BT = (side[:, : real_BT.shape[1]] for side in (TOKENS_BT, SEGMENTS_BT))
+    real_BT = np.arange(rows.prompts_B.max())[None] < rows.prompts_B[:, None]
+    tokens_BT, segments_BT = (
+        side[:, : real_BT.shape[1]] for side in (rows.tokens_BT, rows.segments_BT)
+    )
     unrolled = unroll(variables, hparams, routing)
     logits_BV, cache = first(
         unrolled, np.where(real_BT, tokens_BT, 7), np.where(real_BT, segments_BT, 0)
@@ -85,17 +115,20 @@ def start(model):
     return unrolled, logits_BV, cache
 
 
-def decode(model):
+def decode(model, rows=ROWS):
     """Logits of a prompt's last token and of each token after it, NaN before, and the cache."""
-    unrolled, logits_BV, cache = start(model)
+    unrolled, logits_BV, cache = start(model, rows)
     _, step, _ = programs(model.hparams, model.routing)
-    position_B, each = PROMPTS_B.copy(), np.arange(BATCH)
-    out = np.full((*TOKENS_BT.shape, model.hparams.model.vocab_size), np.nan, np.float32)
+    begins_BT = rows.begins_BT
+    position_B, each = rows.prompts_B.copy(), np.arange(len(rows.prompts_B))
+    out = np.full((*rows.tokens_BT.shape, model.hparams.model.vocab_size), np.nan, np.float32)
     out[each, position_B - 1] = logits_BV
     while (position_B < LENGTH).any():
         active_B = position_B < LENGTH
         at = each, np.minimum(position_B, LENGTH - 1)
-        logits_BV, cache = step(unrolled, cache, TOKENS_BT[at], BEGINS_BT[at] & active_B, active_B)
+        logits_BV, cache = step(
+            unrolled, cache, rows.tokens_BT[at], begins_BT[at] & active_B, active_B
+        )
         out[each[active_B], position_B[active_B]] = np.asarray(logits_BV)[active_B]
         position_B += active_B
         if model.hparams.model.routing.overflow == 'grow':
@@ -106,22 +139,23 @@ def decode(model):
     return out, cache
 
 
-def decode_chunks(model):
-    """As `decode`, by CHUNKS_B tokens at a time."""
-    unrolled, logits_BV, cache = start(model)
+def decode_chunks(model, rows=ROWS):
+    """As `decode`, by `chunks_B` tokens at a time."""
+    unrolled, logits_BV, cache = start(model, rows)
     *_, several = programs(model.hparams, model.routing)
-    position_B, each = PROMPTS_B.copy(), np.arange(BATCH)
-    out = np.full((*TOKENS_BT.shape, model.hparams.model.vocab_size), np.nan, np.float32)
+    begins_BT = rows.begins_BT
+    position_B, each = rows.prompts_B.copy(), np.arange(len(rows.prompts_B))
+    out = np.full((*rows.tokens_BT.shape, model.hparams.model.vocab_size), np.nan, np.float32)
     out[each, position_B - 1] = logits_BV
     while (position_B < LENGTH).any():
         if model.hparams.model.routing.overflow == 'grow':
             most = kv_cache.longest_routed_row(cache) + CHUNK
             cache = kv_cache.resize_cache(cache, max(most, 12))
-        taken_B = np.minimum(LENGTH - position_B, CHUNKS_B)
+        taken_B = np.minimum(LENGTH - position_B, rows.chunks_B)
         active_BT = np.arange(CHUNK)[None] < taken_B[:, None]
         at_BT = each[:, None], np.minimum(position_B[:, None] + np.arange(CHUNK), LENGTH - 1)
-        tokens_BT = np.where(active_BT, TOKENS_BT[at_BT], 7)
-        logits_BTV, cache = several(unrolled, cache, tokens_BT, BEGINS_BT[at_BT], active_BT)
+        tokens_BT = np.where(active_BT, rows.tokens_BT[at_BT], 7)
+        logits_BTV, cache = several(unrolled, cache, tokens_BT, begins_BT[at_BT], active_BT)
         for row, taken in enumerate(taken_B):
             now = slice(position_B[row], position_B[row] + taken)
             out[row, now] = logits_BTV[row, :taken]
@@ -133,16 +167,27 @@ def decode_chunks(model):
 # two by 1e-5 already.
 IN_FLOAT64 = ('attention stream', 'value embeddings, hyper-connections', 'value embeddings grow')
 IN_FLOAT64 += ('adapters, looped moda', 'looped', 'recursions, aux_loss', 'token choice')
-IN_FLOAT64 += ('embedding residual, values',)
+IN_FLOAT64 += ('embedding residual, values', 'looped, exits of a block with all')
+IN_FLOAT64 += ('token choice, gated exit',)
 FAST = ('dense', 'scaled rope', 'norm threshold grows', 'mod and moda', 'mudd')
 FAST += ('value residual', 'shared values', 'value attention, recent', 'experts choose')
 FAST += ('value embeddings, attention residual', 'looped, own norms', 'looped, loop embeddings')
-FAST += ('looped, exits', 'token choice, first keys')
+FAST += ('looped, exits',)
 
 
 @pytest.mark.parametrize('name', parameters(FAST))
 def test_prompt_and_steps_equal_the_full_forward(name, tiny_config):
     check_decoding(name, tiny_config, decode)
+
+
+BY_ROWS = [name for name, (knobs, _) in CASES.items() if 'loops' in knobs.values()]
+BY_ROWS += [name for name in CASES if 'exits' in name]
+
+
+@pytest.mark.parametrize('name', parameters(('token choice, first keys',), BY_ROWS))
+def test_loops_of_some_of_four_rows_equal_the_full_forward(name, tiny_config):
+    """Where a loop computes more rows than have a token in it."""
+    check_decoding(name, tiny_config, decode, FOUR_ROWS)
 
 
 FAST_IN_CHUNKS = ('dense', 'aux_loss', 'mod and moda', 'recursions', 'row capacity')
@@ -191,7 +236,7 @@ def test_branches_go_on_from_the_cache_each_alone(name, tiny_config):
     assert drops or name not in DROPS
 
 
-def check_decoding(name, tiny_config, decode):
+def check_decoding(name, tiny_config, decode, rows=ROWS):
     """At most 1e-5 apart at every token, for rows of different lengths and packed documents.
 
     The cache holds the selected tokens, and counts those that were dropped and, under
@@ -201,14 +246,14 @@ def check_decoding(name, tiny_config, decode):
     with jax.enable_x64(wide), jax.numpy_rank_promotion('allow' if wide else 'raise'):
         in_float64 = functools.partial(tiny_config, **{'model.dtype': 'float64'})
         model = build(in_float64 if wide else tiny_config, name)
-        full_BTV, records = model(TOKENS_BT, SEGMENTS_BT)
-        decoded_BTV, cache = decode(model)
-    known_BT = np.arange(LENGTH)[None] >= PROMPTS_B[:, None] - 1
+        full_BTV, records = model(rows.tokens_BT, rows.segments_BT)
+        decoded_BTV, cache = decode(model, rows)
+    known_BT = np.arange(LENGTH)[None] >= rows.prompts_B[:, None] - 1
     assert np.isnan(decoded_BTV[~known_BT]).all() and 0.5 < np.abs(full_BTV).max() < 20
     np.testing.assert_allclose(decoded_BTV[known_BT], full_BTV[known_BT], rtol=0, atol=1e-5)
-    np.testing.assert_array_equal(cache.lengths_B, [LENGTH] * BATCH)
+    np.testing.assert_array_equal(cache.lengths_B, [LENGTH] * len(rows.prompts_B))
     if model.hparams.model.routed_layers:
-        check_routed(name, model, records.routing, cache)
+        check_routed(name, model, records.routing, cache, rows)
     if model.hparams.model.experts.row_capacity:
         assert (records.experts.dropped > 0).all()
         pairs_XE = np.sum([layer.taken_BE for layer in cache.layers], axis=1)
@@ -217,7 +262,7 @@ def check_decoding(name, tiny_config, decode):
         assert all(layer.taken_BE is None for layer in cache.layers)
 
 
-def check_routed(name, model, record, cache):
+def check_routed(name, model, record, cache, rows):
     layers = [layer for layer in cache.layers if layer.lengths_B is not None]
     selected_LBT = record.selected_BT
     if model.hparams.model.routing.part == 'mlp':  # dense caches, which count
@@ -233,12 +278,12 @@ def check_routed(name, model, record, cache):
             assert len(cache.layers) == model.hparams.model.num_layers
     for layer, selected_BT in zip(layers, selected_LBT, strict=True):
         np.testing.assert_array_equal(layer.lengths_B, selected_BT.sum(axis=1))
-        for row in range(BATCH):
+        for row in range(len(rows.prompts_B)):
             positions = np.asarray(layer.positions_BS)[row, : selected_BT[row].sum()]
             np.testing.assert_array_equal(positions, np.flatnonzero(selected_BT[row]))
     np.testing.assert_array_equal(cache.dropped_B, record.dropped_BT.sum((0, 2)))
     if model.routing != 'dense':
-        later_BT = np.arange(LENGTH) >= PROMPTS_B[:, None]
+        later_BT = np.arange(LENGTH) >= rows.prompts_B[:, None]
         assert 0.1 < record.selected_BT[:, later_BT].mean() < 0.9
     assert name not in DROPS or record.dropped_BT.any()
     assert 'grows' not in name or not record.dropped_BT.any()
@@ -268,7 +313,7 @@ def test_buckets_are_few_and_hold_any_number():
 
 def shapes_of_programs(hparams, capacity, batch=8):
     """(function, abstract arguments) of prefill, decode_step and update_cache."""
-    routing = 'predictor' if hparams.model.routed_layers else 'dense'
+    routing = causal_routing(hparams)
     how = {'hparams': hparams, 'routing': routing}
     routed_capacity = hparams.model.routing.cache_size(capacity, routing)
     init = functools.partial(Transformer(hparams).init, jax.random.key(0))
@@ -287,6 +332,37 @@ def shapes_of_programs(hparams, capacity, batch=8):
         (step, of_step),
         (kv_cache.update_cache, of_update),
     )
+
+
+# What a step computes of rows that no bucket holds, in each of the last two loops of two blocks.
+SKIPS = {
+    'recursions': (RECURSIONS | {'model.routing.causal_rule': 'aux_loss'}, 'nothing'),
+    'exits': (LOOPED | HEAD_NORM | {'model.loop_exit_threshold': 0.5}, 'keys and values'),
+}
+
+
+@pytest.mark.parametrize('name', SKIPS)
+def test_a_step_computes_the_rows_that_a_loop_has(name, tiny_config):
+    """At the least bucket of rows: none, a part of the batch, or all."""
+    batch, (knobs, skipped) = 8, SKIPS[name]
+    hparams = small_hparams(tiny_config, knobs, {'data.sequence_length': 16})
+    model = hparams.model
+    _, (step, of_step), _ = shapes_of_programs(hparams, 16, batch)
+    program = jax.make_jaxpr(step)(*of_step)
+    branches = [
+        eqn.params['branches'] for eqn in equations(program.jaxpr) if eqn.primitive.name == 'cond'
+    ]
+    buckets = [each for each in branches if len(each) == len(batch_buckets(batch))]
+    assert len(buckets) == 2  # the first of three loops has all tokens
+    projected = 2 * batch * model.d_model * model.num_kv_heads * model.head_dim
+    of_skipped = {'nothing': 0, 'keys and values': 2 * 2 * projected}[skipped]
+    for each in buckets:
+        costs = [dot_general_flops(branch) for branch in each]
+        assert costs[0] == of_skipped and costs == sorted(costs)
+        assert costs[-1] > 4 * (costs[1] - of_skipped) > 0
+    cache = of_step[1]
+    sizes = {layer.capacity for layer in cache.layers if layer.lengths_B is not None}
+    assert sizes == ({15, 6} if name == 'recursions' else set())  # 1.5 times 10 and 4 of 16 tokens
 
 
 @pytest.mark.parametrize('routing', [{}, pytest.param(ROUTED, marks=pytest.mark.slow)])
@@ -348,24 +424,9 @@ def test_a_prompt_equals_an_extension_of_an_empty_cache(name, tiny_config):
     tokens_BT = np.where(real_BT, TOKENS_BT, 7)
     logits_BV, cache = first(unrolled, tokens_BT, np.where(real_BT, SEGMENTS_BT, 0))
     empty = jax.tree.map(jnp.zeros_like, cache)
-    logits_BTV, extended = several(unrolled, empty, tokens_BT, BEGINS_BT & real_BT, real_BT)
+    logits_BTV, extended = several(unrolled, empty, tokens_BT, ROWS.begins_BT & real_BT, real_BT)
     expected_BV = np.asarray(logits_BTV)[np.arange(BATCH), LONG_B - 1]
     np.testing.assert_allclose(logits_BV, expected_BV, rtol=0, atol=1e-5)
-
-    def filled(cache):
-        layers = []
-        for layer in cache.layers:
-            lengths_B = cache.lengths_B if layer.lengths_B is None else layer.lengths_B
-            used_BS = np.arange(layer.capacity)[None] < np.asarray(lengths_B)[:, None]
-
-            def keep(side_BXS, used_BS=used_BS):
-                return np.where(
-                    used_BS if side_BXS.ndim == 2 else used_BS[:, None, None], side_BXS, 0
-                )
-
-            layers.append((jax.tree.map(keep, layer[:3]), layer[3:]))
-        return jax.tree.leaves((layers, cache[1:]))
-
     for found, expected in zip(filled(cache), filled(extended), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     assert name != 'threshold' or np.asarray(cache.dropped_B).any()

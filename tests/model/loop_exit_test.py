@@ -29,9 +29,13 @@ def with_threshold(hparams, threshold):
     return dataclasses.replace(hparams, model=model)
 
 
-def test_tokens_of_the_case_leave_after_each_loop(tiny_config):
+@pytest.mark.parametrize(
+    'name',
+    ['looped, exits', pytest.param('looped, exits of a block with all', marks=pytest.mark.slow)],
+)
+def test_tokens_of_the_case_leave_after_each_loop(name, tiny_config):
     """So that the properties of tests/model/cases.py are those of exits."""
-    _, records = build(tiny_config, 'looped, exits')()
+    _, records = build(tiny_config, name)()
     assert {*np.unique(records.loops_BT)} == {1, 2, 3}
 
 

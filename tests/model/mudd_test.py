@@ -8,7 +8,7 @@ import pytest
 from moddepth_jax.conversion.transfer_params import check_convertible, transfer_params
 from moddepth_jax.model.attention import DepthSlots
 from moddepth_jax.model.stack import Stack, unstack_layers
-from moddepth_jax.model.streams.mudd import WAYS, mix_outputs, weights_of_slots
+from moddepth_jax.model.streams.mudd import Mudd, mix_outputs, weights_of_slots
 from moddepth_jax.model.transformer import Transformer
 from tests.model.cases import (
     ALL_LOOPED,
@@ -26,7 +26,7 @@ from tests.model.cases import (
     random_variables,
     small_hparams,
 )
-from tests.model.value_streams_test import TOKENS_BT, by_name, gradient
+from tests.model.value_streams_test import TOKENS_BT, assert_equal_slopes, gradient
 
 EXACT = {'model.dtype': 'float64'}
 ONE_WAY = {'model.depth.mudd_ways': 'one'}
@@ -68,10 +68,7 @@ def test_the_model_starts_as_the_plain_one(form, tiny_config):
     reads = weights_by_layer(mudd, slopes)
     assert not any(np.any(read['inner']) for read in reads if 'inner' in read)
     assert all(np.any(read[name]) for read in reads for name in read if name != 'inner')
-    slopes, expected = by_name(mudd, slopes), by_name(plain, expected)
-    for key, leaf in expected.items():
-        atol = 1e-12 * np.abs(leaf).max()
-        np.testing.assert_allclose(slopes[key], leaf, rtol=1e-9, atol=atol, err_msg=str(key))
+    assert_equal_slopes(mudd, slopes, plain, expected, rtol=1e-9, atol=1e-14)
 
 
 def test_weights_start_as_said(tiny_config):
@@ -107,10 +104,7 @@ def test_one_static_way_is_the_average_of_the_same_numbers(tiny_config):
     for layer, (one, other) in enumerate(zip(*reads, strict=True)):
         np.testing.assert_allclose(one['bias'][0, layer::-1], other['weights'], rtol=1e-9)
         assert not np.any(one['bias'][0, layer + 1 :])
-    slopes, expected = by_name(mudd, slopes), by_name(average, expected)
-    for key, leaf in expected.items():
-        if 'stream' not in key[1]:
-            np.testing.assert_allclose(slopes[key], leaf, rtol=1e-9, atol=1e-12, err_msg=str(key))
+    assert_equal_slopes(mudd, slopes, average, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_weights_of_ages_are_those_of_slots():
@@ -183,14 +177,14 @@ def test_outputs_are_summed_in_float32(static, dtype):
 
 def test_readers_have_the_ways_that_are_named(tiny_config):
     """As many rows of a as there are ways: those with their own, and one for all others."""
-    sizes = {}
-    for ways in WAYS:
+    sizes, known = {}, Mudd.choices['mudd_ways']
+    for ways in known:
         hparams = small_hparams(tiny_config, STATIC_WAYS, {'model.depth.mudd_ways': ways})
         shapes = jax.eval_shape(Transformer(hparams).init, jax.random.key(0), TOKENS_BT)
         sizes[ways] = [len(read['bias']) for read in weights_by_layer(hparams, _zeros(shapes))]
-    rows = {'qkvr': 4, 'one': 1} | {ways: len(ways) + 1 for ways in WAYS if len(ways) < 3}
-    assert sizes == {ways: [rows[ways]] * 4 + [1] for ways in WAYS}
-    assert len(WAYS) == 12
+    rows = {'qkvr': 4, 'one': 1} | {ways: len(ways) + 1 for ways in known if len(ways) < 3}
+    assert sizes == {ways: [rows[ways]] * 4 + [1] for ways in known}
+    assert len(known) == 12
 
 
 def _zeros(shapes):

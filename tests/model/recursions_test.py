@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 
 from moddepth_jax.model.attention import FirstKeys
-from moddepth_jax.model.decoding import decode_step, prefill, unroll
-from moddepth_jax.model.flops import dot_general_flops
+from moddepth_jax.model.decoding import prefill, unroll
 from moddepth_jax.model.kv_cache import cache_bytes
 from moddepth_jax.model.layer import LayerArgs
 from moddepth_jax.model.layers import embed, rms_norm
-from moddepth_jax.model.routing import batch_buckets
 from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.transformer import Transformer, token_info
 from tests.model.cases import (
@@ -271,32 +269,6 @@ def test_bfloat16(tiny_config):
     assert jax.eval_shape(hidden, variables, TOKENS_BT)[0].dtype == jnp.bfloat16
     error = np.linalg.norm(found_BTV - expected_BTV) / np.linalg.norm(expected_BTV)
     assert error < 0.05
-
-
-def test_rows_that_skip_a_loop_cost_nothing_in_decoding(tiny_config):
-    """A loop that chooses runs at the least bucket of rows: none, a part of the batch, or all."""
-    hparams = small_hparams(tiny_config, RECURSIONS, AUX, {'data.sequence_length': 16})
-    variables = random_variables(hparams, TOKENS_BT)
-    static = {'hparams': hparams, 'routing': 'aux_loss'}
-    unrolled = unroll(variables, hparams, 'aux_loss')
-    ones_BT, batch = np.ones((8, 4), np.int32), 8
-    sizes = {'capacity': 16, 'routed_capacity': 1}
-    _, cache = jax.eval_shape(lambda: prefill(unrolled, ones_BT, ones_BT, **sizes, **static))
-    active_B = np.ones(batch, bool)
-    program = jax.make_jaxpr(lambda *inputs: decode_step(*inputs, **static))(
-        unrolled, cache, ones_BT[:, 0], ~active_B, active_B
-    )
-    branches = [
-        eqn.params['branches'] for eqn in equations(program.jaxpr) if eqn.primitive.name == 'cond'
-    ]
-    buckets = [each for each in branches if len(each) == len(batch_buckets(batch))]
-    assert len(buckets) == 2  # the first of three loops takes all tokens
-    for each in buckets:
-        costs = [dot_general_flops(branch) for branch in each]
-        assert costs[0] == 0 and costs[1] > 0 and costs == sorted(costs)
-        assert costs[-1] > 4 * costs[1]
-    sizes = {layer.capacity for layer in cache.layers if layer.lengths_B is not None}
-    assert sizes == {15, 6}  # 1.5 times 10 and 4 of 16 tokens
 
 
 @pytest.mark.slow

@@ -70,7 +70,11 @@ def under(data=None, expert=None, **sizes):
          (None, 'expert', 'tensor', 'fsdp')),
         ('mlp/shared/w3/kernel', (32, 64), {'tensor': 4}, (None, 'tensor')),
         ('stack/l/mlp_norm/scale', (3, 32), {'fsdp': 2}, ()),
+        ('stack/l/mlp_norm/scale', (2, 3, 32), {'fsdp': 2}, ()),  # of each of three loops
         ('stack/l/router/w', (3, 32), {'fsdp': 2}, ()),
+        ('loop_routers/router/w', (3, 32), {'fsdp': 2, 'tensor': 2}, ()),
+        ('loop_routers/predictor/hidden/kernel', (3, 32, 8), {'fsdp': 2, 'tensor': 2}, ()),
+        ('params/loop_embeddings', (3, 32), {'fsdp': 2, 'tensor': 2}, ()),
     ],
 )  # fmt: skip
 def test_a_leaf_is_split_as_the_table_says(path, shape, sizes, wanted):

@@ -126,7 +126,7 @@ def test_losses_of_token_choice_are_their_sums_over_real_tokens(tiny_config):
 def test_routing_ratios_of_a_hand_made_record():
     """By eye, padding is in none; without a token that the rule selects, precision is NaN."""
     record = routing_record(*COUNTED.values(), COUNTED['scores'])
-    counts = losses.routing_counts(record, SEGMENT_IDS)
+    counts = losses.routing_counts(record, SEGMENT_IDS, of_loops=False)
     assert all(values.dtype == jnp.float32 for values in counts.values())
     ratios = losses.routing_ratios(counts)
     expected = {
@@ -147,6 +147,18 @@ def test_routing_ratios_of_a_hand_made_record():
     expected[0, [0, 14, 17, 19]] = np.array([1, 1, 1, 4]) / 7
     expected[1, [19]] = 1
     np.testing.assert_allclose(histogram, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize('of_loops', [False, True])
+def test_dead_tokens_are_real_ones_that_nothing_selects(of_loops):
+    """No routed layer; of loops, none beyond the first, which selects all."""
+    selected_LBT = [[[1, 1, 0, 0], [1, 1, 0, 0]], [[1, 0, 0, 0]] * 2, [[0, 0, 1, 0], [0] * 4]]
+    zeros_LBT = np.zeros((3, 2, 4))
+    of_selected = [selected_LBT, zeros_LBT, zeros_LBT]
+    record = routing_record(zeros_LBT, zeros_LBT, zeros_LBT, *of_selected)
+    counts = losses.routing_counts(record, SEGMENT_IDS, of_loops)
+    twice = jax.tree.map(lambda x: x + x, counts)
+    assert float(losses.dead_tokens(twice)) == pytest.approx([2 / 7, 4 / 7][of_loops])
 
 
 # 2 layers; top-2 of 3 routed experts and 1 that does nothing. Layer 0 saw 8 tokens, layer 1 four.

@@ -99,6 +99,32 @@ def test_weight_decay_is_for_matrices_only(tiny_config, decay_embeddings, model,
     assert kept == {'scale', 'bias', 'w'} | scalars
 
 
+def test_rates_and_decay_are_scaled_by_the_first_glob_that_fits(tiny_config):
+    """As in nanochat: r of the sum at 1% of the rate of a; all others are as without factors."""
+    factors = ('*/residual_scale:0.01', 'head/*:0.5', '*_scale:3')
+    steps = []
+    for given in ((), factors):
+        changes = EMBEDDED | {'optimizer.warmup_fraction': 0.0, 'optimizer.rate_factors': given}
+        hparams = from_config(tiny_config(**changes))
+        params = jax.eval_shape(lambda h=hparams: init_state(h, 10)).params
+        params = jax.tree.map(lambda leaf: np.full(leaf.shape, 2, np.float32), params)
+        optimizer = make_optimizer(hparams, 10)
+        slopes = jax.tree.map(np.ones_like, params)
+        updates, _ = jax.jit(optimizer.update)(slopes, optimizer.init(params), params)
+        steps.append(updates)
+
+    def compare(path, plain, scaled):
+        keys = [key.key for key in path]
+        name = keys[0] if keys[0] == 'head' else keys[-1]
+        factor = {'residual_scale': 0.01, 'head': 0.5, 'embedding_scale': 3}.get(name, 1)
+        np.testing.assert_allclose(scaled, factor * plain, rtol=1e-6, err_msg=str(keys))
+        assert np.all(plain)
+        return factor
+
+    found = jax.tree_util.tree_map_with_path(compare, *steps)
+    assert {*jax.tree.leaves(found)} == {0.01, 0.5, 3, 1}
+
+
 def run_steps(tiny_config, rule, num_steps=4, **changes):
     """Parameters before and after `num_steps` of a model whose one block is routed, and metrics."""
     changes = {'model.routing.causal_rule': rule, 'optimizer.clip_norm': 0.05} | changes

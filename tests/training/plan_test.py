@@ -111,6 +111,24 @@ def test_an_extension_changes_no_step_before_it(schedule, tiny_config):
     assert rates == rates_long
 
 
+@pytest.mark.parametrize('schedule', ['constant', 'wsd'])
+def test_an_earlier_end_changes_no_step_before_the_decay(schedule, tiny_config):
+    """The 20 first steps of 22, planned as 50, have the rates, stages and costs of the 50."""
+    knobs = STAGED | BY_THRESHOLD | {'training.num_steps': 0, 'optimizer.schedule': schedule}
+    knobs |= {'optimizer.warmup_fraction': 0.25, 'flop_budget': 1.0}
+    long, short = (
+        from_config(tiny_config(**knobs, **{'training.extended_from': steps})) for steps in (0, 50)
+    )
+    assert [first for first, _ in stage_starts(long, 50)][-1] > 22
+    for step in range(20):
+        rates = [learning_rate_schedule(*run)(step) for run in ((short, 22), (long, 50))]
+        assert rates[0] == rates[1] and stage_at(short, 22, step) == stage_at(long, 50, step)
+    budget = run_flops(short, 22)
+    assert budget == run_flops(long, 50, 22)
+    assert stage_starts(short, 22) == [start for start in stage_starts(long, 50) if start[0] < 22]
+    assert plan.resolve_steps(dataclasses.replace(short, flop_budget=budget)) == 22
+
+
 @pytest.mark.parametrize(('share', 'word'), [(0.999, 'pays for no step'), (2.0**31, '2147483648')])
 def test_a_budget_for_no_step_or_too_many_is_refused(tiny_config, share, word):
     """The step is an int32: a budget for 2^31 steps is refused, not wrapped around."""

@@ -133,6 +133,13 @@ def test_a_pattern_without_parameters_names_the_nearest(pattern, near, tiny_conf
     )
     assert near in message.split(' the nearest are ')[1].split(',')[0]
     check_trainable(some_hparams(tiny_config, SOME))
+    for glob, right in (('*/router/*', True), ('*/mlp/*', False), (pattern, False)):
+        of_some = some_hparams(tiny_config, SOME, **{'optimizer.rate_factors': (f'{glob}:2',)})
+        if right:
+            check_trainable(of_some)
+        else:  # frozen, or there is no such parameter
+            with pytest.raises(ValueError, match=r'^optimizer.rate_factors=.*: no parameter .*$'):
+                check_trainable(of_some)
 
 
 def products(hparams):

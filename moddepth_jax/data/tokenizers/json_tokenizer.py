@@ -60,6 +60,7 @@ def _load(content, file):
         parsed = parse_object(content)
     except ValueError as error:
         raise ValueError(f'{file}: not JSON ({error}); {right}') from None
+    _check_affixes(parsed.get('model'), file, right)
     try:
         library = tokenizers.Tokenizer.from_str(content.decode())
         library.encode('a')  # with the file's template
@@ -73,6 +74,25 @@ def _load(content, file):
     if getattr(library.model, 'dropout', None):
         library.model.dropout = None  # the same text must have the same ids
     return library, parsed
+
+
+def _check_affixes(model, file, right):
+    """Refuses affixes that no token has: the library panics of a prefix, a suffix loses text."""
+    model = model if isinstance(model, dict) and model.get('type', 'BPE') == 'BPE' else {}
+    merges, vocab = model.get('merges'), model.get('vocab')
+    if not (isinstance(merges, list) and isinstance(vocab, dict)):
+        return
+    parts = [pair.split(' ') if isinstance(pair, str) else pair for pair in merges]
+    seconds = [pair[1] for pair in parts if isinstance(pair, list) and len(pair) == 2]
+    prefix, suffix = (
+        affix if isinstance(affix := model.get(name), str) else ''
+        for name in ('continuing_subword_prefix', 'end_of_word_suffix')
+    )
+    if not all(str(second).startswith(prefix) for second in seconds):
+        found = f'continuing_subword_prefix={prefix!r}: must begin the second part of each merge'
+        raise ValueError(f'{file}: {found}; {right}')
+    if not any(token.endswith(suffix) for token in vocab) and vocab:
+        raise ValueError(f'{file}: end_of_word_suffix={suffix!r}: must end some token; {right}')
 
 
 def byte_characters() -> dict[str, int]:

@@ -17,10 +17,10 @@ from moddepth_jax.model.routing import (
     CHOICE,
     RoutingRecord,
     TokenInfo,
-    batch_buckets,
     gather_tokens,
     mask_to_indices,
     mask_tokens,
+    run_on_rows,
     scatter_add_tokens,
     select_first,
     select_highest,
@@ -385,34 +385,19 @@ class Recursions(NamedTuple):
 def _extend_selected(loop, blocks, rows, selected_BT, caches):
     """x' of a loop that computes the rows with a selected token, and the KeysValues it makes.
 
-    It runs at the least bucket of rows. `caches` are like those that would hold the keys.
+    `caches` are like those that would hold the keys.
     """
-    x_BTD, (batch, length) = rows[0], selected_BT.shape
-    some_B = jnp.any(selected_BT, axis=1)
-    indices_B = mask_to_indices(some_B[None], batch)[0]
-    nothing_BTKH = jnp.zeros((batch, length, *caches[0].k_BKHS.shape[1:3]), x_BTD.dtype)
+    batch, length = selected_BT.shape
+    nothing_BTKH = jnp.zeros((batch, length, *caches[0].k_BKHS.shape[1:3]), rows[0].dtype)
     nothing = [] if loop.reads_keys else [KeysValues(nothing_BTKH, nothing_BTKH)] * len(caches)
 
-    def run_at(size):
-        rows_C = indices_B[:size]
+    def run(sides, rows_C):
+        selected_CT, (x_CTD, of_update, inputs) = sides
+        y_CTD, keys = blocks(x_CTD, *inputs, rows_C)
+        change_CTD = loop.change(x_CTD, y_CTD, of_update)
+        return x_CTD + jnp.where(selected_CT[..., None], change_CTD, 0), keys
 
-        def bucket(x_BTD):
-            if not size:
-                return x_BTD, nothing
-            selected_CT, (x_CTD, of_update, inputs) = jax.tree.map(
-                lambda side: side.at[rows_C].get(mode='clip'), (selected_BT, rows)
-            )
-            y_CTD, keys = blocks(x_CTD, *inputs, rows_C)
-            change_CTD = loop.change(x_CTD, y_CTD, of_update)
-            change_CTD = jnp.where(selected_CT[..., None], change_CTD, 0)
+    def skip(sides):
+        return sides[1][0], nothing
 
-            def put(old_B, new_C):
-                return old_B.at[rows_C].set(new_C, mode='drop')
-
-            return x_BTD.at[rows_C].add(change_CTD, mode='drop'), jax.tree.map(put, nothing, keys)
-
-        return bucket
-
-    sizes = batch_buckets(batch)
-    which = jnp.sum(jnp.sum(some_B) > jnp.array(sizes[:-1]))
-    return jax.lax.switch(which, [run_at(size) for size in sizes], x_BTD)
+    return run_on_rows(run, skip, jnp.any(selected_BT, axis=1), (selected_BT, rows))

@@ -100,14 +100,18 @@ class HyperConnection(nn.Module):
     def add(self, x_BTE, output_BTD):
         """The streams after the sublayer: X_i mixed, and its output times a weight of each."""
         x_BTSD = self._split(x_BTE)
-        mix, add = self._weights('mix', x_BTSD), self._weights('add', x_BTSD)
-        if self.hparams.depth.hyper_form != 'constrained':
-            mix = jnp.swapaxes(mix, -2, -1)  # the rows of the paper's A_r are the old streams
-        mix = jnp.broadcast_to(mix, (*x_BTSD.shape[:3], x_BTSD.shape[2]))
-        y_BTSD = jnp.einsum('btij,btjd->btid', mix, x_BTSD, precision='highest')
+        mix_BTSS, add = self.mixture(x_BTSD), self._weights('add', x_BTSD)
+        y_BTSD = jnp.einsum('btij,btjd->btid', mix_BTSS, x_BTSD, precision='highest')
         add_BTS = jnp.broadcast_to(add, x_BTSD.shape[:3])
         y_BTSD += add_BTS[..., None] * output_BTD[:, :, None].astype(y_BTSD.dtype)
         return y_BTSD.reshape(x_BTE.shape).astype(x_BTE.dtype)
+
+    def mixture(self, x_BTSD):
+        """The weights of the old streams in the new ones, [B, T, new, old]."""
+        mix = self._weights('mix', x_BTSD)
+        if self.hparams.depth.hyper_form != 'constrained':
+            mix = jnp.swapaxes(mix, -2, -1)  # the rows of the paper's A_r are the old streams
+        return jnp.broadcast_to(mix, (*x_BTSD.shape[:3], x_BTSD.shape[2]))
 
     def skip(self, x_BTE):
         """The streams of tokens that skip the sublayer."""

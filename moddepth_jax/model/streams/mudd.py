@@ -1,6 +1,5 @@
 """The stream `mudd`: queries, keys, values and the sum each read their own mixture of outputs."""
 
-import itertools
 import math
 from typing import NamedTuple
 
@@ -20,8 +19,6 @@ from moddepth_jax.model.slot_reads import sum_slots
 from moddepth_jax.model.streams.base import LayerKind, Stream
 
 LETTERS = 'qkvr'  # the readers: queries, keys, values, and the residual sum
-# Readers with ways of their own; the others share one more way.
-WAYS = ('qkvr', 'one', *LETTERS, *map(''.join, itertools.combinations(LETTERS, 2)))
 
 
 class Ways(NamedTuple):
@@ -80,7 +77,11 @@ class Mudd(Stream):
     Weights are by age, as many as the last read has, so that all layers have equal shapes.
     """
 
-    choices = {'mudd_ways': WAYS, 'mudd_weights': ('dynamic', 'static')}
+    choices = {
+        # Readers with ways of their own; the others share one more way.
+        'mudd_ways': ('qkvr', 'one', 'q', 'k', 'v', 'r', 'qk', 'qv', 'qr', 'kv', 'kr', 'vr'),
+        'mudd_weights': ('dynamic', 'static'),
+    }
     connection = WaysConnection
     sized_by_depth = True
     has_ends = True

@@ -99,6 +99,11 @@ EMPTY = {'type': 'BPE', 'vocab': {}, 'merges': []}
         ('{}', 'no tokenizer (Model missing'),
         (content(model=EMPTY), 'its vocabulary holds no text'),
         (content(model=EMPTY | {'vocab': {'a': 1 << 30}}), 'id 1073741824: must be below'),
+        (
+            content(model=content()['model'] | {'continuing_subword_prefix': 'Ġ'}),
+            "continuing_subword_prefix='Ġ': must begin the second part of each merge",
+        ),
+        (content(model=content()['model'] | {'end_of_word_suffix': '#<'}), "end_of_word_suffix='#"),
         (content(added_tokens=[]), 'no special token known to start a document (it has none)'),
     ],
 )

@@ -1,0 +1,182 @@
+"""Texts that go on from a PromptCache are those of one prompt that holds all so far."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from moddepth_jax.inference import generate as generate_module
+from moddepth_jax.inference.generate import generate
+from moddepth_jax.inference.prompt_cache import PromptCache
+from moddepth_jax.model.kv_cache import Cache, LayerCache
+from tests.model.cases import build, filled
+
+CONTEXT, STEP = 96, 24
+
+
+class Words:
+    """A separator that begins documents, and ids that end a text, of which one is often drawn."""
+
+    separator, stops = 7, (7, *range(90, 96))
+    token_bytes_V = np.where(np.arange(96) == 7, 0, 1)
+
+
+WORDS = Words()
+# What follows each row's text, turn by turn; documents begin within rows and at their first token.
+LINES = (  # of each row
+    ([1, 2, 3], [7, 11], [16], [19, 20, 21]),
+    ([4], [12, 7, 13, 14], [17, 18], [7, 22]),
+    ([5, 6, 8, 9], [15] * 3, [7] * 6, [23, 24, 25, 26]),
+)
+# Blocks add up much: float32 rounds keys by 1e-4.
+IN_FLOAT64 = ('token choice', 'token choice, first keys')
+# A count says how many tokens, but not which: nothing can be cut off.
+COUNTS = ('mlp routed', 'row capacity', 'value embeddings, experts')
+MODELS = (
+    'dense',
+    'mod and moda',
+    'scaled rope, moda',
+    'predictor',
+    'aux_loss',
+    'threshold',
+    'aux_loss grows',
+)
+MODELS += ('mod and moda grows', 'masked', 'random', 'attention routed', 'experts choose', 'staged')
+MODELS += ('value attention, recent', 'mudd', 'hyper-connections', 'attention residual grows')
+MODELS += ('value embeddings', 'looped', 'looped moda', 'looped threshold', 'recursions')
+MODELS += ('recursions grow', 'recursions, first keys', 'token choice', 'token choice, first keys')
+
+
+def check_turn(model, hparams, kept, prompts, **how):
+    """The Generation with a PromptCache, which equals that without; so do the caches."""
+    how |= {'routing': model.routing, 'tokenizer': WORDS}
+    fresh = PromptCache()
+    expected = generate(model.variables, hparams, prompts, 7, prompt_cache=fresh, **how)
+    found = generate(model.variables, hparams, prompts, 7, prompt_cache=kept, **how)
+    assert list(map(list, found.tokens)) == list(map(list, expected.tokens))
+    assert (found.stopped, found.dropped) == (expected.stopped, expected.dropped)
+    assert (found.guessed, found.held) == (expected.guessed, expected.held)
+    assert not expected.reused and kept._caches.keys() == fresh._caches.keys()
+    for routing, cache in fresh._caches.items():
+        for one, other in zip(filled(cache), filled(kept._caches[routing]), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', (*MODELS, *COUNTS))
+def test_turns_of_a_chat_are_texts_of_the_whole_prompt(name, tiny_config, monkeypatch):
+    """With guesses, documents, texts that end, prompts that differ from a text, and growth.
+
+    All tokens that a cache has are used, unless it is full, or has to be cut and cannot.
+    """
+    monkeypatch.setattr(generate_module, '_CAPACITY_STEP', STEP)
+    wide = name in IN_FLOAT64
+    with jax.enable_x64(wide), jax.numpy_rank_promotion('allow' if wide else 'raise'):
+        in_float64 = functools.partial(tiny_config, **{'model.dtype': 'float64'})
+        check_turns(build(in_float64 if wide else tiny_config, name), name)
+
+
+def check_turns(model, name):
+    data = dataclasses.replace(model.hparams.data, sequence_length=CONTEXT)
+    hparams = dataclasses.replace(model.hparams, data=data)
+    kept, texts, capacity, reused = PromptCache(), [[7], [7, 30, 31], [7, 32]], STEP, []
+    how = {'draft_tokens': 2 if hparams.model.routed_layers else 0}
+    for turn, lines in enumerate(zip(*LINES, strict=True)):
+        # In the last turn two texts have lost their newest tokens.
+        befores = [
+            text[: len(text) - 2 * (turn == 3 and row < 2)] for row, text in enumerate(texts)
+        ]
+        prompts = [[*before, *line] for before, line in zip(befores, lines, strict=True)]
+        expected = 0
+        if kept._caches:
+            (held_B, dropped_B), most = lengths(kept, model), list(map(len, befores))
+            assert (held_B >= np.array(list(map(len, texts))) - 1).all()
+            cut_off = not (name in COUNTS or dropped_B.any()) or (held_B <= most).all()
+            expected = np.minimum(held_B, most).sum() if cut_off else 0
+        if grows := max(map(len, prompts)) + 7 > capacity:
+            capacity, expected = 2 * capacity, 0
+        result = check_turn(model, hparams, kept, prompts, seed=turn, **how)
+        assert result.reused == expected
+        texts = [row.tolist() for row in result.tokens]
+        reused.append(result.reused)
+    assert capacity > STEP and reused[0] == 0
+    counts = name in COUNTS or dropped_B.any()
+    assert counts or (reused[1] and (reused[3] or grows))
+
+
+def lengths(kept, model):
+    cache = kept._caches[model.routing]
+    return np.asarray(cache.lengths_B), np.asarray(cache.dropped_B)
+
+
+def made_up_cache(lengths_B, dropped=0, **counts):
+    """A Cache of a dense block and a routed one, which has the tokens of even positions."""
+    lengths_B = np.asarray(lengths_B, np.int32)
+    positions_BS = np.tile(2 * np.arange(6, dtype=np.int32), (len(lengths_B), 1))
+    dense = LayerCache(np.zeros((len(lengths_B), 1, 1, 12)), None, None, None, **counts)
+    routed = LayerCache(positions_BS[:, None, None], None, positions_BS, (lengths_B + 1) // 2)
+    zeros_B = np.zeros_like(lengths_B)
+    return Cache((dense, routed), lengths_B, zeros_B, zeros_B + dropped)
+
+
+def test_what_is_held_is_what_prompts_and_texts_begin_with():
+    """A cache is cut to it, unless it counts tokens; it serves once, and never the last token."""
+    texts, same = [[7, 1, 2, 3, 4, 5], [7, 8, 9, 7, 9, 9]], [[7, 1, 2, 3, 4, 5], [7, 8, 9, 7, 9, 9]]
+    other = [[7, 1, 2, 6, 6], [7, 8, 9, 7, 9, 1, 1]]
+
+    def take(prompts, separator=7, **counts):
+        kept = PromptCache()
+        kept.keep(texts, {'rule': made_up_cache([5, 6], **counts)})
+        result = kept.take('rule', prompts, separator)
+        assert kept.take('rule', prompts, separator) == (None, None) == kept.take('', prompts, 7)
+        return result
+
+    cache, held_B = take([[*text, 0] for text in same])
+    assert held_B.tolist() == [5, 6] == cache.lengths_B.tolist()
+    cache, held_B = take(same)
+    assert held_B.tolist() == [5, 5] == cache.lengths_B.tolist()
+    for separator, documents in ((7, [0, 3]), (None, [0, 0])):
+        cache, held_B = take(other, separator)
+        assert held_B.tolist() == [3, 5] == cache.lengths_B.tolist()
+        assert cache.layers[1].lengths_B.tolist() == [2, 3]
+        assert cache.documents_B.tolist() == documents
+    taken_B = np.zeros((2, 1), np.int32)
+    for counts in ({'dropped': 1}, {'taken_BE': taken_B}, {'selected_B': taken_B[:, 0]}):
+        assert take([[*text, 0] for text in same], **counts)[0] is not None
+        assert take(same, **counts) == take(other, **counts) == (None, None)
+    assert take([[1, *texts[0]], same[1]]) == take(same[:1]) == (None, None)
+
+
+def test_another_model_or_tokenizer_forgets_the_caches():
+    """Variables by their arrays. The capacity doubles when it does not suffice."""
+    kept, made = PromptCache(), []
+
+    def unroll(*arguments):
+        made.append(arguments)
+        return len(made)
+
+    texts, first, second = [[7, 1]], {'w': np.ones(2)}, {'w': np.ones(2)}
+    for expected, arguments in enumerate(
+        ((first, 'h', 'r', WORDS), (second, 'h', 'r', WORDS), (second, 'i', 'r', None)), 1
+    ):
+        assert kept.unroll(unroll, *arguments) == expected
+        again = dict(arguments[0]), *arguments[1:]
+        assert kept.unroll(unroll, *again) == expected
+        assert kept.take('r', [[7, 1, 2]], 7) == (None, None)
+        assert [kept.capacity(length, 10, 50) for length in (3, 10, 11, 4, 45)] == [
+            10,
+            10,
+            20,
+            20,
+            50,
+        ]
+        kept.keep(texts, {'r': made_up_cache([1])})
+        assert kept.capacity(50, 10, 50) == 50 and kept.take('r', [[7, 1, 2]], 7)[1].tolist() == [1]
+        kept.keep(texts, {'r': made_up_cache([1])})
+    kept = PromptCache()
+    assert kept.capacity(5, 10, 50) == 10
+    kept.keep(texts, {'r': made_up_cache([1])})
+    assert kept.capacity(11, 10, 50) == 20 and kept.take('r', [[7, 1, 2]], 7) == (None, None)

@@ -1,0 +1,154 @@
+"""The Hopper kernel for decoding, interpreted, against float64; and when it is used."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas import autotune_decoding, decode_attention
+from kernels_pallas.autotune_decoding import program
+from kernels_pallas.backends import Device, Parts, choose, plan
+from kernels_pallas.mosaic import decode
+from moddepth_jax.benchmarks.decode_cases import CASES, DEFAULTS, check, make_case
+from tests.kernels.cases import USUAL
+from tests.kernels.depth_backends_test import interpreted, racing  # noqa: F401
+
+HOPPER = Device('gpu', 'NVIDIA H200', (9, 0), not_measured='')
+TOKEN = USUAL._replace(q=(8, 1, 16, 64), k=(8, 1, 2, 64), places=2048)
+
+
+def run(case, dtype='float32'):
+    """o of a case by the interpreted kernel, twice, and in float64; float32 is not for GPUs."""
+    window = (DEFAULTS | case)['slot_window']
+    given, right, counted = make_case(case, dtype, np.nan)
+    slots = [given.pop(name, None) for name in ('k_depth_LCTKH', 'v_depth_LCTKH', 'slot_mask_LCT')]
+    slots = [side if side is None else side[-window:] for side in slots]
+    names = ('q_CTNH', 'k_CTKH', 'v_CTKH', 'k_BKHS', 'v_BKHS', 'visible_CTS', 'visible_CTT')
+    arrays = [given.pop(name) for name in names]
+    slots = None if slots[0] is None else slots
+    found = decode.decode_forward(*arrays, slots=slots, interpret=True, **given)
+    return np.asarray(found)[counted], right[counted]
+
+
+@interpreted
+def test_a_cache_and_slots_are_one_softmax():
+    """Rows in place, slots by their own queries; what is hidden holds NaN. Places in two chunks."""
+    found, right = run({'B': 2, 'rows': (1, 5), 'K': 1, 'L': 3, 'mask': True, 'own_query': True})
+    np.testing.assert_allclose(found, right, rtol=0, atol=2e-6)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize('name', CASES)
+def test_equals_float64(name):
+    found, right = run(CASES[name])
+    np.testing.assert_allclose(found, right, rtol=0, atol=2e-6)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['length_97', 'rows', 'tokens'])
+def test_half_precision_errs_at_most_twice_as_much_as_xla(name):
+    """By its name, in bfloat16, in reruns of equal bits."""
+    check('mosaic_gpu', name)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['length_200', 'length_1025'])
+def test_no_race(name, racing):  # noqa: F811
+    """The barriers order copies, products and the clearing of hidden values."""
+    found, right = run(CASES[name])
+    np.testing.assert_allclose(found, right, rtol=0, atol=2e-6)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize('splits', [1, 3])
+def test_any_number_of_splits_is_one_softmax(splits, monkeypatch):
+    """Some of them empty: five chunks of which a window shows two."""
+    monkeypatch.setattr(decode.Sizes, 'splits', splits)
+    found, right = run({'B': 1, 'K': 1, 'S': 320, 'length': 300, 'window': 80, 'L': 2})
+    np.testing.assert_allclose(found, right, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'reason'),
+    [
+        ({}, None),
+        ({'places': 2000}, None),
+        ({'places': 97}, 'a cache of 97 places must be divisible by 16'),
+        ({'q': (8, 9, 16, 64), 'k': (8, 9, 2, 64)}, '9 new tokens of a row with 72 queries'),
+        ({'q': (8, 33, 2, 64), 'k': (8, 33, 2, 64)}, '33 new tokens of a row with 33 queries'),
+        ({'dtypes': ('float32',)}, 'dtype float32 must be bfloat16 or float16'),
+        ({'q': (8, 1, 16, 192)}, 'head width 192'),
+    ],
+)
+def test_what_it_cannot_do_is_refused(changes, reason):
+    """Unasked XLA decodes, by its name it is an error that says so."""
+    shapes = TOKEN._replace(**changes)
+    candidates, refused = plan(shapes, HOPPER)
+    assert candidates == [Parts(), *[Parts('mosaic_gpu')] * (reason is None)]
+    assert reason is None or refused['mosaic_gpu'].startswith(reason)
+    if reason is None:
+        assert choose('mosaic_gpu', shapes, HOPPER) == Parts('mosaic_gpu')
+    else:
+        with pytest.raises(ValueError, match=f'cannot: {reason}.*; these can: xla'):
+            choose('mosaic_gpu', shapes, HOPPER)
+
+
+def test_it_is_not_taken_unmeasured(monkeypatch):
+    """Neither where nothing can be measured nor of small caches, and never before a check."""
+    asked = []
+
+    def fastest(candidates, *rest):
+        asked.append(candidates)
+        return candidates[-1], 'the fastest', {}, False
+
+    monkeypatch.setattr('kernels_pallas.autotune.fastest', fastest)
+    for shapes, device in (
+        (TOKEN, HOPPER._replace(not_measured='8 devices')),
+        (TOKEN._replace(places=496), HOPPER),
+        (TOKEN, HOPPER._replace(capability=(8, 0))),
+    ):
+        assert choose(None, shapes, device) == Parts() and not asked
+    assert choose(None, TOKEN, HOPPER) == Parts('mosaic_gpu')
+    assert asked == [[Parts(), Parts('mosaic_gpu')]]
+
+
+def test_an_unknown_name_is_refused():
+    arrays = [jnp.zeros((1, 1, 1, 8))] * 3 + [jnp.zeros((1, 1, 8, 16))] * 2
+    with pytest.raises(ValueError, match="implementation='pallas' must be one of xla, mosaic_gpu"):
+        decode_attention(*arrays, jnp.ones((1, 1, 16), bool), implementation='pallas')
+
+
+@functools.cache
+def plain_program(shapes):
+    """XLA's, compiled once for all faults."""
+    return program('xla', shapes)
+
+
+@pytest.mark.parametrize('fault', [None, 'nan', 'wrong', 'rerun'])
+def test_a_candidate_is_checked_before_it_is_timed(fault, monkeypatch):
+    """What is right passes; NaN that leaks, an error and a rerun with other bits are found."""
+    shapes = TOKEN._replace(num_slots=3, q=(2, 1, 4, 8), k=(2, 1, 2, 8), places=64, slot_mask=True)
+    calls = []
+
+    def faulty(name, shapes):
+        def run(given):
+            calls.append(name)
+            if fault != 'nan':
+                given = {n: x if x.dtype == bool else jnp.nan_to_num(x) for n, x in given.items()}
+            o = plain_program(shapes)(given)['o']
+            off = {'wrong': 0.5, 'rerun': 2.0**-10 * (len(calls) == 4)}.get(fault, 0.0)
+            return {'o': o + jnp.asarray(off * (name == 'mosaic_gpu'), o.dtype)}
+
+        return run
+
+    monkeypatch.setattr(autotune_decoding, 'program', faulty)
+    found = autotune_decoding.check(Parts('mosaic_gpu'), shapes)
+    if fault is None:
+        assert found is None and calls == ['xla', 'xla', 'mosaic_gpu', 'mosaic_gpu']
+    else:
+        assert found.startswith('wrong: o differs' if fault == 'rerun' else 'wrong: o is off by')
