@@ -13,9 +13,10 @@ FOLDER has clones of these repositories of github.com:
   hyq718/Depth-Attention            3bdad70
 
 Nothing of this project is imported. What the public code leaves open is that of Llama. Each file
-but value_attention has, in float32, `tokens` [2, 7], `logits` [2, 7, V], `weights` of the logits in
-the loss mean(weights logits), the parameters by their public names, and as `d NAME` the gradients
-of the loss. Every parameter is random. value_attention has no model: see `mixtures`.
+but value_attention has `tokens` [2, 7], `logits` [2, 7, V], `weights` of the logits in the loss
+mean(weights logits), the parameters by their public names, and as `d NAME` the gradients of the
+loss. Every parameter is random. Models run in float64, and their numbers are rounded to float32
+once. value_attention has no model: see `mixtures`.
 """
 
 import ast
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 import transformers
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers.models.llama import modeling_llama as llama
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
@@ -63,6 +65,19 @@ def _functions(path, *names):
     found = {'torch': torch}
     exec(compile(tree, str(path), 'exec'), found)
     return [found[name] for name in names]
+
+
+class Float64(TorchFunctionMode):
+    """Where public code asks for float32, as norms and softmax do, it gets float64."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.float:
+            return args[0].double()
+        wider = {torch.float32: torch.float64}
+        args = [wider.get(arg, arg) if isinstance(arg, torch.dtype) else arg for arg in args]
+        if kwargs and 'dtype' in kwargs:
+            kwargs = kwargs | {'dtype': wider.get(kwargs['dtype'], kwargs['dtype'])}
+        return function(*args, **(kwargs or {}))
 
 
 class Llama(nn.Module):
@@ -205,7 +220,7 @@ class Mudd(nn.Module):
         self.model.setup_caches(2, 64)
         half = torch.arange(config.head_dim // 2).double() / (config.head_dim // 2)
         angles = torch.outer(torch.arange(64).double(), config.rope_base**-half)
-        self.model.freqs_cis = torch.stack([angles.cos(), angles.sin()], -1).float()
+        self.model.freqs_cis = torch.stack([angles.cos(), angles.sin()], -1)
 
     def forward(self, tokens):
         return self.model(tokens, return_tensor=True)
@@ -273,6 +288,10 @@ def mixtures(code):
     print(f'value_attention: {sum(array.nbytes for array in found.values())} bytes')
 
 
+def _single(tensor):
+    return tensor.detach().float().numpy()
+
+
 def make(code):
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, IDS, (2, 7)).astype(np.int32)
@@ -285,13 +304,16 @@ def make(code):
         with torch.no_grad():
             for key, parameter in parameters.items():
                 parameter.normal_(*_spread(key, parameter))
-        logits = model(torch.tensor(tokens, dtype=torch.long))
-        (logits * torch.tensor(weights)).mean().backward()
-        arrays = {'tokens': tokens, 'weights': weights, 'logits': logits.detach().numpy()}
+        model.double()
+        with Float64():
+            logits = model(torch.tensor(tokens, dtype=torch.long))
+            (logits * torch.tensor(weights)).mean().backward()
+        assert logits.dtype == torch.float64
+        arrays = {'tokens': tokens, 'weights': weights, 'logits': _single(logits)}
         for key, parameter in parameters.items():
             public = key.replace('model.', '')
-            arrays[public] = parameter.detach().numpy()
-            arrays[f'd {public}'] = parameter.grad.numpy()
+            arrays[public] = _single(parameter)
+            arrays[f'd {public}'] = _single(parameter.grad)
         np.savez_compressed(GOLDEN / f'{name}.npz', **arrays)
         print(f'{name}: logits to {logits.detach().abs().max().item():.2f}')
 
