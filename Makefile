@@ -160,8 +160,7 @@ study-gpu:
 
 study-moda-gpu:
 	$(ISOFLOP) --config=configs/moda_24l.py --workdir=runs/study-moda-gpu --steps=2000 \
-	    --sizes=24x384 --seeds=$(EIGHT) --variants=$(STREAMS) --config.model.dtype=bfloat16 \
-	    --config.model.norm_placement=pre \
+	    --sizes=24x384 --seeds=$(EIGHT) --variants=$(STREAMS) --config.model.norm_placement=pre \
 	    --config.data.source=python_environment --config.evaluation.every=0
 
 # On a machine with a GPU. With its own Python that has JAX for CUDA: make gpu VENV_PYTHON=python3.

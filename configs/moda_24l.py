@@ -20,6 +20,7 @@ def get_config(arguments: str = ''):
     if model.d_model % 192:
         right = 'must be a multiple of 192 wide: three query heads of 64 for each key/value head'
         raise ValueError(f'size={values["size"]!r}: {right}')
+    model.dtype = 'bfloat16'  # for a GPU, whose kernels take no float32
     model.vocab_size = 50304
     model.d_ff, model.num_kv_heads, model.init_std = 4 * model.d_model, model.num_heads // 3, 0.02
     model.norm_placement = 'post'

@@ -65,6 +65,26 @@ def test_every_config_is_on_the_page():
     assert list(dict.fromkeys(row[0] for row in rows(written()))) == names
 
 
+def test_models_for_a_gpu_have_kernels_for_all_of_their_attention():
+    """On Hopper, of the configs in bfloat16: the sequence unmeasured is cuDNN's, and with slots the
+    fused kernels of both passes are among the candidates. The others are for a laptop: float32.
+    """
+    hopper = {'with slots': set(), 'without': set()}
+    for name, attention, _, cell, _ in rows(written()):
+        if 'float32' in attention:
+            continue
+        slots = ' slots' in attention
+        hopper['with slots' if slots else 'without'].add(name)
+        first, *others = re.findall('`([^`]+)`', cell)
+        assert first.startswith('cudnn / '), name
+        fused = 'mosaic_gpu / mosaic_gpu_fused / xla' if slots else 'mosaic_gpu / - / xla'
+        assert fused in others, name
+    assert hopper == {
+        'with slots': {'moda_24l', 'moda_48l', 'moda_700m', 'moda_1b5', 'openmythos_moda'},
+        'without': {'dense_700m', 'mod_isoflop_gpu', 'mod_isoflop_paper'},
+    }
+
+
 @pytest.mark.slow
 def test_shapes_are_those_of_the_train_step():
     """Slots, gathered rows and all else that a trace of the step itself asks for."""
