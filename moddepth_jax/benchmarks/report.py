@@ -70,9 +70,10 @@ def _correctness(rows):
     """By kernel: how many cases were right, and the largest error over what is allowed."""
     by_kernel = {}
     for name, row in rows.items():
-        kind, kernel, *_ = name.split('/')
+        kind, kernel, *rest = name.split('/')
         if kind in ('right', 'packed'):
             title = f'{kernel}, packed documents' if kind == 'packed' else kernel
+            title = f'{rest[0]}, decoding' if kernel == 'decode' else title
             by_kernel.setdefault(title, []).append(row)
     cells = {}
     for title, of_kernel in by_kernel.items():
@@ -146,6 +147,17 @@ def _model_tables(rows):
         yield from experts_tables(row)
 
 
+def _decoding_kernels(rows):
+    """Times of one decoding step's attention over full caches, by kernel and shape."""
+    cells = {}
+    for name, row in starting(rows, 'decode_kernel/').items():
+        numbers = ('milliseconds', '.3f'), ('gigabytes_per_second', '.0f')
+        numbers += (('times_as_fast_as_xla', '.2f'),)
+        cells[name.replace('/', ', ')] = [f'{row[field]:{form}}' for field, form in numbers]
+    heads = ['', 'ms', 'GB/s of the least bytes', 'times as fast as XLA']
+    return to_markdown(Table('decoding, one layer', heads, cells)) if cells else []
+
+
 def _models(rows):
     page = [line for table in _model_tables(rows) for line in to_markdown(table)]
     for name, row in starting(rows, 'step/').items():
@@ -216,7 +228,7 @@ def page(rows: dict[str, dict], title: str) -> str:
     """The page, as Markdown, of the newest row of each case."""
     lines = [f'# {title}', '', *_machines(rows), '', *_outcomes(rows), '']
     sections = {'Ceilings': _ceilings, 'Correctness': _correctness, 'Attention': _attention}
-    sections |= {'Models': _models, 'Claims': _claims}
+    sections |= {'Decoding': _decoding_kernels, 'Models': _models, 'Claims': _claims}
     for name, section in sections.items():
         if found := section(rows):
             lines += [f'## {name}', '', *found, '']

@@ -57,6 +57,10 @@ def rows():
         'time/flash_attention_2/64k': timed('flash_attention_2', 1.2, 65536, slots=0),
         'time/mosaic_gpu/slots_16_4k': timed('mosaic_gpu', 1.16, slots=16),
         'time/mosaic_gpu/packed_4k': timed('mosaic_gpu', 0.6, documents=16),
+        'right/decode/mosaic_gpu/usual': row(**right),
+        'decode_kernel/mosaic_gpu/one_row': row(
+            milliseconds=0.0123, gigabytes_per_second=3210.4, times_as_fast_as_xla=2.345
+        ),
         'step/700m/dense': step('dense', 0.4, 7e13),
         'step/700m/mod': step('mod', 0.25, 4e13),
         'run/train': row(**numbers, flops_per_second=None, eval={'loss': 1.3}),
@@ -77,6 +81,8 @@ def test_page_has_every_number(rows):
         '- **skipped** time/pallas/4k: a wrong kernel is not timed',
         '| mosaic_gpu | 2 | 0 | 0 | 0.25 | no |',
         '| pallas | 0 | 1 | 0 | - | - |',
+        '| mosaic_gpu, decoding | 1 | 0 | 0 | 0.25 | - |',
+        '| mosaic_gpu, one_row | 0.012 | 3210 | 2.35 |',
         '**attention, T=4096 N=64 K=8 H=64 L=64 B=1 bfloat16; x: over cudnn, no slots**',
         'bfloat16 16 documents; x:',
         '| T=65536, forward + backward, over cuDNN | 1.03 | 1.020 | mosaic_gpu_fused |',
