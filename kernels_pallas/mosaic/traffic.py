@@ -7,7 +7,7 @@ compares all of it with what the interpreter moves.
 
 from typing import NamedTuple
 
-from kernels_pallas.mosaic import slot_loader
+from kernels_pallas.mosaic import decode, slot_loader
 from kernels_pallas.mosaic.common import CHUNK, OCTET, round_up
 from kernels_pallas.mosaic.tiles import KEYS, ROWS, SLOTS, TILES
 from kernels_pallas.mosaic.tiles import Sizes as TileSizes
@@ -139,3 +139,19 @@ def sequence_backward_kv(sizes: TileSizes, batch: int) -> Traffic:
     heads = batch * sizes.kv_heads
     own = heads * 4 * even * sizes.width * 2
     return Traffic(0, own=own, shared=heads * sizes.pieces * shared)
+
+
+def decode_forward(sizes: decode.Sizes, length: int) -> Traffic:
+    """Of `decode.decode_forward` over rows of a cache, the first `length` places of which are seen.
+
+    `own` are the cache, the new tokens, what says which of them are seen, queries and results.
+    """
+    pairs, item_size = sizes.rows * sizes.kv_heads, sizes.dtype.itemsize
+    places = min(round_up(length, CHUNK), sizes.places)
+    tokens = sizes.tokens if sizes.tokens <= OCTET else round_up(sizes.tokens, OCTET)
+    sides = 2 * sizes.width * item_size  # of a key and its value
+    words = FLOAT * (places + CHUNK * (1 + sizes.tokens * sizes.slot_chunks))
+    queries = (1 + sizes.own_query) * sizes.heads * sizes.width * item_size
+    results = FLOAT * (sizes.heads * sizes.width + 2 * sizes.columns)
+    own = pairs * ((places + tokens) * sides + words) + sizes.blocks * (queries + results)
+    return Traffic(pairs * sizes.tokens * sizes.slots * sides, own=own)

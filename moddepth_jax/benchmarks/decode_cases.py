@@ -139,10 +139,18 @@ def check(implementation: str, case: str, toy: bool = False) -> dict:
     return {'errors': errors, 'allowed': allowed}
 
 
+def least_bytes(case: dict) -> int:
+    """Bytes of a call in bfloat16 that reads visible keys, values and queries once and writes o."""
+    tokens, kv_heads = case['T'], case['K']
+    keys = case['length'] + tokens * (1 + case['L'])
+    numbers = 2 * kv_heads * keys + 2 * tokens * kv_heads * case['G']
+    return 2 * case['B'] * case['H'] * numbers
+
+
 def time_one(implementation: str, sizes: dict, toy: bool = False) -> dict:
     """Median milliseconds of a call over full caches, in turn with XLA's, and GB/s of the ideal.
 
-    The ideal reads each visible key and value, the slots and the queries once, and writes o.
+    The ideal are `least_bytes`.
     """
     case = DEFAULTS | sizes
     case |= {'B': 2, 'S': 64, 'length': 64, 'L': min(case['L'], 3)} if toy else {}
@@ -165,8 +173,7 @@ def time_one(implementation: str, sizes: dict, toy: bool = False) -> dict:
         calls[name] = functools.partial(_several, run, given, 1 if toy else 20)
     seconds = time_interleaved(calls, 2 if toy else 21)
     per_call = {name: np.median(x) / (1 if toy else 20) for name, x in seconds.items()}
-    keys = case['length'] + tokens * (1 + case['L'])
-    ideal = 2 * batch * width * (2 * kv_heads * keys + 2 * tokens * heads)
+    ideal = least_bytes(case)
     mine = float(per_call[implementation])
     ratio = float(np.median(seconds['xla'] / seconds[implementation]))
     row = {'sizes': case, 'milliseconds': 1e3 * mine, 'ideal_bytes': ideal}

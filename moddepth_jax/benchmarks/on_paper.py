@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from kernels_pallas.mosaic import traffic
+from kernels_pallas.mosaic import decode, traffic
 from kernels_pallas.mosaic.slot_loader import Sizes
 from kernels_pallas.mosaic.tiles import ROWS, SLOTS, TILES
 from kernels_pallas.mosaic.tiles import Sizes as TileSizes
 from moddepth_jax.benchmarks.attention_cases import LENGTHS, Case, depth_bytes, flops
 from moddepth_jax.benchmarks.attention_report import COPY_TARGET
+from moddepth_jax.benchmarks.decode_cases import least_bytes
 from moddepth_jax.training.tables import Table
 
 COPY = COPY_TARGET * 4.3e12  # bytes a second: that share of an H200's copy bandwidth
@@ -108,10 +109,23 @@ def _row(case):
     return cells
 
 
+def _decoding_row(rows, places, group, width, slots):
+    """The cells of a step over full caches: megabytes, and bytes over the least."""
+    shapes = {'B': rows, 'T': 1, 'K': 8, 'G': group, 'H': width, 'length': places, 'L': slots}
+    least = least_bytes(shapes)
+    sizes = decode.Sizes(rows, 1, 8, group, width, places, slots, jnp.dtype('bfloat16'), False)
+    moved = traffic.decode_forward(sizes, places).total
+    # XLA reads the sums, totals and highest scores of all splits, and writes their softmax.
+    numbers = sizes.heads * width + 2 * sizes.columns
+    joined = sizes.blocks * numbers * traffic.FLOAT + rows * 8 * group * width * 2
+    cells = sizes.splits, f'{least / 1e6:.1f}', f'{moved / least:.2f}'
+    return [*map(str, cells), f'{(moved + joined) / least:.2f}']
+
+
 def paper(*, kv_heads: list[int] | None = None, widths: list[int] | None = None):
     """Bytes of the Hopper kernels and times over cuDNN that follow from them; nothing is run.
 
-    At 64 query heads, T = 4k, 16k and 64k, and 16 to 64 slots, in bfloat16.
+    At 64 query heads, T = 4k, 16k and 64k, and 16 to 64 slots, in bfloat16; and bytes of decoding.
 
     Args:
       kv_heads: that divide 64. Default: 8,32,64.
@@ -130,4 +144,10 @@ def paper(*, kv_heads: list[int] | None = None, widths: list[int] | None = None)
     heads = ['G, H, slots', 'forward', 'backward', 'all']
     heads += [f'{name} {form}' for name in LENGTHS for form in ('ideal', 'split', 'mixed', 'fused')]
     title = 'bytes of the depth phase over the ideal; % of time over plain cuDNN, by a model'
-    yield {'lines': lines}, [Table(title, heads, lines)]
+    caches, heads_of_keys = ((1, 4096), (8, 4096), (64, 4096), (1, 65536)), ((8, 64), (2, 128))
+    cases = [(*cache, *of_keys, 64) for cache in caches for of_keys in heads_of_keys]
+    decoding = {', '.join(map(str, case)): _decoding_row(*case) for case in cases}
+    over = 'a decoding step of one layer, 8 key/value heads: bytes over the least'
+    names = ['rows, places, G, H, slots', 'splits', 'least, MB', 'kernel', "with XLA's join"]
+    tables = Table(title, heads, lines), Table(over, names, decoding)
+    yield {'lines': lines, 'decoding': decoding}, list(tables)

@@ -6,7 +6,15 @@ import pytest
 
 from kernels_pallas.backends import Parts
 from kernels_pallas.joint_softmax import SequenceMask, Slots, Static
-from kernels_pallas.mosaic import depth, fused, fused_backward, sequence, slot_loader, traffic
+from kernels_pallas.mosaic import (
+    decode,
+    depth,
+    fused,
+    fused_backward,
+    sequence,
+    slot_loader,
+    traffic,
+)
 from tests.kernels.depth_backends_test import interpreted
 
 
@@ -150,3 +158,31 @@ def test_tiles_move_what_is_said(moved, monkeypatch, T, K, G, H, L, num, B):
     for name, bytes_ in said.items():
         kinds = {key: size for key, size in bytes_._asdict().items() if size}
         assert found[name] == kinds, name
+
+
+# Rows, new tokens, K, G, H, places, length, slots held
+DECODING = [
+    (2, 1, 2, 1, 64, 80, 70, 0),
+    (1, 3, 1, 5, 64, 576, 513, 9),
+    (2, 1, 1, 12, 128, 64, 64, 70),
+]
+
+
+@interpreted
+@pytest.mark.parametrize(('C', 'T', 'K', 'G', 'H', 'S', 'length', 'L'), DECODING)
+def test_decoding_moves_what_is_said(moved, C, T, K, G, H, S, length, L):
+    """The cache up to the last chunk that is seen, once; a tile of results for each split."""
+    q, k, _, side = arrays(T, K, G, H, L, C)
+    cache, own_query = jnp.ones((C, K, H, S), jnp.bfloat16), L == 9
+    sees = jnp.broadcast_to(jnp.arange(S) < length, (C, T, S)), jnp.ones((C, T, T), bool)
+    slots = {'slots': (side, side, None)} if L else {}
+    slots |= {'q_depth_CTNH': q} if own_query else {}
+    o = decode.decode_forward(q, k, k, cache, cache, *sees, interpret=True, **slots)
+    jax.block_until_ready(o)
+    sizes = decode.Sizes(C, T, K, G, H, S, -(-L // 8) * 8, q.dtype, own_query)
+
+    def kind(shape, dtype, written):
+        return 'slots' if len(shape) == 3 and L and shape[0] == sizes.slots else 'own'
+
+    said = traffic.decode_forward(sizes, length)._asdict()
+    assert totals(moved, kind) == {name: size for name, size in said.items() if size}

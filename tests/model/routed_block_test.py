@@ -27,9 +27,9 @@ def stream(seed=1):
     return np.random.default_rng(seed).normal(size=(5, LENGTH, WIDTH)).astype(np.float32)
 
 
-def block(make_config, routing, sizes=()):
+def block(make_config, routing, sizes=(), rule='threshold'):
     """The function (params, x, threshold) -> y, RoutingRecord of a block; and random parameters."""
-    knobs = routed_by('learned', 'threshold') | {'model.routing.capacity': 0.375}
+    knobs = routed_by('learned', rule) | {'model.routing.capacity': 0.375}
     hparams = from_config(make_config(**knobs)).model
     tokens = TokenInfo(POSITIONS, SEGMENTS)
 
@@ -97,6 +97,20 @@ def test_silent_router_learns_and_its_block_does_not(plain):
     y_BTD, record = apply(silent, stream())
     np.testing.assert_array_equal(y_BTD, stream())
     np.testing.assert_array_equal(record.selected_BT[0], np.arange(LENGTH) < 6)
+
+
+@pytest.mark.parametrize(('rule', 'learns'), [('predictor', 'predictor'), ('aux_loss', 'router')])
+def test_who_learns_by_the_loss_of_a_causal_rule(rule, learns, tiny_config):
+    """The predictor alone, without the stream; by the auxiliary loss the scores themselves."""
+    apply, params = block(tiny_config, 'top_c', rule=rule)
+
+    def loss(params, x_BTD):
+        return jnp.sum(apply(params, x_BTD)[1].rule_logits_BT)
+
+    gradient, of_stream_BTD = jax.grad(loss, argnums=(0, 1))(params, stream())
+    moved = {name for name, leaves in gradient.items() if any(map(np.any, jax.tree.leaves(leaves)))}
+    assert moved == {learns}
+    assert np.any(of_stream_BTD) == (rule == 'aux_loss')
 
 
 def test_any_number_of_tokens_in_the_least_size(tiny_config, monkeypatch):
