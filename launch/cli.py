@@ -172,6 +172,8 @@ def _check_paths():
     for name in _PATHS:
         if name in FLAGS and FLAGS[name].value == '':
             raise ValueError(f'--{name}=: is empty; must be a path: is a variable unset?')
+        if name in FLAGS and FLAGS[name].value:  # shells expand ~ at the start of words alone
+            FLAGS[name].value = os.path.expanduser(FLAGS[name].value)
     path = FLAGS['json'].value if 'json' in FLAGS else None
     if path is None or path == '-' or not os.path.exists(path):
         return
@@ -274,12 +276,26 @@ def define_mesh(text: str, default: str | None = None) -> flags.FlagHolder:
     return holder
 
 
-def check_run(workdir: str):
-    """Raises ValueError, one line, unless it holds a run; several processes check it together."""
-    from moddepth_jax.training.run_dir import read_config
+def check_run(workdir: str, looks_ahead: bool = False):
+    """Raises ValueError, one line, unless it holds a run that has --step and can run --routing.
 
-    if is_alone():
-        read_config(workdir)
+    Needs no JAX. Several processes check it together later. `looks_ahead`: --routing=top_c may be.
+    """
+    from moddepth_jax.hparams.rules import check_causal, check_routing
+    from moddepth_jax.training import run_dir
+
+    if not is_alone():
+        return
+    config, _ = run_dir.read_config(workdir)
+    routing, step = (FLAGS[name].value if name in FLAGS else None for name in ('routing', 'step'))
+    if step is not None and step not in run_dir.checkpoint_steps(workdir, 0):
+        raise ValueError(run_dir.missing_step(workdir, step))
+    if routing is not None:
+        try:
+            resolved = hparams.check_values(config)
+        except ValueError:  # of a run that names what its own file defines
+            resolved, _ = run_dir.read_hparams(workdir)
+        (check_routing if looks_ahead else check_causal)(resolved, routing)
 
 
 def is_alone() -> bool:
@@ -294,7 +310,8 @@ def load_saved_run(workdir: str, mesh_of=None, say_remaining=True):
     output of the command: none comes before an error.
     """
     from moddepth_jax.training import multihost
-    from moddepth_jax.training.saved_run import load_run, read_hparams
+    from moddepth_jax.training.run_dir import read_hparams
+    from moddepth_jax.training.saved_run import load_run
 
     mesh = mesh_of and multihost.run_on_all(lambda: mesh_of(read_hparams(workdir)[0]))
     step = FLAGS['step'].value if 'step' in FLAGS else None

@@ -48,6 +48,8 @@ def check_words(words: list[str], positional: str, error: Exception | None = Non
                 _check_neighbors(word, following, takes_next, positional)
             i += takes_next and (name in FLAGS or not ''.join(following[:1]).startswith('-'))
         i += 1
+    if positional and isinstance(error, flags.UnrecognizedFlagError):
+        raise ValueError(_unknown_flag(error, positional.splitlines()[0]))
     if not strays or positional:
         return
     if no_config:
@@ -113,12 +115,14 @@ def _known():
     return names
 
 
-def _unknown_flag(error):
+def _unknown_flag(error, positional=''):
     from launch import config_file
 
     if 'config' in FLAGS and not FLAGS['config'].value and error.flagname.startswith('config.'):
         return f'{error.flagvalue}: needs --config=FILE.py before it'
     right = config_file.nearest(error.flagname, _known())
+    if positional and right.startswith('there are'):
+        right = f'{right}, and without a flag {positional}'
     if error.flagname.split('.')[0] == 'config' and 'config' not in FLAGS:
         right = 'the run of --workdir has its own config' if 'workdir' in FLAGS else right
         right = 'flags of the command follow --' if 'restarts' in FLAGS else right

@@ -91,8 +91,8 @@ def main(_):
 
     if LIMIT.value is not None and not LIMIT.value > 0:
         raise ValueError(f'--limit={LIMIT.value:g}: must be above 0')
-    harness, harness_tasks = _import()
     cli.check_run(WORKDIR.value)
+    harness, harness_tasks = _import()
     import lm_eval
 
     with cli.progress_bar('reading the list of tasks', 1):
