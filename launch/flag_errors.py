@@ -7,6 +7,7 @@ import sys
 from absl import flags
 
 FLAGS = flags.FLAGS
+_BOOLEANS = ('true', 'false', '1', '0', 'yes', 'no', 'on', 'off')
 _DASHES = '\u2010\u2011\u2012\u2013\u2014\u2015\u2212'  # what editors and web pages make of -
 
 
@@ -95,7 +96,7 @@ def _unexpected(word, before):
         if meant in known:
             return f'{word}: unexpected; did you mean --{meant}{word[len(name) :]}?'
     flag, equals, given = before.partition('=')
-    if flag.lstrip('-') in FLAGS and not equals and FLAGS[flag.lstrip('-')].boolean:
+    if flag.lstrip('-') in FLAGS and not equals and word.lower() in _BOOLEANS:
         return f'{before} {word}: a value of {before} follows "=", as in {before}=false'
     if given.endswith(',') or word.startswith(',') or (value and '=' in given):
         joined = f'{before.rstrip(",")},{word.lstrip(",")}'
