@@ -98,6 +98,7 @@ def load(spec: str) -> ConfigDict:
 
     A configs/NAME.py that is not below the current directory is read from the installed package.
     """
+    spec = os.path.expanduser(spec)
     if spec.endswith('.json'):
         return _load_stored(pathlib.Path(spec))
     path, texts = _python_file(spec), spec.split(':', 1)[1:]
@@ -144,6 +145,7 @@ def _python_file(spec):
 
 def source(spec: str) -> str | None:
     """The Python file of --config=`spec`, or the one that the run of its config.json kept."""
+    spec = os.path.expanduser(spec)
     if not spec.endswith('.json'):
         return _python_file(spec)
     kept = pathlib.Path(spec).with_name(SOURCE_FILE)

@@ -47,12 +47,14 @@ RUNS = [
     ([BASE, '--config.model.windows=8', '--config.model.windows=0'], 'base 6 (8, 0) False'),
     (['--config={}/text.py:5', '--workdir', 'somewhere'], 'text 5 (0,) False'),
     (['--config={}/text.py:5', '--config.model.num_layers=7'], 'text 7 (0,) False'),
+    (['--config=~/text.py:5'], 'text 5 (0,) False'),
 ]
 
 
-def test_flags_and_overrides_reach_main(toy):
+def test_flags_and_overrides_reach_main(toy, folder):
     """In both forms; status 0, nothing on stderr, and JAX has not looked for devices yet."""
-    for (line, printed), done in zip(RUNS, toy(*(line for line, _ in RUNS)), strict=True):
+    found = toy(*(line for line, _ in RUNS), HOME=str(folder))
+    for (line, printed), done in zip(RUNS, found, strict=True):
         assert (done.status, done.stderr) == (0, ''), line
         assert done.stdout.startswith(printed) and done.stdout.endswith('False\n'), line
 
