@@ -6,7 +6,6 @@ import errno
 import functools
 import gc
 import inspect
-import itertools
 import json
 import os
 import pathlib
@@ -19,6 +18,7 @@ import traceback
 
 from absl import app, flags, logging
 
+from launch import flag_errors
 from moddepth_jax import hparams
 from moddepth_jax.hparams import flag_values, registry
 
@@ -159,13 +159,11 @@ def _parse(argv, positional, described):
             argv = list(sys.argv)
         try:
             rest = FLAGS(argv)
-        except flags.Error as error:
-            if not positional and (line := _without_flag(argv, str(error))):
-                raise ValueError(line) from None
+        except (flags.Error, ValueError) as error:
+            flag_errors.check_words(given, positional, error)
             raise
+        flag_errors.check_words(given, positional)
         _check_paths()
-        if rest[1:] and not positional:
-            raise ValueError(_unexpected(rest[1], argv))
         _prepare_backend()
         return rest
 
@@ -174,6 +172,8 @@ def _check_paths():
     for name in _PATHS:
         if name in FLAGS and FLAGS[name].value == '':
             raise ValueError(f'--{name}=: is empty; must be a path: is a variable unset?')
+        if name in FLAGS and FLAGS[name].value:  # shells expand ~ at the start of words alone
+            FLAGS[name].value = os.path.expanduser(FLAGS[name].value)
     path = FLAGS['json'].value if 'json' in FLAGS else None
     if path is None or path == '-' or not os.path.exists(path):
         return
@@ -220,14 +220,9 @@ def _one_line(error):
             return f'{name}: {error.strerror or error}{right}'
         users = isinstance(error, (FileNotFoundError, PermissionError))
         return str(error) if users or error.errno in _DISK_ERRORS else ''
-    if isinstance(error, flags.UnrecognizedFlagError):
-        return _unknown_flag(error)
-    if isinstance(error, flags.IllegalFlagValueError):
-        return _illegal_value(error)
-    if missing := re.match('Missing value for flag (.*)', str(error)):
-        return f'{missing[1]}: missing value; write {missing[1]}=VALUE'
-    users = isinstance(error, (ValueError, flags.Error))
-    return str(error) or type(error).__name__ if users else ''
+    if isinstance(error, flags.Error):
+        return flag_errors.describe(error)
+    return str(error) or type(error).__name__ if isinstance(error, ValueError) else ''
 
 
 def _is_of_platform(error):
@@ -239,73 +234,11 @@ def _is_of_platform(error):
     return isinstance(error, RuntimeError) and unknown
 
 
-def _unknown_flag(error):
-    from launch import config_file
-
-    config = FLAGS['config'].value if 'config' in FLAGS else None
-    if 'config' in FLAGS and not config and error.flagname.startswith('config.'):
-        return f'{error.flagvalue}: needs --config=FILE.py before it'
-    known = [flag.name for flag in _own_flags()]
-    known += config_file.knob_names(config) if config else []
-    right = config_file.nearest(error.flagname, known)
-    if error.flagname.split('.')[0] == 'config' and 'config' not in FLAGS:
-        right = 'the run of --workdir has its own config' if 'workdir' in FLAGS else right
-        right = 'flags of the command follow --' if 'restarts' in FLAGS else right
-    return f'{error.flagvalue}: no such flag; {right}'
-
-
-def _illegal_value(error):
-    text = str(error).removeprefix('flag ')
-    name = re.match(r'--([^=]+)=', text)
-    if not name or name[1] not in FLAGS:
-        return str(error)
-    flag = FLAGS[name[1]]
-    if 'must have a value other than None' in text:
-        return f'--{flag.name}: missing; {flag.help.split(". ")[0]}'
-    parser, right = flag.parser, flag.parser.syntactic_help
-    if isinstance(parser, flags.BooleanParser):
-        right = 'true or false'
-    elif isinstance(parser, flags.EnumParser):
-        right = f'one of {", ".join(parser.enum_values)}'
-    elif parser.flag_type() == 'tuple':
-        right = "a tuple, such as '(256, 0)'"
-    return f'{text.removesuffix(f": {error.__context__}")}: must be {right}' if right else text
-
-
-def _without_flag(argv, error):
-    """The line on an argument that lacks its flag, if a required flag is missing, or ''."""
-    missing = re.match('flag --(.+)=None: .* other than None', error)
-    no_config = 'config' in FLAGS and FLAGS['config'].value is None
-    for before, argument in itertools.pairwise(argv) if missing or no_config else ():
-        if argument.startswith('-') or (before.startswith('-') and '=' not in before):
-            continue
-        if no_config:
-            from launch import config_file
-
-            meant = f'config={config_file.meant(argument) or argument}'
-        else:
-            meant = f'{missing[1]}={argument}'
-        return f'{argument}: unexpected; did you mean --{meant}?'
-    return ''
-
-
-def _unexpected(argument, argv):
-    before = argv[argv.index(argument) - 1]
-    name = before.lstrip('-')
-    if name in FLAGS and FLAGS[name].boolean:
-        return f'{before} {argument}: a value of {before} follows "=", as in {before}=false'
-    return f'{argument}: unexpected; every option starts with --, and --help lists them'
-
-
-def _own_flags():
-    return sorted(FLAGS.get_key_flags_for_module(sys.argv[0]), key=lambda flag: flag.name)
-
-
 def _help_text(positional, described):
     lines = [inspect.cleandoc(sys.modules['__main__'].__doc__ or ''), '']
     lines += ['arguments:', f'  {positional}', ''] * bool(positional)
     rows = {}
-    for flag in (flag for flag in _own_flags() if flag.name not in described):
+    for flag in (flag for flag in flag_errors.own_flags() if flag.name not in described):
         default = '' if flag.default in (None, False, '') else f' Default: {flag.default}.'
         rows[f'--{"[no]" * flag.boolean}{flag.name}'] = flag.help + default
     return '\n'.join([*lines, 'flags:', *columns(rows)])
@@ -343,12 +276,26 @@ def define_mesh(text: str, default: str | None = None) -> flags.FlagHolder:
     return holder
 
 
-def check_run(workdir: str):
-    """Raises ValueError, one line, unless it holds a run; several processes check it together."""
-    from moddepth_jax.training.run_dir import read_config
+def check_run(workdir: str, looks_ahead: bool = False):
+    """Raises ValueError, one line, unless it holds a run that has --step and can run --routing.
 
-    if is_alone():
-        read_config(workdir)
+    Needs no JAX. Several processes check it together later. `looks_ahead`: --routing=top_c may be.
+    """
+    from moddepth_jax.hparams.rules import check_causal, check_routing
+    from moddepth_jax.training import run_dir
+
+    if not is_alone():
+        return
+    config, _ = run_dir.read_config(workdir)
+    routing, step = (FLAGS[name].value if name in FLAGS else None for name in ('routing', 'step'))
+    if step is not None and step not in run_dir.checkpoint_steps(workdir, 0):
+        raise ValueError(run_dir.missing_step(workdir, step))
+    if routing is not None:
+        try:
+            resolved = hparams.check_values(config)
+        except ValueError:  # of a run that names what its own file defines
+            resolved, _ = run_dir.read_hparams(workdir)
+        (check_routing if looks_ahead else check_causal)(resolved, routing)
 
 
 def is_alone() -> bool:
@@ -363,7 +310,8 @@ def load_saved_run(workdir: str, mesh_of=None, say_remaining=True):
     output of the command: none comes before an error.
     """
     from moddepth_jax.training import multihost
-    from moddepth_jax.training.saved_run import load_run, read_hparams
+    from moddepth_jax.training.run_dir import read_hparams
+    from moddepth_jax.training.saved_run import load_run
 
     mesh = mesh_of and multihost.run_on_all(lambda: mesh_of(read_hparams(workdir)[0]))
     step = FLAGS['step'].value if 'step' in FLAGS else None

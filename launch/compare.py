@@ -9,6 +9,7 @@ compare.json and the curves, compare.png.
 """
 
 import json
+import os
 
 from absl import flags
 
@@ -20,8 +21,13 @@ OUT = flags.DEFINE_string('out', 'runs/comparison', 'Directory for compare.json 
 def main(argv):
     if len(argv) < 2:
         raise ValueError('RUN: missing; give the directories of one run or more')
+    from moddepth_jax.training.run_dir import read_finished, write_atomically
+
+    for path in argv[1:]:  # before JAX is imported
+        if ',' in path and not os.path.exists(path):
+            raise ValueError(f'{path}: no such directory; separate runs by spaces')
+        read_finished(path)
     from moddepth_jax.studies import compare
-    from moddepth_jax.training.run_dir import write_atomically
     from moddepth_jax.training.summary import replace_nonfinite
     from moddepth_jax.training.tables import print_table
 

@@ -22,6 +22,16 @@ _AUTO = (  # knobs whose default is resolved by the others
     *('model.routing.gate', 'model.routing.causal_rule'),
     *(f'model.depth.{knob}' for knob in (*AUTO_KNOBS, 'gradient_dtype')),
 )
+_ELSEWHERE = {  # words of other projects, and the last parts of our names for them
+    **dict.fromkeys(('epochs', 'max_steps', 'max_iters', 'iterations'), ['num_steps']),
+    **dict.fromkeys(('layers', 'n_layer', 'num_hidden_layers'), ['layers', 'num_layers']),
+    **dict.fromkeys(('hidden_size', 'n_embd', 'dim', 'width'), ['d_model']),
+    **dict.fromkeys(('block_size', 'seq_len', 'context', 'context_length'), ['sequence_length']),
+    **dict.fromkeys(('dataset', 'data', 'text', 'input', 'corpus'), ['data', 'source', 'text']),
+    **dict.fromkeys(('output', 'output_dir', 'logdir', 'checkpoint', 'run'), ['workdir']),
+    **dict.fromkeys(('gpus', 'devices', 'num_gpus'), ['mesh']),
+    'model': ['workdir', 'config'],
+}
 
 
 class Parser(flags.ArgumentParser):
@@ -30,7 +40,9 @@ class Parser(flags.ArgumentParser):
     def parse(self, path):
         """The config of --config=`path`."""
         if FLAGS['config'].present:
-            raise flags.Error(f'--config={path}: given twice; a run has one config')
+            knob = f'config.{path.partition("=")[0]}' in knob_names(FLAGS['config'].value)
+            right = f'did you mean --config.{path}?' if knob else 'a run has one config'
+            raise flags.Error(f'--config={path}: given twice; {right}')
         config = load(path)
         config.lock()
         knobs = knob_names(config)
@@ -54,8 +66,9 @@ def nearest(name: str, known: list[str]) -> str:
     last = {other: other.split('.')[-1] for other in known}
     group, _, word = name.rpartition('.')
     inside = [tail for other, tail in last.items() if group and other == f'{group}.{tail}']
-    tails = _alike(word, last.values(), 0.8 if inside else 0.65)
-    if word not in tails:
+    tails = [tail for tail in _ELSEWHERE.get(word, ()) if tail in last.values()]
+    tails = tails or _alike(word, last.values(), 0.8 if inside else 0.65)
+    if not {word, *_ELSEWHERE.get(word, ())} & {*tails}:
         tails = _alike(word, inside, 0.65) or tails
     if tails:
         near = [other for other in known if last[other] in tails]
@@ -71,10 +84,11 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 def _alike(word, names, cutoff):
-    """Those of `names` that are `word`, else have it as a word, else as initials, else nearest."""
+    """Those of `names` that are `word`, have or begin with it, have it as initials, are nearest."""
     parts = {name: name.split('_') for name in names}
     initials = [name for name, words in parts.items() if word == ''.join(w[:1] for w in words)]
-    holding = [name for name, words in parts.items() if word in words]
+    begun = {name for name in parts if word[2:] and name.startswith(word)}
+    holding = [name for name, words in parts.items() if word in words or name in begun]
     near = difflib.get_close_matches(word, parts, n=1, cutoff=cutoff)
     return [name for name in parts if name == word] or holding or initials or near
 
@@ -84,6 +98,7 @@ def load(spec: str) -> ConfigDict:
 
     A configs/NAME.py that is not below the current directory is read from the installed package.
     """
+    spec = os.path.expanduser(spec)
     if spec.endswith('.json'):
         return _load_stored(pathlib.Path(spec))
     path, texts = _python_file(spec), spec.split(':', 1)[1:]
@@ -130,6 +145,7 @@ def _python_file(spec):
 
 def source(spec: str) -> str | None:
     """The Python file of --config=`spec`, or the one that the run of its config.json kept."""
+    spec = os.path.expanduser(spec)
     if not spec.endswith('.json'):
         return _python_file(spec)
     kept = pathlib.Path(spec).with_name(SOURCE_FILE)

@@ -153,7 +153,7 @@ def _export():
     from moddepth_jax.conversion.families import CONFIG_FILE, FAMILIES, config_of, read_config
     from moddepth_jax.conversion.hugging_face import export_params
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
-    from moddepth_jax.training.saved_run import read_hparams
+    from moddepth_jax.training.run_dir import read_hparams
 
     workdir = pathlib.Path(WORKDIR.value)
     kind, no_family = torch_folder.kind_of(read_hparams(workdir)[0].model)
@@ -207,7 +207,7 @@ def _from_run():
     from moddepth_jax.data.pipeline import make_dataset
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.hparams import from_config
-    from moddepth_jax.training.saved_run import read_hparams
+    from moddepth_jax.training.run_dir import read_hparams
     from moddepth_jax.training.teacher import check_teacher
     from moddepth_jax.training.trainable import check_trainable
 

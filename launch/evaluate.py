@@ -48,7 +48,7 @@ def _load_data(run):
     from moddepth_jax.data.pipeline import make_held_out
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.hparams import checks
-    from moddepth_jax.model.transformer import check_routing
+    from moddepth_jax.hparams.rules import check_routing
 
     if ROUTING.value is not None:
         check_routing(run.hparams, ROUTING.value)
@@ -211,8 +211,8 @@ def _print_domains(report):
 
 
 def main(_):
-    cli.check_run(WORKDIR.value)
-    from moddepth_jax.model.transformer import causal_routing
+    cli.check_run(WORKDIR.value, looks_ahead=True)
+    from moddepth_jax.hparams.rules import causal_routing
     from moddepth_jax.training import multihost
 
     if DATA.value is not None and DOMAINS.value is not None:

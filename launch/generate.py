@@ -137,8 +137,8 @@ def _read_prompts():
 
 def _request(run, tokenizer, texts, cut=False):
     """The arguments of `generate` except the model; raises as it does, or cuts prompts' left."""
+    from moddepth_jax.hparams.rules import causal_routing, check_causal
     from moddepth_jax.inference.generate import check_chunk, check_draft, check_request
-    from moddepth_jax.model.transformer import causal_routing, check_causal
 
     prompts = []
     for text in texts:

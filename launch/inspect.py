@@ -81,7 +81,7 @@ def _measure(run, text, name, out):
     from moddepth_jax.analysis.token_classes import guess_language, token_classes
     from moddepth_jax.data.pipeline import token_stream
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
-    from moddepth_jax.model.transformer import causal_routing, check_routing
+    from moddepth_jax.hparams.rules import causal_routing, check_routing
 
     hparams, variables = run.hparams_of_stage, run.state.variables
     routing = ROUTING.value or causal_routing(hparams)
@@ -169,7 +169,7 @@ def _rank_blocks(run, out):
     from moddepth_jax.analysis import importance
     from moddepth_jax.analysis.heatmaps import plot_importance
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
-    from moddepth_jax.model.transformer import causal_routing, check_routing
+    from moddepth_jax.hparams.rules import causal_routing, check_routing
     from moddepth_jax.training.mesh import make_mesh
     from moddepth_jax.training.run_dir import write_atomically
 
@@ -217,7 +217,7 @@ def _describe_importance(out, about, found):
 
 
 def main(_):
-    cli.check_run(WORKDIR.value)
+    cli.check_run(WORKDIR.value, looks_ahead=True)
     from moddepth_jax.training.run_dir import CONFIG_FILE
 
     given = [name for name in OF_TEXT if flags.FLAGS[name].present]

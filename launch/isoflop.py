@@ -69,15 +69,22 @@ def _shard():
 
 
 def main(_):
-    flag, study, shard = flags.FLAGS['config'], _study(), _shard()  # without JAX
+    flag, study, shard = flags.FLAGS['config'], _study(), _shard()
+    workdir = pathlib.Path(WORKDIR.value or pathlib.Path('runs') / cli.config_name())
 
     from launch.study_config import StudyConfig
-    from moddepth_jax.studies import runner
+    from moddepth_jax.studies.folders import check_folder
     from moddepth_jax.studies.plan import Plan
 
-    runner.share_threads(PROCESSES.value)
     config = StudyConfig(flag.config_filename, flag.override_values, study.kind)
-    workdir = pathlib.Path(WORKDIR.value or pathlib.Path('runs') / cli.config_name())
+    for size in study.sizes:
+        config.config('dense', size, study.budgets[0])
+    if not DRY_RUN.value:
+        check_folder(workdir)
+    # What is wrong so far is refused before JAX is imported.
+    from moddepth_jax.studies import runner
+
+    runner.share_threads(PROCESSES.value)
     description = {'kind': study.kind, 'config': flag.config_filename}
     description['overrides'] = flag.override_values
     plan, cache = Plan(study, config.shallower), cli.enable_compilation_cache

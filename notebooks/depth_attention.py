@@ -36,8 +36,8 @@ from moddepth_jax.analysis.depth_mass import depth_mass
 from moddepth_jax.analysis.heatmaps import plot_depth_mass
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import from_config
+from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model.flops import depth_readers, forward_breakdown
-from moddepth_jax.model.transformer import causal_routing
 from moddepth_jax.training.loop import train
 from moddepth_jax.training.metrics import read_metrics
 from moddepth_jax.training.saved_run import load_run

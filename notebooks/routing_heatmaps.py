@@ -39,7 +39,7 @@ from moddepth_jax.analysis.inspection import inspect_tokens, totals
 from moddepth_jax.analysis.token_classes import guess_language, token_classes
 from moddepth_jax.data.pipeline import make_dataset, token_stream
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.transformer import causal_routing
+from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.training.loop import train
 from moddepth_jax.training.saved_run import load_run
 

@@ -17,9 +17,10 @@ from kernels_pallas import backends, depth_attention
 from moddepth_jax.analysis import block_stats
 from moddepth_jax.data import readers
 from moddepth_jax.hparams import from_config
+from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model.decoding import decode_step, prefill, unroll
 from moddepth_jax.model.flops import forward_breakdown
-from moddepth_jax.model.transformer import Transformer, causal_routing
+from moddepth_jax.model.transformer import Transformer
 from tests import documented
 
 depth_attention_module = sys.modules['kernels_pallas.depth_attention']

@@ -25,9 +25,10 @@ from moddepth_jax.analysis.layer_walk import (
 )
 from moddepth_jax.analysis.signal_dilution import Moments, moments, probe_r2
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model.cross_entropy import cross_entropy
 from moddepth_jax.model.stack import Stack, unstack_layers
-from moddepth_jax.model.transformer import Transformer, causal_routing
+from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.losses import IGNORED, masked_labels
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)

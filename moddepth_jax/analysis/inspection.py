@@ -10,9 +10,9 @@ from moddepth_jax.analysis.block_stats import rank_correlation
 from moddepth_jax.analysis.layer_walk import entropies, layer_deltas, relative_change
 from moddepth_jax.analysis.token_classes import CLASSES
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams.rules import check_routing
 from moddepth_jax.model.cross_entropy import token_losses
 from moddepth_jax.model.routing import RoutingRecord
-from moddepth_jax.model.transformer import check_routing
 from moddepth_jax.training.losses import IGNORED
 
 

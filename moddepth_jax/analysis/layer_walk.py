@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams.rules import check_routing
 from moddepth_jax.model import ahead
 from moddepth_jax.model.attention import AttentionInputs, DepthSlots, TokenInfo
 from moddepth_jax.model.block import Block
@@ -22,7 +23,7 @@ from moddepth_jax.model.routing import scatter_tokens
 from moddepth_jax.model.stack import Stack, merge_records
 from moddepth_jax.model.stack_scan import empty_slots, put_slots
 from moddepth_jax.model.streams import LayerKind, layer_kinds
-from moddepth_jax.model.transformer import causal_sizes, check_routing, token_info
+from moddepth_jax.model.transformer import causal_sizes, token_info
 
 
 class Seen(NamedTuple):

@@ -16,8 +16,8 @@ import rich.table
 import rich.text
 
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.inference.generate import generate
-from moddepth_jax.model.transformer import causal_routing
 from moddepth_jax.training.loop import Run
 from moddepth_jax.training.metrics import METRICS_FILE
 from moddepth_jax.training.progress import format_count, format_seconds, printable

@@ -10,9 +10,10 @@ from moddepth_jax.benchmarks.models import LOOPED, LOOPS, TITLES, make_model
 from moddepth_jax.benchmarks.timing import time_interleaved
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.hparams.checks import one_of
+from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model.decoding import decode_step, prefill, unroll
 from moddepth_jax.model.kv_cache import Cache, cache_bytes, update_cache
-from moddepth_jax.model.transformer import Transformer, causal_routing
+from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.summary import versions
 from moddepth_jax.training.tables import column_per_row, fixed
 

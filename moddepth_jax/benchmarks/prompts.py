@@ -8,9 +8,10 @@ import numpy as np
 
 from moddepth_jax.benchmarks.models import make_model
 from moddepth_jax.benchmarks.timing import time_interleaved
+from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.model.decoding import empty_cache, extend, prefill, unroll
-from moddepth_jax.model.transformer import Transformer, causal_routing
+from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.summary import versions
 from moddepth_jax.training.tables import column_per_row, fixed
 

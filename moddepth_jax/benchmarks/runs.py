@@ -9,8 +9,8 @@ import numpy as np
 from moddepth_jax.benchmarks.timing import time_interleaved
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
+from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model.flops import forward_flops
-from moddepth_jax.model.transformer import causal_routing
 from moddepth_jax.training.evaluate import eval_step
 from moddepth_jax.training.mesh import make_mesh, shard_batch
 from moddepth_jax.training.saved_run import load_run, load_teacher

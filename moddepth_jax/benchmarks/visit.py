@@ -63,7 +63,8 @@ def _find_device(toy):
     wanted = 'cpu' if toy else 'gpu'
     if found.get('platform') == wanted:
         return found
-    why = f'JAX says: {error or "nothing"}'
+    why = f'JAX says: {error}' if error else f'JAX finds {found.get("platform", "nothing")} alone'
+    why += '; --toy rehearses everything on a CPU' * (not toy)
     if not toy and asked and not {'cuda', 'gpu'} & set(asked.split(',')):
         why = f'JAX_PLATFORMS={asked} is set; unset it, or set it to cuda,cpu'
     print(f'error: no {wanted.upper()}: {why}', file=sys.stderr)

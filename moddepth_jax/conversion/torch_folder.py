@@ -27,7 +27,8 @@ from moddepth_jax.conversion.tensor_files import TensorFiles
 from moddepth_jax.conversion.transfer_params import abstract_params, in_layer, layer_numbers
 from moddepth_jax.data.directory import read_json
 from moddepth_jax.hparams import Hparams, ModelHparams
-from moddepth_jax.model.transformer import average_shapes, causal_routing, layer_args
+from moddepth_jax.hparams.rules import causal_routing
+from moddepth_jax.model.transformer import average_shapes, layer_args
 
 SOURCE = pathlib.Path(__file__).parent / 'torch_model'
 MODULES = ('configuration_moddepth.py', 'layers_moddepth.py', 'modeling_moddepth.py')

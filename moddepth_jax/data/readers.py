@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import json
+import os
 import pathlib
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,7 @@ _BATCH = 16  # rows or records in memory at a time
 _MOST_NAMES = 8  # in a message
 _WRITE_AGAIN = 'write the file again or leave it out'
 _HEAD = 8000  # a file with a NUL among its first characters is binary, as for git
+_MAX_TEXT = 1 << 32  # bytes of a file that is one text, which is read at once
 _MARKS = {  # that of UTF-32 begins with that of UTF-16
     'utf-32': (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
     'utf-16': (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
@@ -312,6 +314,9 @@ def to_utf8(where: object, content: bytes, encoding: str) -> bytes:
 def read_text(path: pathlib.Path, encoding: str) -> bytes:
     """A file, plain or compressed, as one text in UTF-8; raises OSError, or BadText."""
     with open_plain(path) as (stream, _):
+        if (size := os.stat(path).st_size) > _MAX_TEXT:
+            problem = f'{size:,} bytes, more than the {_MAX_TEXT:,} that one text may have'
+            raise BadText(path, 'too long', problem, 'split it into files, or rows of .jsonl')
         return to_utf8(path, stream.read(), encoding)
 
 

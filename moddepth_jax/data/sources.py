@@ -25,6 +25,7 @@ def find_files(
     followed, but no folder is searched twice. Raises ValueError, one line with the `option` and
     what would be `right`, without a file, and for a folder that something else has written.
     """
+    _check_address(source, option)
     pattern = os.path.expanduser(source)
     root = pathlib.Path(pattern)
     if os.path.realpath(pattern) in _NO_TEXTS:
@@ -52,10 +53,18 @@ def check_source(source: str):
     path, right = os.path.expanduser(source), _RIGHT + readers.describe_formats()
     if source in MADE or is_started(source):
         return
+    _check_address(source, 'data.source')
     if os.path.isdir(path):
         _check_folder(source, 'data.source', right)
     elif not os.path.lexists(path) and ('**' in path or not any(glob.iglob(path))):
         raise ValueError(f'data.source={source!r}: matches no file; {right}')
+
+
+def _check_address(source, option):
+    if re.match('[a-z0-9]+://', source):
+        raise ValueError(
+            f'{option}={source!r}: is an address; download it, and name the files here'
+        )
 
 
 def _check_folder(source, option, right):

@@ -128,10 +128,52 @@ def _little_endian(dtype):
     return np.dtype(dtype).newbyteorder('<')
 
 
+class _Watch:
+    """A file that must not be written to while it is open."""
+
+    def __init__(self, path):
+        self._path, self._descriptor = path, os.open(path, os.O_RDONLY)
+        self._before = self._state()
+
+    def __del__(self):
+        os.close(self._descriptor)
+
+    def _state(self):
+        found = os.fstat(self._descriptor)
+        return found.st_size, found.st_mtime_ns
+
+    def check(self):
+        if self._state() != self._before:
+            right = 'start again, which checks it'
+            raise ValueError(f'{self._path}: was changed while it was read; {right}')
+
+
+class MappedFile(np.memmap):
+    """The numbers in a file; reading them raises ValueError, one line, once it was written to.
+
+    A page that was cut off would end the process by a signal, other changes would go unnoticed.
+    """
+
+    watch = None
+
+    def __array_finalize__(self, base):
+        super().__array_finalize__(base)
+        self.watch = getattr(base, 'watch', None)
+
+    def __getitem__(self, index):
+        if self.watch is not None:
+            self.watch.check()
+        found = super().__getitem__(index)
+        return found.view(np.ndarray) if isinstance(found, np.ndarray) else found
+
+
 def _map(path, dtype):
     if not os.path.getsize(path):  # an empty file cannot be mapped
         return np.empty(0, _little_endian(dtype))
-    return np.memmap(path, _little_endian(dtype), 'r')
+    watch = _Watch(path)
+    mapped = MappedFile(path, _little_endian(dtype), 'r')
+    mapped.watch = watch
+    return mapped
 
 
 def open_store(directory: str | os.PathLike) -> Store:

@@ -54,9 +54,9 @@ def from_config(config) -> Hparams:
     return _build(Hparams, config)
 
 
-def check_values(config):
-    """All checks of `from_config` but those of the classes of a registry, which import JAX."""
-    _build(Hparams, config, make=_checked)
+def check_values(config) -> Hparams:
+    """As `from_config`, without the checks of the classes of a registry, which import JAX."""
+    return _build(Hparams, config, make=_checked)
 
 
 def _checked(cls, fields):

@@ -241,8 +241,8 @@ def parse_layers(field: str, text: str, num_layers: int) -> tuple[int, ...]:
     except ValueError:
         chosen = ()
     if not chosen or not 0 <= chosen[0] <= chosen[-1] < num_layers:
-        right = f'must be every:N, middle:FIRST:LAST or a list of layers below {num_layers}'
-        refuse(field, text, right + ', and name at least one')
+        right = 'must be every:N, middle:FIRST:LAST or a list such as 0,1 of layers below'
+        refuse(field, text, f'{right} {num_layers}, and name at least one')
     return tuple(chosen)
 
 

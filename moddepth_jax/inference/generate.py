@@ -11,13 +11,13 @@ import numpy as np
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.hparams.flag_values import check_sampling
+from moddepth_jax.hparams.rules import causal_routing, check_causal
 from moddepth_jax.inference.prompt_cache import PromptCache
 from moddepth_jax.inference.sampling import sample
 from moddepth_jax.model import ahead
 from moddepth_jax.model.decoding import empty_cache, extend, prefill, unroll
 from moddepth_jax.model.kv_cache import Cache, longest_routed_row, resize_cache, update_cache
 from moddepth_jax.model.layers import lm_head
-from moddepth_jax.model.transformer import causal_routing, check_causal
 
 _MIN_LENGTH = 16  # prompts are padded to powers of two: few shapes, few compilations
 _CAPACITY_STEP = 128  # the capacity of dense caches is a multiple of this

@@ -12,9 +12,9 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams.rules import causal_routing, check_causal
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.inference.scoring import score
-from moddepth_jax.model.transformer import causal_routing, check_causal
 
 _DEFAULT_TOKENS = 256  # of a task that does not say, if it is not more than half the context
 _DECODING_CONTEXT = 8  # tokens before a text that it is decoded with

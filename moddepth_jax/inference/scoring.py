@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams.rules import causal_routing, check_causal
 from moddepth_jax.inference.generate import unrolled_variables
 from moddepth_jax.model.cross_entropy import token_losses
 from moddepth_jax.model.decoding import extend, prefill
 from moddepth_jax.model.kv_cache import resize_cache
 from moddepth_jax.model.layers import lm_head
-from moddepth_jax.model.transformer import Transformer, causal_routing, check_causal
+from moddepth_jax.model.transformer import Transformer
 
 _MIN_LENGTH = 16  # least of the lengths that rows are padded to
 _MAX_PARTS = 4  # continuations that one row can score

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams.rules import check_causal
 from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.kv_cache import (
@@ -26,7 +27,7 @@ from moddepth_jax.model.routing import gather_tokens, mask_to_indices, static_si
 from moddepth_jax.model.sharding import unshard_params
 from moddepth_jax.model.stack import Stack, per_layer_args, stack_slots, unstack_layers
 from moddepth_jax.model.streams import layer_kinds
-from moddepth_jax.model.transformer import check_causal, check_dtype, layer_args, token_info
+from moddepth_jax.model.transformer import check_dtype, layer_args, token_info
 
 
 def unroll(variables, hparams: Hparams, routing: str) -> dict:

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 import pathlib
-import shlex
 import statistics
 
 import numpy as np
@@ -15,8 +14,8 @@ from moddepth_jax.studies.plot_style import SETTINGS, new_figure, scientific
 from moddepth_jax.studies.statistics import INVALID_GAP, Interval, interval
 from moddepth_jax.training.metrics import METRICS_FILE, read_metrics
 from moddepth_jax.training.progress import format_count
-from moddepth_jax.training.run_dir import CONFIG_FILE, read_config
-from moddepth_jax.training.summary import SUMMARY_FILE, read_summary
+from moddepth_jax.training.run_dir import read_finished
+from moddepth_jax.training.summary import read_summary
 from moddepth_jax.training.tables import Table
 
 SAME_FLOPS = 0.01  # budgets that differ by less are called equal
@@ -94,15 +93,8 @@ class Variant:
 
 def read_run(path: str) -> FinishedRun:
     """Reads a run. Raises ValueError, one line, for none, or one unfinished or with rows lost."""
-    try:
-        config, _ = read_config(path)
-    except ValueError as error:
-        raise ValueError(str(error).removeprefix('--workdir=')) from None
-    knobs = traverse_util.flatten_dict(config, sep='.')
-    if (summary := read_summary(path, _SUMMARY)) is None:
-        config, workdir = shlex.quote(f'{path}/{CONFIG_FILE}'), shlex.quote(str(path))
-        command = f'python -m launch.train --config={config} --workdir={workdir}'
-        raise ValueError(f'{path}: has not finished (no {SUMMARY_FILE}); finish it: {command}')
+    knobs = traverse_util.flatten_dict(read_finished(path), sep='.')
+    summary = read_summary(path, _SUMMARY)
     rows, last = read_metrics(path), summary['final_step']
     if last not in (row['step'] for row in rows if 'loss' in row):
         found = f'{path}/{METRICS_FILE}: holds no loss of step {last}, its last'

@@ -2,6 +2,10 @@
 
 import pathlib
 
+from moddepth_jax.training.run_dir import temporary_files
+
+PLAN_FILE = 'plan.json'
+RUNS = 'runs'
 STUDY_FILE = 'study.json'
 DEPTH = 3  # directories between the one that is given and a study
 
@@ -17,3 +21,16 @@ def find_studies(directory) -> list[pathlib.Path]:
         found = f'no {STUDY_FILE} in it, nor {DEPTH} levels down'
         raise ValueError(f'--workdir={directory}: {found}; python -m launch.isoflop makes one')
     return files
+
+
+def check_folder(directory):
+    """Raises ValueError, one line, for a file, or a directory that holds something but no study."""
+    directory = pathlib.Path(directory)
+    where, right = f'--workdir={directory}', 'use another --workdir'
+    if directory.is_file():
+        raise ValueError(f'{where}: is a file; {right}')
+    if directory.exists() and not (directory / PLAN_FILE).exists():
+        names = {path.name for path in directory.iterdir()}
+        for other in sorted(names - {RUNS} - temporary_files(names, PLAN_FILE)):
+            found = f'holds {other!r} but no {PLAN_FILE}, so it is no study'
+            raise ValueError(f'{where}: {found}; {right}')

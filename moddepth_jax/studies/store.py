@@ -15,16 +15,14 @@ from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.studies import fit
-from moddepth_jax.studies.folders import STUDY_FILE
+from moddepth_jax.studies.folders import PLAN_FILE, RUNS, STUDY_FILE, check_folder
 from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, Planned, width
 from moddepth_jax.training.metrics import read_metrics
-from moddepth_jax.training.run_dir import check_config, temporary_files, write_atomically
+from moddepth_jax.training.run_dir import check_config, write_atomically
 from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.summary import read_summary, replace_nonfinite
 
 MEASURES_FILE = 'measures.json'
-PLAN_FILE = 'plan.json'
-RUNS = 'runs'
 DIVERGED_FILE = 'diverged.json'  # in a run's directory: why it has no summary
 CURVE_POINTS = 20
 MAY_GROW = ('budgets', 'variants', 'seeds')  # of a plan: what a later start may add
@@ -56,8 +54,7 @@ def open_study(directory, plan: dict):
     directory = pathlib.Path(directory)
     file, where, right = directory / PLAN_FILE, f'--workdir={directory}', 'use another --workdir'
     plan, stored = json.loads(json.dumps(plan)), None
-    if directory.is_file():
-        raise ValueError(f'{where}: is a file; {right}')
+    check_folder(directory)
     if file.exists():
         stored = read_json(file, '')
         for name in stored | plan:
@@ -71,11 +68,6 @@ def open_study(directory, plan: dict):
                 more = ' (it may only gain some)' if name in MAY_GROW else ''
                 found = f'{name} is {old!r} in its {PLAN_FILE} and {new!r} in this study{more}'
                 raise ValueError(f'{where}: {found}; {right}')
-    elif directory.exists():
-        names = {path.name for path in directory.iterdir()}
-        for other in sorted(names - {RUNS} - temporary_files(names, PLAN_FILE)):
-            found = f'holds {other!r} but no {PLAN_FILE}, so it is no study'
-            raise ValueError(f'{where}: {found}; {right}')
     try:
         (directory / RUNS).mkdir(parents=True, exist_ok=True)
         if stored != plan:

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model import ahead
 from moddepth_jax.model.cross_entropy import cross_entropy
-from moddepth_jax.model.transformer import Transformer, causal_routing
+from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.losses import (
     IGNORED,
     dead_tokens,

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import sys
 
 from moddepth_jax.data.directory import LOCK_FILE, lock_directory, read_json, write_atomically
@@ -19,6 +20,7 @@ from moddepth_jax.hparams.checks import did_you_mean
 from moddepth_jax.training.manifest import MANIFEST_FILE
 
 CONFIG_FILE = 'config.json'
+SUMMARY_FILE = 'summary.json'  # a finished run has one
 SOURCE_FILE = 'config.py'  # the file of --config, which may define what the config names
 SCHEMA_VERSION = 1
 # Knobs that were added later, with the values that keep the behavior of runs that lack them.
@@ -191,10 +193,43 @@ def read_config(path: str | os.PathLike) -> tuple[dict, list[str]]:
     return config, _note(path, added)
 
 
-def checkpoint_steps(path: str | os.PathLike) -> list[int]:
-    """Steps after which the run in `path` has a finished checkpoint, ascending, without step 0."""
-    manifests = pathlib.Path(path).glob(f'checkpoints/[1-9]*/{MANIFEST_FILE}')
-    return sorted(int(file.parent.name) for file in manifests if file.parent.name.isdecimal())
+def checkpoint_steps(path: str | os.PathLike, first: int = 1) -> list[int]:
+    """Steps from `first` on after which the run in `path` has a finished checkpoint, ascending."""
+    manifests = pathlib.Path(path).glob(f'checkpoints/*/{MANIFEST_FILE}')
+    names = [file.parent.name for file in manifests]
+    return sorted(step for step in map(int, filter(str.isdecimal, names)) if step >= first)
+
+
+def read_hparams(workdir: str | os.PathLike) -> tuple[Hparams, list[str]]:
+    """The hyper-parameters of a run, and lines for the user about knobs that an older one lacked.
+
+    Raises ValueError, one line, without a run, or for a config that this version cannot read.
+    """
+    workdir = pathlib.Path(workdir)
+    config, notes = read_config(workdir)
+    try:
+        return build_stored(workdir, config), notes
+    except ValueError as error:
+        raise ValueError(f'{workdir / CONFIG_FILE}: {error}') from None
+
+
+def missing_step(path: str | os.PathLike, step: int, found: str = '') -> str:
+    """The line on --step without a checkpoint, of which `found` says more."""
+    steps = ', '.join(map(str, checkpoint_steps(path, 0))) or 'none'
+    return f'--step={step}: no checkpoint of {path}{found}; steps kept: {steps}'
+
+
+def read_finished(path: str | os.PathLike) -> dict:
+    """The config of a run that has ended. Raises ValueError, one line, without one."""
+    try:
+        config, _ = read_config(path)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix('--workdir=')) from None
+    if not os.path.exists(os.path.join(path, SUMMARY_FILE)):
+        stored, workdir = shlex.quote(f'{path}/{CONFIG_FILE}'), shlex.quote(str(path))
+        command = f'python -m launch.train --config={stored} --workdir={workdir}'
+        raise ValueError(f'{path}: has not finished (no {SUMMARY_FILE}); finish it: {command}')
+    return config
 
 
 def check_writable(folder: pathlib.Path):
@@ -241,15 +276,25 @@ def _note(path, added):
     return [f'{pathlib.Path(path) / CONFIG_FILE}: {what}: {knobs}'] if added else []
 
 
+def _meant(path):
+    """The end of an error message: the run around `path`, those in it, or one of a similar name."""
+    for folder in path.parents:
+        if (folder / CONFIG_FILE).is_file():
+            return f'; did you mean {folder}?'
+    if inside := sorted(found.parent for found in path.glob('*/checkpoints')):
+        more = ', ...' * bool(inside[3:])
+        return f', such as {", ".join(map(str, inside[:3]))}{more}'
+    runs = [found.parent for found in path.parent.glob(f'*/{CONFIG_FILE}')]
+    return did_you_mean(str(path), sorted(map(str, runs)))
+
+
 def _read_config(path):
     """Returns the config, and the values of the added knobs by dotted name."""
     file = pathlib.Path(path) / CONFIG_FILE
     right = f'{CONFIG_FILE} must be what launch.train wrote'
     stored = read_json(file, right, {'schema_version': int, 'config': dict})
     if stored is None:
-        runs = [found.parent for found in pathlib.Path(path).parent.glob(f'*/{CONFIG_FILE}')]
-        meant = did_you_mean(str(path), sorted(map(str, runs)))
-        right = f'must be the directory of a run of launch.train{meant}'
+        right = f'must be the directory of a run of launch.train{_meant(pathlib.Path(path))}'
         raise ValueError(f'--workdir={path}: holds no {CONFIG_FILE}; {right}')
     config = stored['config']
     if (version := stored['schema_version']) != SCHEMA_VERSION:

@@ -10,13 +10,13 @@ import jax
 from jax.sharding import Mesh
 
 from moddepth_jax.hparams import Hparams, checks
+from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model.adapters import merge_adapters
-from moddepth_jax.model.transformer import causal_routing
 from moddepth_jax.training import multihost
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
 from moddepth_jax.training.mesh import abstract_on_mesh
 from moddepth_jax.training.plan import stage_at
-from moddepth_jax.training.run_dir import CONFIG_FILE, build_stored, read_config
+from moddepth_jax.training.run_dir import missing_step, read_hparams
 from moddepth_jax.training.teacher import Teacher
 from moddepth_jax.training.train_step import TrainState, init_state
 
@@ -94,19 +94,6 @@ class SavedRun:
         return self.hparams.at(stage_at(self.hparams, self.num_steps, self.step - 1))
 
 
-def read_hparams(workdir: str | os.PathLike) -> tuple[Hparams, list[str]]:
-    """The hyper-parameters of a run, and lines for the user about knobs that an older one lacked.
-
-    Raises ValueError, one line, without a run, or for a config that this version cannot read.
-    """
-    workdir = pathlib.Path(workdir)
-    config, notes = read_config(workdir)
-    try:
-        return build_stored(workdir, config), notes
-    except ValueError as error:
-        raise ValueError(f'{workdir / CONFIG_FILE}: {error}') from None
-
-
 def load_run(
     workdir: str | os.PathLike, mesh: Mesh | None = None, at: int | None = None
 ) -> SavedRun:
@@ -131,8 +118,7 @@ def load_run(
     def refuse():
         found = f' ({"; ".join(checkpoints.skipped)})' if checkpoints.skipped else ''
         if at is not None:
-            steps = ', '.join(map(str, checkpoints.steps())) or 'none'
-            raise ValueError(f'--step={at}: no checkpoint of {workdir}{found}; steps kept: {steps}')
+            raise ValueError(missing_step(workdir, at, found))
         command = f'python -m launch.train --config=FILE.py --workdir={shlex.quote(str(workdir))}'
         right = f'train it first: {command}'
         raise ValueError(f'--workdir={workdir}: holds no finished checkpoint{found}; {right}')

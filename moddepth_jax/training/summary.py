@@ -24,11 +24,11 @@ from moddepth_jax.training.checkpoint import state_sha256
 from moddepth_jax.training.metrics import replace_nonfinite
 from moddepth_jax.training.plan import run_flops, stage_starts
 from moddepth_jax.training.progress import format_count
+from moddepth_jax.training.run_dir import SUMMARY_FILE
 from moddepth_jax.training.teacher import abstract_teacher, step_flops, teacher_flops
 from moddepth_jax.training.train_step import TrainState, init_state, train_step
 from moddepth_jax.training.trainable import split_params
 
-SUMMARY_FILE = 'summary.json'
 _LOSSES = ('loss', 'loss_top_c', 'routing_gap', 'bits_per_byte')  # null if not finite
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
 _LAYER_PATH = re.compile(r'(?:stack/(run_\d+/layer_\d+)/(?:block/)?)?(.*)')

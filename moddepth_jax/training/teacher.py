@@ -7,8 +7,9 @@ import jax
 
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, tokenizer_of
 from moddepth_jax.hparams import Hparams, Stage
+from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model.flops import forward_flops, train_step_flops
-from moddepth_jax.model.transformer import Transformer, abstract_variables, causal_routing
+from moddepth_jax.model.transformer import Transformer, abstract_variables
 from moddepth_jax.training.run_dir import build_stored, read_config
 
 

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from moddepth_jax.data.compression_baselines import describe_measured_text, measure_baselines
+from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model import ahead
-from moddepth_jax.model.transformer import causal_routing
 from moddepth_jax.training import devices, multihost
 from moddepth_jax.training.evaluate import evaluate, evaluate_causal
 from moddepth_jax.training.losses import IGNORED, masked_labels

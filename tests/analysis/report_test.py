@@ -17,7 +17,7 @@ import rich.console
 from ml_collections import ConfigDict
 
 from launch.config_file import unresolved
-from moddepth_jax.analysis import report
+from moddepth_jax.analysis import heatmaps, report
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model import ahead
@@ -136,9 +136,23 @@ def test_report_of_a_routed_run(printed):
     for text in ('123 steps', '1.99e+09 FLOPs', '99.50% of the budget', '34.6k', '1m 23s'):
         assert text in out
     assert '  | x = 1\n  | return x\n' in out
+    assert '\ndrawing routing.png and writing a sample ...\n' in out
     assert (workdir / 'sample.txt').read_text() == 'x = 1\nreturn x'
     picture = matplotlib.image.imread(workdir / 'routing.png')
     assert min(picture.shape[:2]) > 100 and picture.std() > 0.05
+
+
+def test_the_heatmap_is_of_the_row_with_most_to_read(tiny_config, tmp_path, monkeypatch):
+    """Regression: a text that begins with columns of spaces was drawn as spaces."""
+    run = make_run(tiny_config, tmp_path / 'run', **{'report.heatmap_tokens': 8})
+    tokens_BT = np.full((3, 32), ord('x'), np.int32)
+    tokens_BT[[0, 2], -8:-1] = ord(' ')
+    batch = {'tokens_BT': tokens_BT, 'segment_ids_BT': np.ones_like(tokens_BT)}
+    monkeypatch.setattr(run.dataset, 'held_out_batch', lambda index: batch, raising=False)
+    drawn = []
+    monkeypatch.setattr(heatmaps, 'plot_routing', lambda *given, names: drawn.append(given[1]))
+    report._draw_routing(run, tmp_path / 'routing.png')
+    assert drawn == [[b'x'] * 8]
 
 
 @pytest.mark.parametrize('router', ['learned', 'none'])

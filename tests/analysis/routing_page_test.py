@@ -169,3 +169,63 @@ def test_blocks_of_a_routed_loop_share_its_choice(tiny_config):
 def test_script_is_valid(tmp_path):
     script = pathlib.Path(routing_page.__file__).with_suffix('.js')
     subprocess.run(['node', '--check', script], check=True)
+
+
+# What a reader does in a window of some width, and what does not hold there.
+SCRIPT = """
+<script>
+{
+const wrong = [], side = document.getElementById('side'), text = document.getElementById('text');
+const tokens = [...text.querySelectorAll('[data-i]')], last = tokens.length - 1;
+const current = () => Number(text.querySelector('.current').dataset.i);
+function check(what, i) {
+  const [box, token] = [side, text.querySelector('.current')].map((x) => x.getBoundingClientRect());
+  if (current() !== i) wrong.push(`${what}: token ${current()} is shown and not ${i}`);
+  const inside = box.height > 50 && box.top > -1 && box.bottom < innerHeight + 1;
+  if (!inside) wrong.push(`${what}: the box is not in the window`);
+  const apart = token.bottom <= box.top || token.right <= box.left;
+  if (!apart) wrong.push(`${what}: the box covers token ${i}`);
+}
+function act(kind, i) {
+  tokens[i].scrollIntoView({ block: 'center' });
+  tokens[i].dispatchEvent(new MouseEvent(kind, { bubbles: true }));
+}
+const press = (key) => text.dispatchEvent(new KeyboardEvent('keydown', { key }));
+if (document.documentElement.scrollWidth > innerWidth) wrong.push('it scrolls sideways');
+const middle = last >> 1;
+for (const i of [1, middle, last]) { act('mouseover', i); check('pointed at', i); }
+act('click', middle);
+act('mouseover', middle + 9);
+tokens[middle].scrollIntoView({ block: 'center' });
+check('kept by a click', middle);
+for (let n = 0; n < 40; n++) press('ArrowDown');
+check('moved by keys', middle + 400);
+press('Escape');
+act('mouseover', 5);
+check('let go by Escape', 5);
+act('click', 7); act('click', 7); act('mouseover', 9);
+check('let go by a second click', 9);
+parent.postMessage(wrong.join('; ') || 'all holds', '*');
+}
+</script>
+"""
+WINDOW = """
+<pre>no answer</pre><script>
+onmessage = (event) => { document.querySelector('pre').textContent = event.data; };
+</script><iframe src="page.html" width="WIDTH" height="900" style="border: 0"></iframe>
+"""
+
+
+@pytest.mark.skipif(shutil.which('chromium') is None, reason='chromium is missing')
+@pytest.mark.parametrize('width', [390, 1000, 1400])
+def test_details_are_next_to_the_token_that_is_pointed_at(width, tiny_config, tmp_path):
+    """Anywhere, by pointer, click and keys; below 1100 px they had been out of sight."""
+    page = render(make_data(tiny_config, b'to be, or not to be\n' * 200))
+    (tmp_path / 'page.html').write_text(page.replace('</body>', f'{SCRIPT}</body>'))
+    (tmp_path / 'window.html').write_text(WINDOW.replace('WIDTH', str(width)))
+    browser = ['chromium', '--headless', '--no-sandbox', '--disable-gpu', '--window-size=1600,1000']
+    browser += [f'--user-data-dir={tmp_path}/profile', '--virtual-time-budget=20000', '--dump-dom']
+    line = [*browser, f'file://{tmp_path}/window.html']
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    (found,) = re.findall('<pre>(.*)</pre>', done.stdout)
+    assert found == 'all holds'

@@ -173,7 +173,7 @@ def test_without_a_gpu_there_is_one_line(tmp_path):
     assert 'no GPU: JAX_PLATFORMS=cpu is set' in done.stderr
     done = gpu(f'--out={tmp_path / "out"}', '--cases=machine', JAX_PLATFORMS='cuda')
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert 'no GPU: JAX says: ' in done.stderr
+    assert 'no GPU: JAX says: ' in done.stderr and '; --toy rehearses' in done.stderr
     assert not (tmp_path / 'out').exists()
 
 

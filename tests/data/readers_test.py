@@ -4,6 +4,7 @@ import codecs
 import functools
 import gzip
 import json
+import os
 import random
 
 import pyarrow
@@ -150,6 +151,16 @@ def test_spans_of_lines_together_are_the_file(tmp_path, size):
         assert all(size <= found <= size + 110 for found in sizes[:-1])
         assert len(spans) == 50 if size == 1 else len(spans) <= len(content) // size + 1
     assert find_spans(path, 'text', size, []) == [Span(0, 0, 1)]
+
+
+def test_a_text_that_no_memory_holds_is_refused_before_it_is_read(tmp_path):
+    """Regression: the line came when memory was out, and advised a smaller batch."""
+    path = tmp_path / 'a.txt'
+    path.touch()
+    os.truncate(path, 1 << 40)
+    message = refusal(readers.read_text, path, 'utf-8')
+    assert message.startswith(f'{path}: 1,099,511,627,776 bytes, more than the ')
+    assert message.endswith('split it into files, or rows of .jsonl')
 
 
 @pytest.mark.parametrize('packing', ['.gz', '.zst'])

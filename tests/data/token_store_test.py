@@ -50,6 +50,25 @@ def test_what_is_written_is_read(tmp_path):
     assert store.held_out_fraction == 0.25 and 'numpy' in store.versions
 
 
+@pytest.mark.parametrize('change', ['cut', 'emptied', 'other bytes', 'deleted'])
+def test_a_file_that_changes_while_it_is_mapped_is_refused(change, tmp_path):
+    """Regression: a file that was cut ended a run by SIGBUS; one that is deleted can be read."""
+    store = _write(tmp_path)
+    tokens, file = store.tokens('train'), tmp_path / 'train.bin'
+    before = tokens[2:5].tolist()
+    os.utime(file, (1, 1))
+    tokens = store.tokens('train')
+    if change == 'deleted':
+        file.unlink()
+        assert tokens[2:5].tolist() == before and tokens[np.arange(2, 5)].tolist() == before
+        return
+    with open(file, 'r+b') as changed:
+        changed.write(b'x') if change == 'other bytes' else changed.truncate(change == 'cut')
+    for index in (slice(2, 5), 3, np.arange(2)):
+        message = refusal(tokens.__getitem__, index)
+        assert message.startswith(f'{file}: was changed while it was read; start again')
+
+
 def test_files_are_flat_little_endian(tmp_path):
     store = _write(tmp_path / 'a')
     other = _write(tmp_path / 'b', at_once=1)

@@ -125,8 +125,7 @@ TABLE = {
     },
     'text': {
         (NEW, 'text/1.txt'): {
-            'refused': f'{IRREGULAR}; in UTF-16; random bytes',
-            'refused: out of memory': '10 GB',
+            'refused': f'{IRREGULAR}; in UTF-16; random bytes; 10 GB',
         },
         (BEGUN, 'text/1.txt'): {
             'refused: corpus_sha256': 'deleted; emptied; a bit flipped; with CRLF',
@@ -142,8 +141,7 @@ TABLE = {
             'bit-equal': 'with a BOM; with CRLF',
         },
         (INSPECT, 'text/1.txt'): {
-            'refused': 'a FIFO; a directory; emptied; in Latin-1',
-            'refused: out of memory': '10 GB',
+            'refused': 'a FIFO; a directory; emptied; in Latin-1; 10 GB',
         },
     },
     'a Hugging Face folder': {
@@ -198,7 +196,10 @@ TABLE = {
         },
         (BEGUN, 'begun'): {'refused': 'step 6: deleted; report: deleted'},
         (BEGUN, 'text/1.txt'): {'bit-equal': 'step 6: deleted; step 6: emptied'},
-        (STORED, 'store/train.bin'): {'bit-equal': 'step 6: deleted'},
+        (STORED, 'store/train.bin'): {
+            'bit-equal': 'step 6: deleted',
+            'refused: was changed while': 'step 6: cut; step 6: emptied; step 6: a bit flipped',
+        },
         (BEGUN, None): {
             'refused: --workdir=begun: in use by process': 'in use by another run',
             'ends 130: SIGINT: stopped and saved': 'step 6: SIGINT',
@@ -229,6 +230,7 @@ TABLE = {
             'ends 141: ': 'unread stdout',
             'refused: No space left': 'full stdout',
         },
+        (NEW, None): {'ends 2: error: .*File too large': 'ulimit -f 1'},
         **{
             (command, None): {'refused: File too large': 'ulimit -f 1'}
             for command in (PREPARE, CONVERT)

@@ -325,6 +325,18 @@ def test_a_wrong_value_is_refused_before_jax_is_imported():
     subprocess.run([sys.executable, '-c', textwrap.dedent(code)], check=True, cwd=ROOT)
 
 
+def test_training_starts_without_libraries_of_pictures():
+    """Regression: launch.train imported matplotlib before its first step."""
+    code = """
+        import sys
+        from launch import train
+        from moddepth_jax.analysis import report
+        from moddepth_jax.training import loop
+        assert not {'matplotlib', 'scipy'} & sys.modules.keys()
+    """
+    subprocess.run([sys.executable, '-c', textwrap.dedent(code)], check=True, cwd=ROOT)
+
+
 def test_unknown_knobs_are_listed_with_their_values(tiny_config):
     """Knobs and groups that this version does not have, wherever they stand; none of its own."""
     config = dataclasses.asdict(from_config(tiny_config()))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.transformer import Transformer, causal_routing
+from moddepth_jax.hparams.rules import causal_routing
+from moddepth_jax.model.transformer import Transformer
 
 CONTEXT = 16
 _ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}

@@ -1,5 +1,6 @@
 """What all commands share: flags reach main, exit statuses, --help, --print_config, logs."""
 
+import dataclasses
 import json
 import os
 import re
@@ -9,7 +10,10 @@ import sys
 
 import pytest
 
+from configs import tiny
 from launch import cli
+from moddepth_jax.hparams import from_config
+from moddepth_jax.training.run_dir import open_workdir
 from tests.forked_commands import ROOT, run_commands
 from tests.launch.toy_command import PRELOAD, make_toy
 
@@ -43,12 +47,14 @@ RUNS = [
     ([BASE, '--config.model.windows=8', '--config.model.windows=0'], 'base 6 (8, 0) False'),
     (['--config={}/text.py:5', '--workdir', 'somewhere'], 'text 5 (0,) False'),
     (['--config={}/text.py:5', '--config.model.num_layers=7'], 'text 7 (0,) False'),
+    (['--config=~/text.py:5'], 'text 5 (0,) False'),
 ]
 
 
-def test_flags_and_overrides_reach_main(toy):
+def test_flags_and_overrides_reach_main(toy, folder):
     """In both forms; status 0, nothing on stderr, and JAX has not looked for devices yet."""
-    for (line, printed), done in zip(RUNS, toy(*(line for line, _ in RUNS)), strict=True):
+    found = toy(*(line for line, _ in RUNS), HOME=str(folder))
+    for (line, printed), done in zip(RUNS, found, strict=True):
         assert (done.status, done.stderr) == (0, ''), line
         assert done.stdout.startswith(printed) and done.stdout.endswith('False\n'), line
 
@@ -109,13 +115,24 @@ EARLY = {
     f'{TINY} --profile=20': '--profile=20: must be START:STOP',
     'evaluate --workdir=': '--workdir=: is empty',
     'evaluate --workdir=nope': '--workdir=nope: holds no config.json',
+    'evaluate --workdir=~/nope': f'--workdir={os.path.expanduser("~")}/nope: holds no config.json',
     'evaluate --workdir=nope --json=/dev/null': '--json=/dev/null: must be a regular file',
     'generate --workdir=nope': '--workdir=nope: holds no config.json',
     'generate --workdir=nope --top_p=95': 'top_p=95.0: must lie in (0, 1]',
     'generate --workdir=nope --temperature=-1': 'temperature=-1.0: must be 0',
     'inspect --workdir=nope --text=a --out=no': '--workdir=nope: holds no config.json',
     'bench dekode --size=2x64': 'dekode: must be one of step, decode',
+    'evaluate --workdir={}/run --routing=topc': "routing='topc': must be one of top_c, predictor",
+    'evaluate --workdir={}/run --routing=aux_loss': 'trained for predictor) has no such rule',
+    'generate --workdir={}/run --routing=top_c': "routing='top_c': looks at later tokens",
+    'inspect --workdir={}/run --text=a --out=no --step=3': '--step=3: no checkpoint of',
+    'lm_eval --workdir={}/run --tasks=moda --step=0': 'steps kept: none',
+    'lm_eval --workdir=nope --tasks=moda': '--workdir=nope: holds no config.json',
     'compare': 'RUN: missing',
+    'compare nope': 'nope: holds no config.json',
+    'compare {}/run': 'run: has not finished (no summary.json); finish it: python -m launch.train',
+    f'{STUDY} --budgets=1e9 --workdir=configs': 'but no plan.json, so it is no study',
+    f'{STUDY.replace("study", "tiny")} --budgets=1e9': 'a study needs a config that takes size=',
     f'{STUDY} --budgets=few': '--budgets=few: must be numbers',
     f'{STUDY} --budgets=1e9 --shard=3': '--shard=3: must be I/N',
     'claims --workdir=configs': 'no study.json in it',
@@ -123,10 +140,11 @@ EARLY = {
 }
 
 
-def test_what_is_wrong_for_any_run_is_refused_before_jax_is_imported():
+def test_what_is_wrong_is_refused_before_jax_is_imported(tmp_path):
     """The line comes in under a second; a run on several processes checks its folder later."""
+    open_workdir(tmp_path / 'run', dataclasses.asdict(from_config(tiny.get_config())))
     few = 'launch.cli', 'launch.config_file'  # these import no JAX, as tests/hparams has it
-    lines = [line.split() for line in EARLY]
+    lines = [line.format(tmp_path).split() for line in EARLY]
     imports = {'PYTHONPROFILEIMPORTTIME': '1', 'JAX_COORDINATOR_ADDRESS': '', 'SLURM_PROCID': ''}
     for done, line in zip(run_commands(lines, ROOT, few, **imports), EARLY, strict=True):
         (error,) = re.findall('^error: (.*)', done.stderr, re.MULTILINE)

@@ -19,7 +19,8 @@ from moddepth_jax.training.loop import restore_or_init, train
 from moddepth_jax.training.mesh import make_mesh
 from moddepth_jax.training.metrics import read_metrics
 from moddepth_jax.training.plan import resolve_steps
-from moddepth_jax.training.saved_run import load_run, read_hparams
+from moddepth_jax.training.run_dir import read_hparams
+from moddepth_jax.training.saved_run import load_run
 from tests.forked_commands import ROOT
 from tests.launch.commands import call, write_words
 from tests.saved_run import save_run

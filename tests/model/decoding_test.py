@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
+from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model import kv_cache
 from moddepth_jax.model.decoding import decode_step, extend, prefill, unroll
 from moddepth_jax.model.flops import dot_general_flops
 from moddepth_jax.model.layers import lm_head
 from moddepth_jax.model.routing import batch_buckets
-from moddepth_jax.model.transformer import Transformer, causal_routing
+from moddepth_jax.model.transformer import Transformer
 from tests.model.cases import (
     ATTENTION,
     AVERAGE,

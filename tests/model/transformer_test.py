@@ -7,17 +7,11 @@ import pytest
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.hparams.registry import CAUSAL_RULES
+from moddepth_jax.hparams.rules import causal_routing, check_routing
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.model.decoding import unroll
 from moddepth_jax.model.layers import _flat_dot_general, rms_norm
-from moddepth_jax.model.transformer import (
-    Transformer,
-    causal_routing,
-    causal_sizes,
-    check_attention,
-    check_routing,
-    layer_args,
-)
+from moddepth_jax.model.transformer import Transformer, causal_sizes, check_attention, layer_args
 from tests.model.cases import GROWS, build, parameters, random_like, routed_by
 
 ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.375}

@@ -571,6 +571,15 @@ def test_numbers_of_what_was_learned_are_those_of_the_rows_they_link_to():
         assert numbers and [n for n in numbers if n not in of_rows] == [], line
 
 
+def test_readme_has_the_counts_of_the_page():
+    """Regression: README had counted 74 runs of a study, its page 72."""
+    pages = (ROOT / name for name in ('docs/claims.md', 'README.md'))
+    page, readme = (' '.join(path.read_text().split()) for path in pages)
+    counts = re.search(r'Of (\d+) claims: (\d+) hold, (\d+) do not', page).groups()
+    wanted = r'judges (\d+) rows, .* over all rows: (\d+) hold here, (\d+) do not'
+    assert re.search(wanted, readme).groups() == counts
+
+
 def test_losses_of_a_study_are_of_the_seeds_that_judge():
     """A variant that only the choosing seed has run is left out."""
     spec = BY_ID['mod_beats_dense'].spec

@@ -183,6 +183,7 @@ def test_an_extended_run_goes_on_under_the_new_schedule(
     whole = loop.train(longer, copied, report_programs=broken_report)
     out = capsys.readouterr().out
     assert 'extended from step 7 to 10: the learning rate at step 7 is ' in out
+    assert out.index('compiling the train step of ') < out.index('compiled  the train step of ')
     assert "compiling a picture ahead of its use failed: 'TrainState' object has no attr" in out
     signals[8] = 'SIGTERM'
     assert loop.train(longer, broken).state.step == 9

@@ -13,7 +13,7 @@ from flax import traverse_util
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import run_dir
-from moddepth_jax.training.saved_run import read_hparams
+from moddepth_jax.training.run_dir import read_hparams
 from tests.data import tokenizer_files
 from tests.data.prepared_text import refusal
 
