@@ -224,6 +224,10 @@ CASES = {
         RECURSIONS | TIED | {'model.routing.causal_rule': 'aux_loss'},
         'aux_loss',
     ),
+    'recursions, threshold': (
+        RECURSIONS | HEAD_NORM | {'model.routing.causal_rule': 'threshold'},
+        'threshold',
+    ),
     'token choice': (TOKEN_CHOICE | WINDOWS, 'assigned'),
     'token choice, gated exit': (
         TOKEN_CHOICE | {'model.routing.loop_update': 'gated_exit'} | HEAD_NORM | TIED,

@@ -39,7 +39,7 @@ ENDS = {
 
 
 def hyper(leaves, layer, part, name, shape):
-    """Dynamic hyper-connections; a public norm's scale belongs to what it multiplies."""
+    """Hyper-connections; a public norm's scale belongs to what it multiplies."""
     number = 2 * layer + part.startswith('mlp')
     side, _, what = name.removeprefix('projections_').partition('_')
 
@@ -92,20 +92,79 @@ def mudd(leaves, layer, part, name, shape):
     return jnp.pad(found, [(0, full - size) for full, size in zip(shape, found.shape, strict=True)])
 
 
-# name: (knobs of the stream, leaves of the connections)
+def nanochat(leaves, layer, part, name, shape):
+    """The scales of its norms of queries and keys are a constant."""
+    return {
+        'scale': lambda: jnp.full(shape, 1.2),
+        'gate': lambda: leaves[f'layers.{layer}.self_attn.ve_gate.weight'].T,
+        'embedding': lambda: leaves[f'value_embeds.{layer}.weight'].reshape(shape),
+        'residual_scale': lambda: leaves['resid_lambdas'][layer],
+        'embedding_scale': lambda: leaves['x0_lambdas'][layer],
+    }[name]()
+
+
+def modded_nanogpt(leaves, layer, part, name, shape):
+    """One weight says how much of its values is the first layer's."""
+    first = leaves[f'layers.{layer}.self_attn.lamb']
+    scales = leaves[f'layers.{layer}.lambdas']
+    return {
+        'scale': jnp.ones(shape),
+        'weights': jnp.stack([first, 1 - first]),
+        'residual_scale': scales[0],
+        'embedding_scale': scales[1],
+    }[name]
+
+
+def as_llama(leaves):
+    """The leaves of nanochat or modded-nanogpt by the names of a Llama.
+
+    Its norms have no scales, the embedded tokens too are normed, and heads are rotated backwards:
+    as if the halves of each were exchanged.
+    """
+    names = {'transformer.h.': 'layers.', '.attn.': '.self_attn.'}
+    names |= {f'c_{public}.': f'{ours}_proj.' for public, ours in zip('qkv', 'qkv', strict=True)}
+    names |= {'self_attn.c_proj': 'self_attn.o_proj', 'transformer.wte': 'embed_tokens'}
+    found = {}
+    for key, leaf in leaves.items():
+        for public, ours in names.items():
+            key = key.replace(public, ours)
+        if 'q_proj' in key or 'k_proj' in key:
+            leaf = leaf.reshape(-1, 2, 2, leaf.shape[1])[:, ::-1].reshape(leaf.shape)
+        if key == 'embed_tokens.weight':
+            leaf /= jnp.sqrt(jnp.mean(leaf**2, axis=1, keepdims=True))
+        found[key] = leaf
+    ones = jnp.ones(found['embed_tokens.weight'].shape[1])
+    norms = [
+        f'layers.{i}.{BLOCKS[name][0]}' for i in range(LAYERS) for name in BLOCKS if 'norm' in name
+    ]
+    return found | {f'{name}.weight': ones for name in (*norms, 'norm')}
+
+
+# name: (knobs of the model, leaves of what no Llama has)
+RESIDUAL, NORMED = {'embedding_residual': 'learned'}, {'qk_norm': 'head'}
 MODELS = {
-    'value_residual': ({'stream': 'value_residual', 'value_mix': 'fixed'}, None),
-    'value_shared': ({'stream': 'value_residual', 'value_mix': 'shared'}, None),
-    'attention_residual': ({'stream': 'attention_residual'}, attention_residual),
-    'hyper_connections': ({'stream': 'hyper_connections', 'hyper_form': 'dynamic'}, hyper),
-    'mhc': ({'stream': 'hyper_connections', 'hyper_form': 'constrained'}, constrained),
-    'mudd': ({'stream': 'mudd'}, mudd),
+    'value_residual': ({'depth.stream': 'value_residual', 'depth.value_mix': 'fixed'}, None),
+    'value_shared': ({'depth.stream': 'value_residual', 'depth.value_mix': 'shared'}, None),
+    'attention_residual': ({'depth.stream': 'attention_residual'}, attention_residual),
+    'hyper_connections': ({'depth.stream': 'hyper_connections'}, hyper),
+    'hyper_static': ({'depth.stream': 'hyper_connections', 'depth.hyper_form': 'static'}, hyper),
+    'mhc': ({'depth.stream': 'hyper_connections', 'depth.hyper_form': 'constrained'}, constrained),
+    'mudd': ({'depth.stream': 'mudd', 'num_kv_heads': 4}, mudd),
+    'nanochat': (
+        RESIDUAL | NORMED | {'value_embeddings': 'alternate', 'rope_theta': 1e5},
+        nanochat,
+    ),
+    'modded_nanogpt': (
+        RESIDUAL | NORMED | {'depth.stream': 'value_residual', 'num_kv_heads': 4},
+        modded_nanogpt,
+    ),
 }
 
 
 def parameters_of(hparams, name, connection, leaves):
     """The parameters of ours that are those of the public model."""
     form = int(name == 'mudd')
+    leaves = as_llama(leaves) if 'nano' in name else leaves
 
     def plain(path, prefix, names, shape):
         path = path.removesuffix('/kernel').removesuffix('/scale')
@@ -142,16 +201,9 @@ def parameters_of(hparams, name, connection, leaves):
 def test_logits_and_gradients_are_those_of_public_code(name, tiny_config):
     """Both in float64: to 1e-6, and each gradient by a public parameter to 1e-6 of its largest."""
     knobs, connection = MODELS[name]
-    knobs = {f'model.depth.{knob}': value for knob, value in knobs.items()}
-    heads = 4 if name == 'mudd' else 2
-    sizes = {
-        'model.norm_eps': 1e-12,
-        'model.num_layers': LAYERS,
-        'model.num_kv_heads': heads,
-        'model.tie_embeddings': False,
-        'model.dtype': 'float64',
-    }
-    hparams = small_hparams(tiny_config, sizes, knobs)
+    sizes = {'norm_eps': 1e-12, 'num_layers': LAYERS, 'num_kv_heads': 2, 'tie_embeddings': False}
+    sizes = sizes | {'dtype': 'float64'} | knobs
+    hparams = small_hparams(tiny_config, {f'model.{knob}': value for knob, value in sizes.items()})
     with np.load(GOLDEN / f'{name}.npz') as file:
         tokens_BT = file['tokens']
         golden = {key: file[key].astype(np.float64) for key in file if key != 'tokens'}

@@ -15,7 +15,9 @@ from tests.model.cases import (
     HEAD_NORM,
     LOOPED,
     MODA,
+    RECURSIONS,
     ROUTED,
+    TOKEN_CHOICE,
     TOKENS_BT,
     build,
     experts,
@@ -85,6 +87,8 @@ def test_evaluation_counts_the_loops_of_real_tokens(tiny_config):
         (LOOPED | {'model.loop_order': 'sequence'}, "'sequence': must be cycle under loop_exit_th"),
         (LOOPED | MODA, "stream='moda': must be residual under loop_exit_threshold=0.1"),
         (LOOPED | ROUTED, "router='learned': must be none under loop_exit_threshold=0.1"),
+        (RECURSIONS, "router='learned': must be none under loop_exit_threshold=0.1"),
+        (TOKEN_CHOICE, "router='token_choice': must be none under loop_exit_threshold=0.1"),
         (LOOPED | experts(), "choice='token': must be none under loop_exit_threshold=0.1"),
     ],
 )

@@ -11,6 +11,8 @@ FOLDER has clones of these repositories of github.com:
   Zcchill/Value-Residual-Learning   95652f6
   linkedin/Liger-Kernel             ead96b6
   hyq718/Depth-Attention            3bdad70
+  karpathy/nanochat                 92d63d4
+  KellerJordan/modded-nanogpt       e59ae87
 
 Nothing of this project is imported. What the public code leaves open is that of Llama. Each file
 but value_attention has `tokens` [2, 7], `logits` [2, 7, V], `weights` of the logits in the loss
@@ -20,10 +22,13 @@ once. value_attention has no model: see `mixtures`.
 """
 
 import ast
+import importlib
 import importlib.util
 import math
+import os
 import pathlib
 import sys
+import types
 
 import numpy as np
 import torch
@@ -58,11 +63,14 @@ def _module(path):
     return module
 
 
-def _functions(path, *names):
-    """Functions of a file whose imports cannot be had, such as those of a test for GPUs."""
+def _functions(path, *names, **known):
+    """Functions and classes of a file that cannot be imported, such as a test for GPUs.
+
+    `known` are names that it imports besides torch.
+    """
     tree = ast.parse(path.read_text())
     tree.body = [node for node in tree.body if getattr(node, 'name', None) in names]
-    found = {'torch': torch}
+    found = {'torch': torch} | known
     exec(compile(tree, str(path), 'exec'), found)
     return [found[name] for name in names]
 
@@ -121,6 +129,18 @@ class Hyper(Llama):
             read, add = connection(x)
             x = add(sublayer(read))
         return self.lm_head(self.norm(self.reduce(x) / STREAMS))
+
+
+class Static(Hyper):
+    """The same with the scales of what depends on the token at 0, as constants."""
+
+    def __init__(self, code):
+        super().__init__(code)
+        for connection in self.connections:
+            connection.norm = nn.Identity()
+            for name in ('alpha_fn', 'alpha_scale', 'beta_fn', 'beta_scale'):
+                parameter = connection._parameters.pop(f'dynamic_{name}')
+                connection.register_buffer(f'dynamic_{name}', torch.zeros_like(parameter))
 
 
 class Constrained(Llama):
@@ -226,6 +246,68 @@ class Mudd(nn.Module):
         return self.model(tokens, return_tensor=True)
 
 
+class Speedrun(nn.Module):
+    """A released model with the mlps of Llama, and its logits before it bounds them."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        for block in model.transformer.h:
+            block.mlp = llama.LlamaMLP(CONFIG)
+
+    def forward(self, tokens):
+        found = []
+        hook = self.model.lm_head.register_forward_hook(lambda _, __, logits: found.append(logits))
+        self.model(tokens, targets=tokens)
+        hook.remove()
+        return found[0]
+
+
+def nanochat(code):
+    """Value embeddings, and the embedded tokens before each block.
+
+    Without what it adds of the previous token and takes away of the middle layer.
+    """
+    os.environ['NANOCHAT_DTYPE'] = 'float32'
+    sys.path.insert(0, str(code / 'nanochat'))
+    public = importlib.import_module('nanochat.gpt')
+    public.COMPUTE_DTYPE = torch.float64
+    sizes = {'n_layer': LAYERS, 'n_head': 4, 'n_kv_head': 2, 'n_embd': WIDTH}
+    config = public.GPTConfig(sequence_len=64, vocab_size=IDS, window_pattern='L', **sizes)
+    with Float64():
+        model = public.GPT(config, pad_vocab_size_to=IDS)
+    for name in ('smear_gate', 'smear_lambda', 'backout_lambda'):
+        delattr(model, name)
+    model.smear_gate, model.smear_lambda = lambda x: x[..., :1], torch.zeros(1)
+    model.backout_lambda = model.smear_lambda
+    return Speedrun(model)
+
+
+def modded_nanogpt(code):
+    """The first layer's values by a learned weight, and the embedded tokens before each block.
+
+    Its rotary angles are rounded to bfloat16, which these are not.
+    """
+    names = 'GPT', 'Block', 'CausalSelfAttention', 'MLP', 'apply_rotary_emb'
+    known = {'F': nn.functional, 'nn': nn, 'Rotary': Rotary}
+    build, *_ = _functions(code / 'modded-nanogpt/train_gpt2.py', *names, **known)
+    sizes = {'n_layer': LAYERS, 'n_head': 4, 'n_embd': WIDTH, 'vocab_size': IDS}
+    return Speedrun(build(types.SimpleNamespace(**sizes)))
+
+
+class Rotary(nn.Module):
+    """The cosines and sines of the places of x [B, T, heads, H], not rounded."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width = width
+
+    def forward(self, x):
+        half = torch.arange(0, self.width, 2).double() / self.width
+        angles = torch.outer(torch.arange(x.shape[1]).double(), 10000.0**-half)
+        return angles.cos()[None, :, None], angles.sin()[None, :, None]
+
+
 MODELS = {
     'hyper_connections': Hyper,
     'mhc': Constrained,
@@ -233,6 +315,9 @@ MODELS = {
     'value_residual': lambda code: Values(code, 'resformer'),
     'value_shared': lambda code: Values(code, 'svformer'),
     'mudd': Mudd,
+    'hyper_static': Static,
+    'nanochat': nanochat,
+    'modded_nanogpt': modded_nanogpt,
 }
 
 

@@ -10,7 +10,9 @@ from moddepth_jax.model.attention import DepthSlots, KeysValues
 from moddepth_jax.model.decoding import prefill, unroll
 from moddepth_jax.model.flops import forward_breakdown
 from moddepth_jax.model.kv_cache import cache_bytes
+from moddepth_jax.model.layer import LayerArgs
 from moddepth_jax.model.layers import apply_rope
+from moddepth_jax.model.routing import TokenInfo
 from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.streams.value_attention import mix_values
 from moddepth_jax.model.streams.value_residual import add_first_values
@@ -110,6 +112,30 @@ def test_shared_values_are_the_first_layers_alone(tiny_config):
     sizes = [sum(map(cache_bytes, cache.layers)) for cache in caches]
     assert [layer.v_BKHS is None for layer in caches[1].layers] == [False, True, True, True]
     assert sizes[1] / sizes[0] == 5 / 8
+
+
+@pytest.mark.parametrize(('knobs', 'has_own'), [(SHARED, False), (VALUES, True)])
+def test_shared_values_of_a_later_layer_do_not_depend_on_its_input(knobs, has_own, tiny_config):
+    """Nor has it a projection to values; with queries of 0 attention shows values alone."""
+    hparams = small_hparams(tiny_config, knobs)
+    stack = Stack(hparams.model, 'dense')
+    params = random_variables(hparams, TOKENS_BT)['params']['stack']
+    kind, layer = [*unstack_layers(stack, params)][2]
+    assert ('value' in layer['attention']) == has_own
+    off = {'query': jax.tree.map(jnp.zeros_like, layer['attention']['query'])}
+    layer = layer | {'attention': layer['attention'] | off}
+    layer = layer | {'mlp': jax.tree.map(jnp.zeros_like, layer['mlp'])}
+    rng, heads = np.random.default_rng(2), (hparams.model.num_kv_heads, hparams.model.head_dim)
+    depth = DepthSlots(jnp.float32(rng.normal(size=(1, B, T, *heads))))
+    tokens = TokenInfo(jnp.tile(jnp.arange(T), (B, 1)), jnp.asarray(SEGMENTS_BT))
+    outputs = []
+    for _ in range(2):
+        x_BTD = jnp.float32(rng.normal(size=(B, T, hparams.model.d_model)))
+        outputs.append(stack.apply(kind, layer, x_BTD, depth, tokens, LayerArgs()).x_BTD - x_BTD)
+    real_BT = SEGMENTS_BT > 0
+    difference = np.abs(outputs[0] - outputs[1])[real_BT].max()
+    assert difference > 0.1 if has_own else difference < 1e-5
+    assert np.abs(outputs[0])[real_BT].max() > 0.1
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])

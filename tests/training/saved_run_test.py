@@ -186,6 +186,11 @@ def test_a_looped_run_is_read_with_other_loops(tiny_config, tmp_path, original):
     for given, threshold, message in (
         (original, 0.5, '--exit_threshold=0.5: no block of this run is looped'),
         (tmp_path / 'mudd', 0.5, "--exit_threshold=0.5: model.depth.stream='mudd': must be resid"),
+        (
+            tmp_path / 'recursions',
+            0.5,
+            "--exit_threshold=0.5: model.routing.router='learned': must be",
+        ),
         (tmp_path / 'own norms', float('nan'), '--exit_threshold=nan: must be 0 or more'),
     ):
         with pytest.raises(ValueError, match=message):
