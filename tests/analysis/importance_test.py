@@ -11,7 +11,15 @@ from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.evaluate import eval_step, evaluate
 from moddepth_jax.training.mesh import make_mesh
-from tests.model.cases import LOOPED, REORDERED, ROUTED, experts, random_variables, small_hparams
+from tests.model.cases import (
+    ADAPTERS,
+    LOOPED,
+    REORDERED,
+    ROUTED,
+    experts,
+    random_variables,
+    small_hparams,
+)
 
 T = 16
 SIZES = {'model.num_layers': 3, 'data.sequence_length': T}
@@ -61,6 +69,7 @@ CASES = {
     'routed': (ROUTED | REORDERED | {'model.use_bias': True}, 'predictor'),
     'experts': (experts(layers='1', num_shared=1), 'dense'),
     'looped': (LOOPED, 'dense'),
+    'adapters': (ADAPTERS, 'dense'),
 }
 
 

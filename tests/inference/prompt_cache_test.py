@@ -129,6 +129,7 @@ def test_what_is_held_is_what_prompts_and_texts_begin_with():
 
     def take(prompts, separator=7, **counts):
         kept = PromptCache()
+        kept.keep([[7, 9]] * 2, {'rule': made_up_cache([1, 1])})  # of the turn before
         kept.keep(texts, {'rule': made_up_cache([5, 6], **counts)})
         result = kept.take('rule', prompts, separator)
         assert kept.take('rule', prompts, separator) == (None, None) == kept.take('', prompts, 7)
@@ -150,7 +151,7 @@ def test_what_is_held_is_what_prompts_and_texts_begin_with():
     assert take([[1, *texts[0]], same[1]]) == take(same[:1]) == (None, None)
 
 
-def test_another_model_or_tokenizer_forgets_the_caches():
+def test_another_model_rule_or_tokenizer_forgets_the_caches():
     """Variables by their arrays. The capacity doubles when it does not suffice."""
     kept, made = PromptCache(), []
 
@@ -159,9 +160,9 @@ def test_another_model_or_tokenizer_forgets_the_caches():
         return len(made)
 
     texts, first, second = [[7, 1]], {'w': np.ones(2)}, {'w': np.ones(2)}
-    for expected, arguments in enumerate(
-        ((first, 'h', 'r', WORDS), (second, 'h', 'r', WORDS), (second, 'i', 'r', None)), 1
-    ):
+    each = [(first, 'h', 'r', WORDS), (second, 'h', 'r', WORDS), (second, 'i', 'r', WORDS)]
+    each += [(second, 'i', 's', WORDS), (second, 'i', 's', None)]
+    for expected, arguments in enumerate(each, 1):
         assert kept.unroll(unroll, *arguments) == expected
         again = dict(arguments[0]), *arguments[1:]
         assert kept.unroll(unroll, *again) == expected

@@ -79,10 +79,10 @@ def test_importance_of_the_blocks(folder):
         done = call('inspect', *given, f'--out={out}', cwd=folder)
         assert done.status == 0, done.stderr
         assert names(folder / out) == ['importance.json', 'importance.png']
-        assert '--config.model.routing.layers=' in done.stdout
         texts.append((folder / out / 'importance.json').read_text())
     assert texts[0] == texts[1]
     found = json.loads(texts[0])
+    assert f'--config.model.routing.layers={found["ranking"][0]}\n' in done.stdout
     assert (found['run'], found['routing'], found['batches']) == ('trained', 'predictor', 1)
     assert [row['routed'] for row in found['blocks']] == [False, True]
     assert sorted(found['ranking']) == [0, 1]

@@ -36,7 +36,7 @@ def test_merged_is_unmerged(name, tiny_config):
     plain = Transformer(model.hparams.without_adapters)
     apply = jax.jit(functools.partial(plain.apply, routing=model.routing))
     logits_BTV, _ = apply(model.variables | {'params': merged}, TOKENS_BT)
-    np.testing.assert_allclose(model()[0], logits_BTV, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(model()[0], logits_BTV, rtol=0, atol=1e-5)
     b_is_0 = traverse_util.path_aware_map(
         lambda path, leaf: leaf * (path[-2:] != ('adapter', 'b')), params
     )
@@ -69,7 +69,8 @@ def test_merging_is_the_product_of_its_matrices(tiny_config):
 
 def test_new_adapters_change_nothing(tiny_config):
     """Every other leaf and all logits are, to the bit, those of the model without them."""
-    pair = [small_hparams(tiny_config, ROUTED, some) for some in ({}, ADAPTERS)]
+    layers = {'model.num_layers': 2, 'model.routing.layers': 'every:1'}
+    pair = [small_hparams(tiny_config, ROUTED, layers, some) for some in ({}, ADAPTERS)]
     tokens_BT = np.arange(16, dtype=np.int32)[None]
     plain, adapted = (jax.jit(Transformer(of).init)(jax.random.key(5), tokens_BT) for of in pair)
     before, after = flat(plain['params']), flat(adapted['params'])
@@ -78,8 +79,10 @@ def test_new_adapters_change_nothing(tiny_config):
     assert all(np.array_equal(before[path], after[path]) for path in before)
     for path in new:
         assert np.any(after[path]) == path.endswith('/a')
+    of_layers = [tuple(a.flat[:3]) for path in new if path.endswith('/a') for a in after[path]]
+    assert len({*of_layers}) == len(of_layers)
     a_RDr = after['stack/run_0/layer_0/block/mlp/w1/adapter/a']
-    assert a_RDr.shape == (1, 16, 3) and 0.5 < a_RDr.std() * np.sqrt(3 * 16) < 1.5
+    assert a_RDr.shape == (2, 16, 3) and 0.5 < a_RDr.std() * np.sqrt(3 * 16) < 1.5
     logits_BTV, same_BTV = (
         Transformer(of).apply(variables, tokens_BT)[0]
         for of, variables in zip(pair, (plain, adapted), strict=True)

@@ -194,6 +194,7 @@ def test_muon_orthogonalizes_each_matrix_of_a_block(tiny_config):
         'optimizer.learning_rate': 1.0,
         'model.experts.choice': 'token',
         'model.value_embeddings': 'alternate',
+        'model.adapters.rank': 2,
     }
     hparams = from_config(tiny_config(**changes))
     shapes = jax.eval_shape(lambda: init_state(hparams, 10)).params
@@ -219,8 +220,9 @@ def test_muon_orthogonalizes_each_matrix_of_a_block(tiny_config):
             # Five iterations leave the very smallest value of a square matrix small.
             assert 0.6 * expected < values[-2] and values[0] < 1.3 * expected, end
     embeddings = [leaf for path, leaf in sizes.items() if path.endswith('embedding')]
-    assert len(embeddings) == 2  # one of values
-    assert all(np.ptp(abs(leaf)) < 1e-3 for leaf in embeddings)  # as Adam's first step
+    adapters = [leaf for path, leaf in sizes.items() if '/adapter/' in path]
+    assert len(embeddings) == 2 and adapters  # one of values
+    assert all(np.ptp(abs(leaf)) < 1e-2 for leaf in embeddings + adapters)  # as Adam's first step
 
 
 @pytest.mark.parametrize('name', ['lion', 'muon'])
