@@ -129,10 +129,16 @@ def main(argv):
     return status
 
 
+def _print(line):
+    """Writes a line to stderr at once: `print` may write its end after another process's line."""
+    sys.stderr.write(f'{line}\n')
+    sys.stderr.flush()
+
+
 def _print_lines(stream, index):
     for line in stream:
         text = line.decode(errors='replace').rstrip()
-        print(f'process {index}: {text}', file=sys.stderr, flush=True)
+        _print(f'process {index}: {text}')
 
 
 def _print_death(index, status, restarts):
@@ -142,8 +148,7 @@ def _print_death(index, status, restarts):
     then = 'stopping the others'
     if restarts:
         then += f', then restarting all; restarts left: {restarts - 1}'
-    line = f'launch.local: process {index} ended by {cause}; {then}'
-    print(line, file=sys.stderr, flush=True)
+    _print(f'launch.local: process {index} ended by {cause}; {then}')
 
 
 def _environment(index, port):
