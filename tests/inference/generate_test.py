@@ -120,6 +120,16 @@ def test_a_chunk_in_which_no_prompt_ends_leaves_out_the_mlp_of_the_last_block(ti
     assert products[1] == 2 * 2 < products[0]  # two of each of two blocks
 
 
+def test_chunks_know_whether_a_prompt_ends_in_them(hparams, monkeypatch):
+    """Prompts of 4, 1 and 9 tokens, by 4 at a time."""
+    seen = []
+    monkeypatch.setattr(generate_module, '_chunk', lambda *_, ends, **how: (seen.append(ends), ()))
+    monkeypatch.setattr(generate_module, '_write', lambda cache: cache)
+    batch = generate_module._pad([[1] * 4, [1], [1] * 9], None, LENGTH)
+    generate_module._in_chunks(None, None, batch, 4, hparams=hparams, routing='predictor')
+    assert seen == [True, False, True]
+
+
 # The static arguments of most tests below, so that they share one compiled program.
 DRAWN = {'num_samples': 2, 'top_p': 0.9, 'tokenizer': TOKENIZER}
 PROMPTS = [PROMPT, [256, 1, 2], [256, 50, 60, 70, 80]]
