@@ -180,14 +180,19 @@ def _start(unrolled, batch, keys_B, *, num_samples, tokenizer, temperature, top_
 _empty = jax.jit(empty_cache, static_argnums=1, static_argnames=('hparams', 'routing', *_SIZES))
 
 
-@functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
-def _chunk(unrolled, cache, x_B1D, tokens_BT, begins_BT, active_BT, *, hparams, routing):
-    """What `lm_head` reads of the last token of each row so far, and what `_write` needs."""
+@functools.partial(jax.jit, static_argnames=('ends', 'hparams', 'routing'))
+def _chunk(unrolled, cache, x_B1D, tokens_BT, begins_BT, active_BT, *, ends, hparams, routing):
+    """What `lm_head` reads of the last token of each row so far, and what `_write` needs.
+
+    `ends`: whether a row ends here. Otherwise nothing reads what the last block adds, and the
+    program leaves it out.
+    """
     inputs = unrolled, cache, tokens_BT, begins_BT, active_BT
     x_BTD, updates, dropped_B = extend(*inputs, hparams=hparams, routing=routing)
-    last_B1 = jnp.maximum(jnp.sum(active_BT, axis=1, keepdims=True) - 1, 0)
-    last_B1D = jnp.take_along_axis(x_BTD, last_B1[..., None], axis=1)
-    x_B1D = jnp.where(active_BT[:, :1, None], last_B1D, x_B1D)
+    if ends:
+        last_B1 = jnp.maximum(jnp.sum(active_BT, axis=1, keepdims=True) - 1, 0)
+        last_B1D = jnp.take_along_axis(x_BTD, last_B1[..., None], axis=1)
+        x_B1D = jnp.where(active_BT[:, :1, None], last_B1D, x_B1D)
     return x_B1D, (updates, begins_BT, dropped_B, active_BT)
 
 
@@ -197,16 +202,17 @@ def _in_chunks(unrolled, cache, batch, size, *, hparams, routing):
     `batch`: as of `_pad`, at least a token of each row.
     """
     tokens_BT, segment_ids_BT = batch
-    rows, longest = len(tokens_BT), int((segment_ids_BT > 0).sum(axis=1).max())
+    rows, lengths_B = len(tokens_BT), (segment_ids_BT > 0).sum(axis=1)
     tokens_BT, segment_ids_BT = (np.pad(side, ((0, 0), (0, size))) for side in batch)
     begins_BT = np.diff(segment_ids_BT, axis=1, prepend=1) > 0
     begins_BT &= not hparams.model.across_documents
     how = {'hparams': hparams, 'routing': routing}
     x_B1D = np.zeros((rows, 1, hparams.model.d_model), hparams.model.dtype)
-    for first in range(0, longest, size):
+    for first in range(0, lengths_B.max(), size):
         part = np.s_[:, first : first + size]
         inputs = tokens_BT[part], begins_BT[part], segment_ids_BT[part] > 0
-        x_B1D, update = ahead.call(_chunk, unrolled, cache, x_B1D, *inputs, **how)
+        ends = bool(np.any(-(-lengths_B // size) == first // size + 1))
+        x_B1D, update = ahead.call(_chunk, unrolled, cache, x_B1D, *inputs, ends=ends, **how)
         cache = ahead.call(_write, cache, *update)
     return x_B1D, cache
 

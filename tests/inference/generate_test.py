@@ -1,6 +1,7 @@
 """Generated text is what the causally routed model predicts from its own growing prefix."""
 
 import functools
+import re
 
 import jax
 import numpy as np
@@ -12,7 +13,8 @@ from moddepth_jax.inference import generate as generate_module
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.inference.prompt_cache import PromptCache
 from moddepth_jax.inference.sampling import sample
-from moddepth_jax.model.transformer import Transformer
+from moddepth_jax.model.decoding import empty_cache, unroll
+from moddepth_jax.model.transformer import Transformer, causal_routing
 
 LENGTH = 24
 PROMPT = [256, 100, 101, 102]
@@ -80,7 +82,7 @@ def test_greedy_texts_are_the_argmax_of_full_forwards(tiny_config, routing, knob
     """At temperature 0 a token is the argmax of one pass over the tokens before it and no more."""
     hparams = make_hparams(tiny_config, **knobs)
     variables = make_variables(hparams)
-    prompts = [PROMPT, [256], [256, 7, 8, 256, 9, 10]]
+    prompts = [PROMPT, [256], [256, 7, 8, 256, 9, 10, 11, 12, 13]]  # none ends in the second chunk
     how = {'temperature': 0.0, 'routing': routing, 'tokenizer': TOKENIZER, 'stop': False}
     result = generate(variables, hparams, prompts, 14, **how)
     in_chunks = generate(variables, hparams, prompts, 14, prefill_chunk=4, **how)
@@ -97,6 +99,35 @@ def test_greedy_texts_are_the_argmax_of_full_forwards(tiny_config, routing, knob
     assert len(set(result.tokens[0][4:].tolist())) > 3
     assert selected == 1 if routing == 'dense' else 0.02 < selected < 0.98
     assert result.stopped == [False] * 3
+
+
+@pytest.mark.parametrize('router', ['none', 'learned'])
+def test_a_chunk_in_which_no_prompt_ends_leaves_out_the_mlp_of_the_last_block(tiny_config, router):
+    """It needs the keys and values of that block alone."""
+    knobs = {'model.num_layers': 3, 'model.d_ff': 40, 'model.routing.router': router}
+    hparams = make_hparams(tiny_config, **knobs | {'model.routing.layers': '2'})
+    variables = jax.eval_shape(lambda: make_variables(hparams))
+    how = {'hparams': hparams, 'routing': causal_routing(hparams)}
+    unrolled = jax.eval_shape(lambda of: unroll(of, **how), variables)
+    sizes = {'capacity': LENGTH, 'routed_capacity': LENGTH}
+    cache = jax.eval_shape(lambda of: empty_cache(of, 2, **how, **sizes), unrolled)
+    x_B1D, row_BT = np.zeros((2, 1, hparams.model.d_model), np.float32), np.zeros((2, 8), np.int32)
+    inputs = unrolled, cache, x_B1D, row_BT, row_BT > 0, row_BT == 0
+    products = []
+    for ends in (True, False):
+        text = generate_module._chunk.lower(*inputs, ends=ends, **how).as_text()
+        products.append(len(re.findall(r'dot_general.*-> tensor<[\dx]*x40xf32>', text)))
+    assert products[1] == 2 * 2 < products[0]  # two of each of two blocks
+
+
+def test_chunks_know_whether_a_prompt_ends_in_them(hparams, monkeypatch):
+    """Prompts of 4, 1 and 9 tokens, by 4 at a time."""
+    seen = []
+    monkeypatch.setattr(generate_module, '_chunk', lambda *_, ends, **how: (seen.append(ends), ()))
+    monkeypatch.setattr(generate_module, '_write', lambda cache: cache)
+    batch = generate_module._pad([[1] * 4, [1], [1] * 9], None, LENGTH)
+    generate_module._in_chunks(None, None, batch, 4, hparams=hparams, routing='predictor')
+    assert seen == [True, False, True]
 
 
 # The static arguments of most tests below, so that they share one compiled program.
