@@ -9,12 +9,13 @@ import pytest
 
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
+from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.inference import generate as generate_module
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.inference.prompt_cache import PromptCache
 from moddepth_jax.inference.sampling import sample
 from moddepth_jax.model.decoding import empty_cache, unroll
-from moddepth_jax.model.transformer import Transformer, causal_routing
+from moddepth_jax.model.transformer import Transformer
 
 LENGTH = 24
 PROMPT = [256, 100, 101, 102]
