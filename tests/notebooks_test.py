@@ -70,6 +70,7 @@ def test_runs(path, execute, tmp_path):
     assert str(tmp_path) not in texts
 
 
+@pytest.mark.slow
 def test_shows_a_run_of_ones_own(execute, tmp_path, tiny_config):
     """The heatmaps of the run that NOTEBOOK_WORKDIR names, instead of one that it trains."""
     changes = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}

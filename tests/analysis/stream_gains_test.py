@@ -39,7 +39,8 @@ def test_gains_are_sums_of_the_product_by_hand(tiny_config):
     assert np.abs(np.log(found.forward_L / found.backward_L)).min() > 0.1
 
 
-@pytest.mark.parametrize('form', [CONSTRAINED, pytest.param(HYPER, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('form', [CONSTRAINED, HYPER])
 def test_gains_of_constrained_mixtures_are_1(form, tiny_config):
     """Backward as far as the columns converge; others amplify. Padding does not count."""
     hparams = small_hparams(tiny_config, form, TWO)

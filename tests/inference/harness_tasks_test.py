@@ -59,6 +59,7 @@ def rolling_by_hand(log_p):
     }
 
 
+@pytest.mark.slow
 def test_numbers_are_those_by_hand(small_model, log_p_of):
     """Of multiple choice and of perplexity in windows."""
     from moddepth_jax.inference.harness import HarnessLM

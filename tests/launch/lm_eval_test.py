@@ -18,6 +18,7 @@ def lm_eval(trained, hasty, tmp_path):
     return lambda *words: call('lm_eval', f'--workdir={trained}/run', TASKS, *words, **variables)
 
 
+@pytest.mark.slow
 def test_finished_tasks_are_kept(lm_eval, tmp_path):
     """The second of two tasks has no data: status 2, one line; the first is printed and saved."""
     json_file = f'--json={tmp_path}/out.json'

@@ -355,7 +355,7 @@ FAST = ('block slots', 'both slots', 'unrotated', 'attention slot projection', '
 FAST += ('attention stream', 'dense stream, bias', 'average stream, bias')
 FAST += ('value residual', 'value residual, sparse', 'shared values', 'mudd', 'scaled rope')
 FAST += ('value attention, recent',)
-FAST += ('value embeddings, value residual', 'value embeddings, experts', 'looped, own norms')
+FAST += ('value embeddings, value residual', 'looped, own norms')
 
 
 @pytest.mark.parametrize('case', parameters(FAST, CASES))
