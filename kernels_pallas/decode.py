@@ -101,17 +101,26 @@ def _shapes(arrays, slots, q_depth_CTNH):
     )
 
 
-def decode_forward(*arrays, rows_C=None, slots=None, q_depth_CTNH=None, interpret=False):
-    """`decode_attention` by XLA, on every platform.
+def decode_forward(
+    q_CTNH,
+    k_CTKH,
+    v_CTKH,
+    k_BKHS,
+    v_BKHS,
+    visible_CTS,
+    visible_CTT,
+    *,
+    rows_C=None,
+    slots=None,
+    q_depth_CTNH=None,
+    interpret=False,
+):
+    """`decode_attention` by XLA, on every platform; arguments as there, all arrays given.
 
-    Args:
-      arrays: q_CTNH, k_CTKH, v_CTKH, k_BKHS, v_BKHS, visible_CTS, visible_CTT, all there.
-      rows_C, q_depth_CTNH: as there.
-      slots: (k_LCTKH, v_LCTKH, mask_LCT or None), those in the window; None: there are none.
-      interpret: of kernels, unused.
+    `slots` are (k_LCTKH, v_LCTKH, mask_LCT or None), those in the window, or None without slots;
+    `interpret`, of kernels, is not used.
     """
     del interpret
-    q_CTNH, k_CTKH, v_CTKH, k_BKHS, v_BKHS, visible_CTS, visible_CTT = arrays
     k_CKHT, v_CKHT = (jnp.moveaxis(side, 1, 3) for side in (k_CTKH, v_CTKH))
     by_row = [k_CKHT, v_CKHT, q_CTNH, visible_CTS, visible_CTT]
     if slots is not None:

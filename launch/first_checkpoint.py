@@ -83,13 +83,17 @@ def branch_run(source: str, step: int | None, workdir: str) -> tuple[int, int]:
     """
     from moddepth_jax.data.tokenizers.tokenizer import DIRECTORY
     from moddepth_jax.training.manifest import read_manifest
-    from moddepth_jax.training.run_dir import CONFIG_FILE, SOURCE_FILE, checkpoint_steps
+    from moddepth_jax.training.run_dir import (
+        CONFIG_FILE,
+        SOURCE_FILE,
+        checkpoint_steps,
+        missing_step,
+    )
 
     kept = checkpoint_steps(source)
     step = max(kept, default=0) if step is None else step
     if step not in kept:
-        right = f'must be one of the steps kept: {", ".join(map(str, kept)) or "none"}'
-        raise ValueError(f'--step={step}: no checkpoint of {source} after a step; {right}')
+        raise ValueError(missing_step(source, step, ' after a step', 1))
     with atomic_folder('workdir', workdir) as folder:
         files = CONFIG_FILE, SOURCE_FILE, NOTE_FILE, 'metrics.jsonl'
         for name in filter(lambda name: os.path.exists(os.path.join(source, name)), files):

@@ -99,9 +99,15 @@ def full_slice(size):
 
 def product(shape, a, b):
     """a @ b, float32."""
+    return sum_products(shape, [(a, b)])
+
+
+def sum_products(shape, pairs):
+    """The sum of a @ b over pairs, float32."""
 
     def run(total):
-        plgpu.wgmma(total, a, b)
+        for a, b in pairs:
+            plgpu.wgmma(total, a, b)
         return total[...]
 
     return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))

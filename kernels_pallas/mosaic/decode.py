@@ -210,17 +210,6 @@ class _New:
         return chunk < 0
 
 
-def _add_products(shape, pairs):
-    """The sum of a @ b of pairs, float32."""
-
-    def run(total):
-        for a, b in pairs:
-            plgpu.wgmma(total, a, b)
-        return total[...]
-
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
-
-
 def _attend(keys, s, sizes, scale):
     """highest score [columns], total of weights, and sums of values, of the softmax over `keys`.
 
@@ -244,7 +233,7 @@ def _attend(keys, s, sizes, scale):
         # Into the stage that the last step read: a copy to shared memory waits for all four warps.
         start(step + (stages - 1))
         plgpu.barrier_wait(keys.ready[0].at[stage])
-        scores = _add_products(scores_shape, keys.score_products(step, stage))
+        scores = common.sum_products(scores_shape, keys.score_products(step, stage))
         words = by_row(common.load(s.words.at[stage], LAYOUT.reduce(1)), scores_shape)
         if sizes.tokens > 1:
             token = lax.div(iota(scores_shape, 1), jnp.int32(sizes.group))
@@ -287,16 +276,12 @@ def _attend(keys, s, sizes, scale):
 
 def _decode(*refs, names, sizes, scale, **shared):
     """The body: one block."""
-    refs, s = (
-        types.SimpleNamespace(**dict(zip(names, refs, strict=True))),
-        types.SimpleNamespace(**shared),
-    )
+    refs = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
+    s = types.SimpleNamespace(**shared)
     block = lax.axis_index('block')
     # The block of new tokens comes first: it may be the longest.
-    pair, split = (
-        lax.div(block, jnp.int32(sizes.splits + 1)),
-        lax.rem(block, jnp.int32(sizes.splits + 1)),
-    )
+    of_pair = jnp.int32(sizes.splits + 1)
+    pair, split = lax.div(block, of_pair), lax.rem(block, of_pair)
     row, head = lax.div(pair, jnp.int32(sizes.kv_heads)), lax.rem(pair, jnp.int32(sizes.kv_heads))
     tile = common.full_slice(sizes.columns), common.full_slice(sizes.padded_width)
     queries = (refs.q, refs.q_depth) if sizes.own_query else (refs.q,)
@@ -408,10 +393,20 @@ def _join(o, stats, sizes):
 
 
 def decode_forward(
-    *arrays, rows_C=None, slots=None, q_depth_CTNH=None, interpret: bool = False
+    q_CTNH,
+    k_CTKH,
+    v_CTKH,
+    k_BKHS,
+    v_BKHS,
+    visible_CTS,
+    visible_CTT,
+    *,
+    rows_C=None,
+    slots=None,
+    q_depth_CTNH=None,
+    interpret: bool = False,
 ) -> jax.Array:
     """As `decode.decode_forward`, of bfloat16 or float16 arrays; the cache is read in place."""
-    q_CTNH, *new, k_BKHS, v_BKHS, visible_CTS, visible_CTT = arrays
     rows, tokens, heads, width = q_CTNH.shape
     _, kv_heads, _, places = k_BKHS.shape
     held = 0 if slots is None else slots[0].shape[0]
@@ -426,9 +421,9 @@ def decode_forward(
         dtype=jnp.dtype(k_BKHS.dtype),
         own_query=q_depth_CTNH is not None and held > 0,
     )
+    new, cache = (k_CTKH, v_CTKH), (k_BKHS, v_BKHS)
     operands = _operands(
-        *(q_CTNH, new, (k_BKHS, v_BKHS), visible_CTS, visible_CTT),
-        *(rows_C, slots, q_depth_CTNH, sizes),
+        q_CTNH, new, cache, visible_CTS, visible_CTT, rows_C, slots, q_depth_CTNH, sizes
     )
     stages, wide = sizes.stages, (sizes.columns, sizes.padded_width)
     tiles = common.tiled((stages, sizes.padded_width, CHUNK), sizes.dtype, sizes.swizzle)

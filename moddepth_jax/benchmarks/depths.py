@@ -115,7 +115,7 @@ def loops(
                 found,
                 line=lambda row: row['model'],
                 column=lambda row: str(row['loops']),
-                text=lambda row, cell=cell: cell(row),
+                text=cell,
                 corner='loops',
             )
             for title, cell in cells.items()

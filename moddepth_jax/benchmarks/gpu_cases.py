@@ -21,9 +21,7 @@ _CHECKED = {
 _FUSED_PACKED = tuple(name for name in _PACKED if name != 'no_slots')
 # Decoding of one and of 64 rows; B, S, K, G, H and L of decode_cases.
 DECODE_SHAPES = {
-    f'b{rows}_4k_g{group}_h{width}': {
-        **{'B': rows, 'S': 4096, 'length': 4096, 'K': 8, 'G': group, 'H': width, 'L': 64}
-    }
+    f'b{rows}_4k_g{group}_h{width}': dict(B=rows, S=4096, length=4096, K=8, G=group, H=width, L=64)
     for rows in (1, 64)
     for group, width in ((8, 64), (2, 128))
 }
@@ -139,15 +137,18 @@ def _more_times():
 
 def _decoding():
     """The kernel for decoding: right or not, then its times over full caches, with 64 slots."""
-    found, run = [], 'decode_cases:'
-    for implementation, names in (('mosaic_gpu', DECODE_CASES), ('xla', ('rows',))):
-        call, start = {'implementation': implementation}, f'right/decode/{implementation}/'
-        for name in names:
-            rest = (start + name, 'right/decode', 4.0, 75.0, f'{run}check')
-            found.append(_case(*rest, **call, case=name))
+    found = []
+    for kernel, cases_of_kernel in (('mosaic_gpu', DECODE_CASES), ('xla', ('rows',))):
+        checks = f'right/decode/{kernel}/'
+        for case in cases_of_kernel:
+            name, check = checks + case, 'decode_cases:check'
+            found.append(
+                _case(name, 'right/decode', 4.0, 75.0, check, implementation=kernel, case=case)
+            )
         for shape, sizes in DECODE_SHAPES.items():
-            rest = (f'decode_kernel/{implementation}/{shape}', 'decode_kernel', 8.0, 75.0)
-            found.append(_case(*rest, f'{run}time_one', (start,), **call, sizes=sizes))
+            name, time = f'decode_kernel/{kernel}/{shape}', 'decode_cases:time_one'
+            how = {'implementation': kernel, 'sizes': sizes}
+            found.append(_case(name, 'decode_kernel', 8.0, 75.0, time, needs=(checks,), **how))
     return found
 
 

@@ -113,7 +113,17 @@ def _decoding_row(rows, places, group, width, slots):
     """The cells of a step over full caches: megabytes, and bytes over the least."""
     shapes = {'B': rows, 'T': 1, 'K': 8, 'G': group, 'H': width, 'length': places, 'L': slots}
     least = least_bytes(shapes)
-    sizes = decode.Sizes(rows, 1, 8, group, width, places, slots, jnp.dtype('bfloat16'), False)
+    sizes = decode.Sizes(
+        rows=rows,
+        tokens=1,
+        kv_heads=8,
+        group=group,
+        width=width,
+        places=places,
+        slots=slots,
+        dtype=jnp.dtype('bfloat16'),
+        own_query=False,
+    )
     moved = traffic.decode_forward(sizes, places).total
     # XLA reads the sums, totals and highest scores of all splits, and writes their softmax.
     numbers = sizes.heads * width + 2 * sizes.columns

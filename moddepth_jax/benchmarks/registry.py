@@ -21,8 +21,17 @@ from moddepth_jax.benchmarks.scoring import scoring
 from moddepth_jax.benchmarks.steps import step
 
 _FUNCTIONS = (
-    *(step, decode, prompts, depth, loops, experts),
-    *(attention, authors, paper, scoring, runs),
+    step,
+    decode,
+    prompts,
+    depth,
+    loops,
+    experts,
+    attention,
+    authors,
+    paper,
+    scoring,
+    runs,
 )
 _BY_NAME = {f.__name__: f for f in _FUNCTIONS}
 BENCHMARKS = {name: _BY_NAME[name] for name in NAMES}

@@ -149,11 +149,14 @@ def _model_tables(rows):
 
 def _decoding_kernels(rows):
     """Times of one decoding step's attention over full caches, by kernel and shape."""
-    cells = {}
-    for name, row in starting(rows, 'decode_kernel/').items():
-        numbers = ('milliseconds', '.3f'), ('gigabytes_per_second', '.0f')
-        numbers += (('times_as_fast_as_xla', '.2f'),)
-        cells[name.replace('/', ', ')] = [f'{row[field]:{form}}' for field, form in numbers]
+    cells = {
+        name.replace('/', ', '): [
+            f'{row["milliseconds"]:.3f}',
+            f'{row["gigabytes_per_second"]:.0f}',
+            f'{row["times_as_fast_as_xla"]:.2f}',
+        ]
+        for name, row in starting(rows, 'decode_kernel/').items()
+    }
     heads = ['', 'ms', 'GB/s of the least bytes', 'times as fast as XLA']
     return to_markdown(Table('decoding, one layer', heads, cells)) if cells else []
 

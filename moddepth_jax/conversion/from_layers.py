@@ -31,8 +31,8 @@ def with_layers(
         differ in kind from their block, and for a mean of experts.
     """
     layers_of_block = _layers_of_blocks(source.model, target.model, how)
-    names = ('num_layers', 'looped_layers', 'loops', 'loop_order', 'windows')
-    names += ('loop_norms', 'loop_embeddings')
+    names = 'num_layers', 'looped_layers', 'loops', 'loop_order', 'loop_norms', 'loop_embeddings'
+    names += ('windows',)
     blocks = {name: getattr(target.model, name) for name in names}
     result = dataclasses.replace(source, model=dataclasses.replace(source.model, **blocks))
     _check_kinds(source.model, result.model, layers_of_block, how)

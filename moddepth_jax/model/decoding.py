@@ -178,19 +178,15 @@ def extend(unrolled, cache: Cache, tokens_BT, begins_BT, branches_BT, *, hparams
     embedded_BTD = embedded_input(hparams.model, x_BTD)
     most = hparams.model.routing.max_selected(hparams.data.sequence_length, routing)
     layers = list(layers_of(unrolled, hparams, routing, (most,)))
+    by_token = x_BTD, tokens, documents_BT, embedded_BTD
     if hparams.model.routing.routes_loops:
         recursions = Recursions(hparams, routing, unrolled['loops'], layers)
         x_BTD, updates, dropped_BT = recursions.extend(x_BTD, tokens, cache, documents_BT)
     elif has_exits(hparams.model, routing):
-        by_token, dropped_BT = (
-            (x_BTD, tokens, documents_BT, embedded_BTD),
-            jnp.zeros_like(tokens_BT),
-        )
         x_BTD, updates = extend_with_exits(hparams.model, layers, by_token, cache.layers)
+        dropped_BT = jnp.zeros_like(tokens_BT)
     else:
-        x_BTD, updates, dropped_BT = _extend_layers(
-            hparams, layers, (x_BTD, tokens, documents_BT, embedded_BTD), [], cache.layers
-        )
+        x_BTD, updates, dropped_BT = _extend_layers(hparams, layers, by_token, [], cache.layers)
     return _final(unrolled, hparams, x_BTD), updates, dropped_BT
 
 

@@ -213,9 +213,9 @@ def read_hparams(workdir: str | os.PathLike) -> tuple[Hparams, list[str]]:
         raise ValueError(f'{workdir / CONFIG_FILE}: {error}') from None
 
 
-def missing_step(path: str | os.PathLike, step: int, found: str = '') -> str:
-    """The line on --step without a checkpoint, of which `found` says more."""
-    steps = ', '.join(map(str, checkpoint_steps(path, 0))) or 'none'
+def missing_step(path: str | os.PathLike, step: int, found: str = '', first: int = 0) -> str:
+    """The line on --step without a checkpoint from `first` on, of which `found` says more."""
+    steps = ', '.join(map(str, checkpoint_steps(path, first))) or 'none'
     return f'--step={step}: no checkpoint of {path}{found}; steps kept: {steps}'
 
 
