@@ -571,6 +571,21 @@ def test_numbers_of_what_was_learned_are_those_of_the_rows_they_link_to():
         assert numbers and [n for n in numbers if n not in of_rows] == [], line
 
 
+def test_links_to_a_claim_show_the_numbers_of_its_row():
+    """In any page: `[-3.5% (-4.2% to -2.9%)](claims.md#id)`, bold if and only if it is decided."""
+    table = (ROOT / 'docs/claims.md').read_text().partition(claims.BEGIN)[2]
+    rows = dict(re.findall(r'^\| \[.*?\]\(#(\w+)\)(.*)$', table, re.MULTILINE))
+    pages = [ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')]
+    linked = 0
+    for page in pages:
+        for text, name in re.findall(r'\[([^]]*)\]\(\S*claims\.md#(\w+)\)', page.read_text()):
+            if '%' in text:
+                assert text.strip('*') in rows[name], (page.name, name)
+                assert ('**' in text) == (UNDECIDED not in rows[name]), (page.name, name)
+                linked += 1
+    assert linked > 10
+
+
 def test_readme_has_the_counts_of_the_page():
     """Regression: README had counted 74 runs of a study, its page 72."""
     pages = (ROOT / name for name in ('docs/claims.md', 'README.md'))
