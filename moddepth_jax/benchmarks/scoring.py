@@ -3,10 +3,9 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from moddepth_jax.benchmarks.models import make_model
+from moddepth_jax.benchmarks.models import make_model, random_variables
 from moddepth_jax.benchmarks.timing import time_interleaved
 from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.inference.scoring import row_lengths, score
@@ -60,8 +59,7 @@ def _in_batches(variables, hparams, requests):
 
 def _compare(name, hparams, repeats):
     """A row for each length of options: both ways timed in turn, and how far they differ."""
-    tokens_BT = jnp.zeros((1, 16), jnp.int32)
-    variables = jax.jit(Transformer(hparams).init)(jax.random.key(hparams.seed), tokens_BT)
+    variables = random_variables(hparams)
     for option, option_tokens in OPTION_TOKENS.items():
         requests = _requests(option_tokens)
         calls = {

@@ -22,11 +22,15 @@ def by_hand(small_model, log_p_of):
     return one
 
 
-def questions(context):
+MANY_OPTIONS = ((1, 1, 1, 1, 1), (4, 4), (1, 4), (3, 1, 5, 2, 2))
+FEW_OPTIONS = ((1, 1), (3, 1, 5))  # of few shapes, for models that compile longer
+
+
+def questions(context, of_questions):
     """Questions of 11 tokens with options of several lengths, and rows as long as the context."""
     draw = np.random.default_rng(0)
     requests = []
-    for options in [(1, 1, 1, 1, 1), (4, 4), (1, 4), (3, 1, 5, 2, 2)]:
+    for options in of_questions:
         question = [256, *draw.integers(0, 256, 10)]
         requests += [(question, draw.integers(0, 256, length)) for length in options]
     full = [256, *draw.integers(0, 256, 15)]  # no room is left in its row of 16
@@ -50,14 +54,15 @@ SLOW = [('both', 1), ('longer mod', 1), ('longer mod', 3)]
 def test_scores_are_those_by_hand(small_model, by_hand, name, batch_size):
     """Each equals the sum over the logits of its own row, whatever the batch size."""
     context = small_model(name)[1].data.sequence_length
-    requests = questions(context)
+    requests = questions(context, MANY_OPTIONS if name == 'dense' else FEW_OPTIONS)
     want = [by_hand(name, *request) for request in requests]
     assert score(*small_model(name), []) == []
     found = score(*small_model(name), requests, batch_size=batch_size)
     for got, (log_likelihood, greedy) in zip(found, want, strict=True):
         assert got.log_likelihood == pytest.approx(log_likelihood, abs=1e-5, rel=1e-5)
         assert got.greedy == greedy
-    assert [one.cut for one in found] == [0] * 17 + [60 + 3 - context - 1, 0]
+    assert [one.cut for one in found][-3:] == [0, 60 + 3 - context - 1, 0]
+    assert not any(one.cut for one in found[:-3])
 
 
 def test_the_likeliest_tokens_are_greedy(small_model):
