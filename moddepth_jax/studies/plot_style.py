@@ -15,8 +15,6 @@ COLOURS = {
 }
 MARKER_SIZE = 6.5
 SETTINGS = {
-    'svg.hashsalt': 'study',
-    'svg.fonttype': 'path',
     'text.parse_math': False,
     'font.family': 'DejaVu Sans',
     'font.size': 9,
