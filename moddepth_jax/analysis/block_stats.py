@@ -269,9 +269,8 @@ def first_token(observed: Observations) -> dict:
 def depth_mass(observed: Observations) -> dict | None:
     """Means over batches of analysis/depth_mass.py; None in `dense` and `average`.
 
-    `layers`: names of the layers that read; `depth`, `first_token`: by layer, the share of its
-    attention on slots and on the first token (the sink); `slots`: names of the slots; `by_slot`:
-    by layer, the share on each.
+    `depth`, `first_token`: of each layer that reads, the share of its attention on slots and on the
+    first token (the sink).
     """
     if observed.hparams.model.depth.stream_class.reads_outputs:
         return None
@@ -279,10 +278,10 @@ def depth_mass(observed: Observations) -> dict | None:
         depth_mass_lib.depth_mass(observed.variables, observed.hparams, batch, observed.routing)
         for batch in observed.batches
     ]
-    layers, slots, *arrays = zip(*masses, strict=True)
-    by_slot, depth, first_token = (np.mean(sides, axis=0).tolist() for sides in arrays)
-    result = {'layers': list(layers[0]), 'depth': depth, 'first_token': first_token}
-    return result | {'slots': list(slots[0]), 'by_slot': by_slot}
+    return {
+        'depth': np.mean([mass.depth_L for mass in masses], axis=0).tolist(),
+        'first_token': np.mean([mass.first_token_L for mass in masses], axis=0).tolist(),
+    }
 
 
 @measure()

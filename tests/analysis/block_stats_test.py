@@ -61,8 +61,7 @@ def test_measures_of_a_router_that_takes_odd_positions(tiny_config):
     assert result['classes']['number'] == expected and odd not in (0, 0.5, 1)
     assert sum(row['tokens'] for row in result['classes'].values()) == 112
     mass = result['depth_mass']
-    assert (mass['layers'], mass['slots']) == (['0', '1', '2'], [])
-    assert min(mass['first_token']) > 0 == max(mass['depth'])
+    assert min(mass['first_token']) > 0 == max(mass['depth']) and len(mass['depth']) == 3
 
 
 def test_measures_of_a_dense_model(tiny_config):
@@ -73,8 +72,7 @@ def test_measures_of_a_dense_model(tiny_config):
     assert result['entropy']['correlation'] is None and 0 < result['entropy']['mean'] < np.log(257)
     assert all(row['probe_r2'] < 1 for row in result['layers'])
     mass = result['depth_mass']
-    assert (mass['layers'], mass['slots']) == (['0', '1', '2'], ['0a', '0f', '1a', '1f'])
-    assert mass['depth'][0] == 0 < min(mass['depth'][1:]) and np.shape(mass['by_slot']) == (3, 4)
+    assert mass['depth'][0] == 0 < min(mass['depth'][1:])
     assert min(mass['first_token']) > 0 and min(result['gradient_norms']) > 0
 
 
