@@ -53,7 +53,7 @@ setuptools.setup(
         'launch': ['slurm.sh', 'jobset.yaml', 'lm_eval_tasks/*.yaml'],
         'moddepth_jax.analysis': ['routing_page.html', 'routing_page.js'],
         'moddepth_jax.conversion': ['torch_model/*.py'],
-        'moddepth_jax.studies': ['claims.toml'],
+        'moddepth_jax.studies': ['claims.toml', 'page.html'],
     },
     python_requires='>=3.11,<3.14',
     install_requires=[

@@ -5,7 +5,7 @@ python -m launch.isoflop --config=configs/moda.py --steps=600 --sizes=8x64 --var
 python -m launch.isoflop --config=configs/study.py --budgets=2e12 --sizes=4x64 --dry_run
 
 docs/isoflop.md says what trains. A finished run is never repeated. --shard=0/4, 1/4, .. share the
-runs among hosts that see one --workdir; the first writes study.json, figures and study.md there.
+runs among hosts that see one --workdir; the first writes study.json, figures and study.html there.
 """
 
 import pathlib

@@ -1,39 +1,42 @@
-"""study.md: warnings, figures and tables of a study, from study.json and its figures alone."""
+"""study.html: a study as one page that explains itself, from study.json and its figures alone."""
 
+import base64
+import html
+import json
 import math
 import pathlib
 import statistics
+import string
 
 from moddepth_jax.studies import fit
 from moddepth_jax.studies.plot_style import budget_name, scientific
 from moddepth_jax.studies.plots import FIGURES
 from moddepth_jax.studies.statistics import INVALID_GAP, MIN_SEEDS, MIN_STEPS, interval
-from moddepth_jax.training.tables import markdown_rows
 
 _OFF_BUDGET = 0.01
 
 
 def write_page(study: dict, directory):
-    """Writes study.md, which shows the figures of `plots.draw`."""
-    lines = [
-        f'# {"isoFLOP study" if study["kind"] == "flops" else "Study at equal tokens"}',
-        '',
-        f'{len(study["runs"])} runs finished, {len(study["missing"])} missing. Config '
-        f'{study["config"]}, corpus {study["corpus"]}. How each figure is read: docs/isoflop.md.',
-        '',
-    ]
-    if found := warnings(study):
-        lines += ['**Read this first**', '', *(f'- {text}' for text in found), '']
-    for name in FIGURES:
-        lines += [f'![{name}]({name}.png)', '']
-    for budget in fit.budgets(study):
-        rows = list(_best_rows(study, budget))
-        table = markdown_rows(rows[0], *(row.values() for row in rows))
-        lines += [f'**The best of each variant, {budget_name(study, budget)}**', '', *table, '']
-    if rows := list(map(_cells, study['runs'])):
-        table = markdown_rows(rows[0], *(row.values() for row in rows))
-        lines += ['**All runs**; losses are causal, on held-out text', '', *table, '']
-    (pathlib.Path(directory) / 'study.md').write_text('\n'.join(lines), encoding='utf-8')
+    """Writes study.html, which holds the figures of `plots.draw` as SVG and needs no network."""
+    directory = pathlib.Path(directory)
+    rest = {name: value for name, value in study.items() if name not in ('runs', 'fits')}
+    template = pathlib.Path(__file__).with_suffix('.html').read_text(encoding='utf-8')
+    svgs = {name: (directory / f'{name}.svg').read_bytes() for name in FIGURES}
+    summary = f'{_count(len(study["runs"]), "run")} finished, {len(study["missing"]) or "none"} '
+    summary += f'missing. Config {study["config"]}, corpus {study["corpus"]}.'
+    page = string.Template(template).substitute(
+        title='isoFLOP study' if study['kind'] == 'flops' else 'Study at equal tokens',
+        summary=html.escape(summary),
+        warnings=_warnings(study),
+        reference=html.escape(study['variants'][fit.reference(study)]['label']),
+        min_steps=MIN_STEPS,
+        invalid_gap=f'{INVALID_GAP:g}',
+        best=_best_tables(study),
+        runs=_run_table(study),
+        rest=html.escape(json.dumps(rest, indent=1, ensure_ascii=False)),
+        **{name: base64.b64encode(svg).decode() for name, svg in svgs.items()},
+    )
+    (directory / 'study.html').write_text(page, encoding='utf-8')
 
 
 def warnings(study: dict) -> list[str]:
@@ -92,13 +95,48 @@ def _rates(study):
             yield f'At width {width} the learning rate {rate:g} is the {end} of those tried.'
 
 
-def _number(value, form):
-    """Text; empty for None and for what is not finite."""
-    return '' if value is None or not math.isfinite(value) else format(value, form)
+def _warnings(study):
+    items = ''.join(f'<li>{html.escape(text)}</li>' for text in warnings(study))
+    return f'<div class="warn"><b>Read this first</b><ul>{items}</ul></div>' if items else ''
+
+
+def _count(number, noun):
+    return f'{number:,} {noun}{"" if number == 1 else "s"}'
+
+
+def _table(rows, kind=''):
+    """HTML of a table: dicts by heading, each cell a text or (text, number to sort by, class)."""
+    if not rows:
+        return '<p>None yet.</p>'
+    body = ''.join(f'<tr>{"".join(map(_cell, row.values()))}</tr>\n' for row in rows)
+    head = ''.join(f'<th>{html.escape(name)}</th>' for name in rows[0])
+    body = f'<thead><tr>{head}</tr></thead><tbody>\n{body}</tbody>'
+    return f'<div class="wide"><table class="{kind}">{body}</table></div>'
+
+
+def _cell(cell):
+    text, value, style = cell if isinstance(cell, tuple) else (cell, None, '')
+    number = '' if value is None else f' data-v="{value!r}"'
+    style = f'{style} n' if number else style
+    return f'<td{number} class="{style}">{html.escape(str(text))}</td>'
+
+
+def _number(value, form, bad=False):
+    """A cell; empty for None and for what is not finite."""
+    if value is None or not math.isfinite(value):
+        return ''
+    return format(value, form), value, 'bad' if bad else ''
+
+
+def _best_tables(study):
+    parts = [
+        f'<h3>{budget_name(study, budget)}</h3>{_table([*_best_rows(study, budget)])}'
+        for budget in fit.budgets(study)
+    ]
+    return '\n'.join(parts) or '<p>No run has finished yet.</p>'
 
 
 def _best_rows(study, budget):
-    """The cells of each variant, by heading."""
     optimum = fit.optimum(fit.select(study, fit.reference(study), budget))
     bits, paired = fit.bits_per_nat(study), fit.paired_differences(study, budget)
     for name, runs in fit.found(study, budget):
@@ -106,41 +144,54 @@ def _best_rows(study, budget):
         steps = next(run['steps'] for run in runs if run['size'] == best.size)
         cost = best.flops_per_forward / optimum.flops_per_forward if optimum else None
         spread = f' ± {statistics.stdev(best.losses):.4f}' if len(best.losses) > 1 else ''
+        loss = f'{best.loss:.4f}{spread} ({_count(len(best.losses), "seed")})'
         vertex = '–'
-        if parabola:
+        if parabola and parabola.inside:
             vertex = f'{parabola.optimum_parameters:,.0f}, {parabola.optimum_loss:.4f}'
-            vertex = vertex if parabola.inside else 'at an edge'
+        elif parabola:
+            vertex = ('at an edge', None, 'bad')
         yield {
             'variant': study['variants'][name]['label'],
             'best size': best.size,
-            'parameters': f'{best.parameters:,}',
-            'steps': f'{steps:,}',
+            'parameters': _number(best.parameters, ','),
+            'steps': _number(steps, ',', bad=steps < MIN_STEPS),
             'FLOPs of a forward pass, relative': _number(cost, '.2f'),
-            'loss, nats': f'{best.loss:.4f}{spread}',
-            'seeds': str(len(best.losses)),
-            'bits/byte': f'{best.loss * bits:.4f}',
-            # None of the reference itself, and without common seeds.
-            'less the reference, in pairs': f'{interval([paired[name]]):+.4f}'
-            if any(paired[name])
-            else '',
+            'causal loss, nats': (loss, best.loss, ''),
+            'bits/byte': _number(best.loss * bits, '.4f'),
+            'bits/byte less the reference, in pairs': _paired(paired[name]),
             'loss, relative': _number(best.loss / optimum.loss if optimum else None, '.4f'),
-            'parameters and loss of the optimum': vertex,
+            'optimum': vertex,
         }
 
 
-def _cells(row):
-    """The cells of a run, by heading."""
-    return {
-        'run': row['run'],
-        'variant': row['variant'],
-        'parameters': f'{row["parameters"]:,}',
-        'active': _number(row['active_parameters'], ','),
-        'steps': f'{row["steps"]:,}',
-        'FLOPs': scientific(row['total_flops']),
-        'epochs': _number(row['epochs'], '.2f'),
-        'loss, nats': _number(row['loss'], '.4f'),
-        'bits/byte': _number(row['bits_per_byte'], '.4f'),
-        'top-C loss, nats': _number(row['loss_top_c'], '.4f'),
-        'gap, nats': _number(row['routing_gap'], '+.4f'),
-        'rule': row['rule'] or '',
-    }
+def _paired(differences):
+    """The mean with its 95% interval; empty for the reference itself and without common seeds."""
+    if not any(differences):
+        return ''
+    mean = interval([differences])
+    return f'{mean:+.4f}', mean.mean, ''
+
+
+def _run_table(study):
+    rows = [
+        {
+            'variant': study['variants'][row['variant']]['label'],
+            'size': (row['size'], row['parameters'], ''),
+            'seed': _number(row['seed'], ''),
+            'budget': (budget_name(study, row['budget']).split()[0], row['budget'], ''),
+            'parameters': _number(row['parameters'], ','),
+            'active parameters': _number(row['active_parameters'], ','),
+            'steps': _number(row['steps'], ',', bad=row['steps'] < MIN_STEPS),
+            'FLOPs': (scientific(row['total_flops']), row['total_flops'], ''),
+            'epochs': _number(row['epochs'], '.2f'),
+            'learning rate': _number(row['learning_rate'], 'g'),
+            'causal loss, nats': _number(row['loss'], '.4f'),
+            'bits/byte': _number(row['bits_per_byte'], '.4f'),
+            'top-C loss, nats': _number(row['loss_top_c'], '.4f'),
+            'gap, nats': _number(row['routing_gap'], '+.4f', gap >= INVALID_GAP),
+            'rule': row['rule'] or '',
+        }
+        for row in study['runs']
+        for gap in [row['routing_gap'] or 0]
+    ]
+    return _table(rows, 'sortable')

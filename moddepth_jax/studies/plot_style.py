@@ -15,6 +15,8 @@ COLOURS = {
 }
 MARKER_SIZE = 6.5
 SETTINGS = {
+    'svg.hashsalt': 'study',
+    'svg.fonttype': 'path',
     'text.parse_math': False,
     'font.family': 'DejaVu Sans',
     'font.size': 9,

@@ -1,4 +1,4 @@
-"""The figures of a study, drawn from study.json alone."""
+"""The figures of a study, drawn from study.json alone: each as PNG and as SVG."""
 
 import pathlib
 
@@ -20,11 +20,15 @@ _EARLY = 0.2  # of a run: what lies only there is cut off
 
 
 def draw(study: dict, directory):
-    """Writes NAME.png for each name of FIGURES; equal studies give equal bytes."""
+    """Writes NAME.png and NAME.svg for each name of FIGURES; equal studies give equal bytes."""
+    directory = pathlib.Path(directory)
+    nothing = dict.fromkeys(('Date', 'Creator', 'Format', 'Type'))
     with matplotlib.rc_context(plot_style.SETTINGS):
         for name, make in FIGURES.items():
             figure = make(study) if fit.budgets(study) else plot_style.sentence(NOTHING)
-            figure.savefig(pathlib.Path(directory) / f'{name}.png', metadata={'Software': None})
+            figure.savefig(directory / f'{name}.png', metadata={'Software': None})
+            figure.set_layout_engine('none')  # the layout is done, and doing it again is slow
+            figure.savefig(directory / f'{name}.svg', metadata=nothing)
 
 
 def _panels(study, budgets, height, x, y='', columns=3, strip=0.0):

@@ -155,7 +155,7 @@ class StudyRunner:
         page.write_page(study, self._workdir)
         if self._results:
             store.copy_results(self._workdir, self._results, study)
-        print(f'look      {self._workdir / "study.md"}')
+        print(f'look      {self._workdir / "study.html"}')
 
 
 def part_of_shard(shard: tuple[int, int], child: int, processes: int) -> tuple[int, int]:

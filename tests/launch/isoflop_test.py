@@ -178,6 +178,6 @@ def test_a_killed_study_resumes_and_ends_with_the_same_bytes(tmp_path):
         wait_until_unlocked(run)
     done = call('isoflop', *flags, f'--workdir={tmp_path}/killed', NPROC='1')
     assert done.status == 0, done
-    for name in ('study.json', 'study.md', 'loss_by_parameters.png'):
+    for name in ('study.json', 'study.html', 'loss_by_parameters.svg'):
         content = [(tmp_path / place / name).read_bytes() for place in ('killed', 'uninterrupted')]
         assert content[0] == content[1], name

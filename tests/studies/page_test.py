@@ -1,5 +1,6 @@
-"""The page holds every run and every warning, and links to the figures."""
+"""The page holds every run and every warning, escapes what it quotes, and needs no network."""
 
+import html.parser
 import re
 
 import pytest
@@ -7,6 +8,29 @@ import pytest
 from moddepth_jax.studies import plots
 from moddepth_jax.studies.page import warnings, write_page
 from tests.studies.made_up_study import SIZED, made_up
+
+HOSTILE = '</td><script>alert(1)</script>&"$title'
+VOID = ('meta', 'img')
+
+
+class _Reader(html.parser.HTMLParser):
+    """Tags, texts and links of a page; tags that are not closed stay open."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.tags, self.texts, self.links = [], [], [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.open += [tag] * (tag not in VOID)
+        self.links += [(tag, value) for name, value in attributes if name in ('src', 'href')]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, text):
+        self.texts.append(text)
 
 
 def _sound():
@@ -20,26 +44,49 @@ def _sound():
 
 @pytest.fixture
 def page_of(tmp_path):
-    """page_of(study): the text of its page."""
+    """page_of(study): the text of its page; its figures are empty."""
+    for name in plots.FIGURES:
+        (tmp_path / f'{name}.svg').write_text('<svg/>')
 
     def make(study):
         write_page(study, tmp_path)
-        return (tmp_path / 'study.md').read_text(encoding='utf-8')
+        return (tmp_path / 'study.html').read_text(encoding='utf-8')
 
     return make
 
 
-def test_page_holds_every_run_and_figure(page_of):
-    """One row of the last table for each run, whatever is in the names."""
+def test_page_holds_every_run_and_figure_and_loads_nothing(tmp_path):
+    """One row of the last table for each run; it links to papers only."""
     study = made_up(budgets=(6e11,), variants=('dense', 'mod'), seeds=(0,))
-    study['variants']['mod']['label'] = 'a | b'
+    plots.draw(study, tmp_path)
+    write_page(study, tmp_path)
+    page = (tmp_path / 'study.html').read_text(encoding='utf-8')
+    found = _Reader(page)
+    assert not found.open
+    images = [link for tag, link in found.links if tag == 'img']
+    assert len(images) == len(plots.FIGURES)
+    assert all(link.startswith('data:image/svg+xml;base64,') for link in images)
+    assert {tag for tag, _ in found.links} == {'img', 'a'}
+    assert "default-src 'none'" in page
+    assert not re.search(r'@import|url\(|<link|\bon\w+=', page)
+    assert page.rpartition('<tbody>')[2].count('<tr>') == len(study['runs'])
+    assert all(f'{row["loss"]:.4f}' in page for row in study['runs'])
+
+
+def test_texts_of_a_study_are_escaped(page_of):
+    study = made_up(variants=SIZED)
+    study['variants']['mod'] = {'label': HOSTILE, 'changes': {HOSTILE: HOSTILE}}
+    study['variants']['dense'] = {'label': HOSTILE, 'changes': {}}
+    study |= {'corpus': HOSTILE, 'config': HOSTILE, 'corpus_sha256': HOSTILE}
+    study |= {'versions': {HOSTILE: HOSTILE}, 'missing': [HOSTILE], 'overrides': {HOSTILE: 1}}
+    for row in study['runs']:
+        row |= {'run': HOSTILE, 'rule': HOSTILE, 'size': HOSTILE}
+    study['tuning'][0]['run'] = HOSTILE
     page = page_of(study)
-    assert re.findall(r'\]\((.*)\)', page) == [f'{name}.png' for name in plots.FIGURES]
-    runs = page.rpartition('---|')[2].strip().splitlines()
-    for row, line in zip(study['runs'], runs, strict=True):
-        assert line.startswith(f'| {row["run"]} |') and f'| {row["loss"]:.4f} |' in line
-    best = page.partition('**All runs**')[0].splitlines()
-    assert len({len(re.findall(r'(?<!\\)\|', line)) for line in best if line[:1] == '|'}) == 1
+    found = _Reader(page)
+    assert not found.open and found.tags.count('script') == 1
+    assert 'alert(1)' in ''.join(found.texts)
+    assert HOSTILE not in page
 
 
 def _change(rows, **values):
@@ -68,7 +115,7 @@ def test_each_flaw_of_a_study_is_a_warning_at_the_top_of_the_page(warning, spoil
     spoil(study)
     assert any(warning in text for text in warnings(study))
     page = page_of(study)
-    assert page.index(warning) < page.index('![')
+    assert page.index(warning) < page.index('The best of each variant')
 
 
 def test_means_stand_with_their_spread(page_of):
@@ -77,7 +124,7 @@ def test_means_stand_with_their_spread(page_of):
         row['loss'] = {'dense': 1.6, 'mod': 1.5}[row['variant']] + 0.01 * (row['seed'] - 1)
         row['bits_per_byte'] = row['loss'] * 1.5
     page = page_of(study)
-    assert '| 1.5000 ± 0.0100 | 3 | 2.2500 |' in page and '| 0.9375 |' in page
+    assert '1.5000 ± 0.0100 (3 seeds)' in page and '>0.9375<' in page and '>2.2500<' in page
 
 
 def test_differences_are_those_of_seeds_in_pairs(page_of):
@@ -91,4 +138,4 @@ def test_differences_are_those_of_seeds_in_pairs(page_of):
 
 def test_a_study_without_runs_has_a_page(page_of):
     page = page_of(made_up(variants=SIZED) | {'runs': [], 'missing': ['dense-4x64'], 'tuning': []})
-    assert '0 runs finished, 1 missing' in page and 'The study is not finished' in page
+    assert 'No run has finished yet' in page and 'dense-4x64' in page

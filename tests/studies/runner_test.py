@@ -66,6 +66,7 @@ def trained(monkeypatch):
     def draw(study, directory):
         for name in plots.FIGURES:
             (directory / f'{name}.png').write_text('')
+            (directory / f'{name}.svg').write_text('')
 
     monkeypatch.setattr(plots, 'draw', draw)  # plots_test and page_test do
     return names
@@ -81,7 +82,7 @@ def test_every_run_is_trained_once_for_its_budget_and_drawn(study, trained, tmp_
     assert content['complete'] and content['learning_rates'] == {'64': 0.002}
     for row in content['runs']:
         assert 0.99 < row['total_flops'] / row['budget'] <= 1, row['run']
-    assert all((tmp_path / name).exists() for name in ('study.md', 'loss_by_parameters.png'))
+    assert all((tmp_path / name).exists() for name in ('study.html', 'loss_by_parameters.png'))
     kept = {'study.json', 'measures.json', 'seeds.png', *(f'loss_by_{x}.png' for x in AXES)}
     kept_at = tmp_path / 'committed' / 'study'
     assert {path.name for path in kept_at.iterdir()} == kept
