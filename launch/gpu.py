@@ -26,7 +26,7 @@ CASES = flags.DEFINE_list('cases', [], 'Run only cases whose names contain one o
 DEADLINE = flags.DEFINE_float('deadline', None, 'Seconds after which nothing runs any more.')
 AGAIN = flags.DEFINE_boolean('again', False, 'Repeat results of other code, or all of --cases.')
 LIST = flags.DEFINE_boolean('list', False, 'Print the cases with their seconds and exit.')
-REPORT = flags.DEFINE_boolean('report', False, 'Write table.md and claims.json.')
+REPORT = flags.DEFINE_boolean('report', False, 'Write table.md, claims.json and attention.png.')
 TOY = flags.DEFINE_boolean('toy', False, 'Some cases of each kind at toy size, on the CPU.')
 
 

@@ -10,6 +10,7 @@ from moddepth_jax.benchmarks.attention import bench_case, device_ceilings
 from moddepth_jax.benchmarks.attention_cases import LENGTHS, Case
 from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PLAIN, RIVALS
 from moddepth_jax.benchmarks.models import Dtype
+from moddepth_jax.studies.plot_style import new_figure
 from moddepth_jax.training.summary import versions
 from moddepth_jax.training.tables import Table, pivot
 
@@ -147,3 +148,33 @@ def attention(
         yield result, [case_table(result)]
         for line in failures(result):
             print(line, file=sys.stderr)
+
+
+def draw_times(results: list[dict], path) -> bool:
+    """Draws the times of both passes by T: ours with slots, and cuDNN and FlashAttention-2 without.
+
+    Of results of bench_case those of TARGET_SHAPE, with its slots or none. False: there are none.
+    """
+    times = {}
+    for result in results:
+        shape = {name: result[name] for name in TARGET_SHAPE}
+        if shape in (TARGET_SHAPE, TARGET_SHAPE | {'slots': 0}):
+            for over in (PLAIN, BOTH):
+                for name, seconds in find(result, 'seconds', over, 'fresh').items():
+                    times.setdefault(f'{name}, {over}', {})[result['length']] = 1e3 * seconds
+    if not times:
+        return False
+    lengths = sorted(set().union(*times.values()))
+    figure = new_figure(9.2, 4.0)
+    axes, width = figure.subplots(), 0.8 / len(times)
+    for number, (label, by_length) in enumerate(sorted(times.items())):
+        places = [lengths.index(length) + number * width for length in by_length]
+        bars = axes.bar(places, by_length.values(), width, label=label)
+        axes.bar_label(bars, fmt='%.3g', fontsize=7)
+    middles = [place + (0.8 - width) / 2 for place in range(len(lengths))]
+    axes.set_xticks(middles, [f'T = {length:,}' for length in lengths])
+    axes.set(yscale='log', ylabel='forward and backward, ms')
+    axes.set_title(str(Case(0, **TARGET_SHAPE)).removeprefix('T=0 '), loc='left', fontsize=9)
+    figure.legend(loc='outside lower center', ncols=3, fontsize=8)
+    figure.savefig(path)
+    return True

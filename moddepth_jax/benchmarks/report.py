@@ -239,9 +239,9 @@ def page(rows: dict[str, dict], title: str) -> str:
 
 
 def write(out: pathlib.Path) -> list[pathlib.Path]:
-    """Writes table.md and claims.json next to results.jsonl, and returns their paths.
+    """Writes table.md, claims.json and, of times of attention, attention.png next to results.jsonl.
 
-    Raises ValueError without results.
+    Returns their paths. Raises ValueError without results.
     """
     rows = Results(out / FILE).latest
     if not rows:
@@ -250,4 +250,6 @@ def write(out: pathlib.Path) -> list[pathlib.Path]:
     texts['claims.json'] = json.dumps(judge_claims(rows), indent=1) + '\n'
     for name, text in texts.items():
         (out / name).write_text(text, encoding='utf-8')
-    return [out / name for name in texts]
+    ok = {name: row for name, row in rows.items() if not row.get('toy')}
+    drawn = attention_report.draw_times(timed(ok), out / 'attention.png')
+    return [out / name for name in (*texts, *['attention.png'] * drawn)]

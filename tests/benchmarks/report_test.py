@@ -2,9 +2,12 @@
 
 import json
 
+import matplotlib.image
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from moddepth_jax.benchmarks import report
+from moddepth_jax.benchmarks import attention_report, report
 from moddepth_jax.benchmarks.attention_cases import LENGTHS, Case
 from moddepth_jax.benchmarks.results import FILE, Results
 
@@ -97,14 +100,15 @@ def test_page_has_every_number(rows):
 
 
 def test_files(rows, tmp_path):
-    """A page and claims; without results one line."""
+    """A page, claims and a plot of the times; without results one line."""
     with pytest.raises(ValueError, match='holds no results.jsonl'):
         report.write(tmp_path)
     results = Results(tmp_path / FILE)
     for name, value in rows.items():
         results.add({'case': name, **value})
     written = report.write(tmp_path)
-    assert [path.name for path in written] == ['table.md', 'claims.json']
+    assert [path.name for path in written] == ['table.md', 'claims.json', 'attention.png']
+    assert matplotlib.image.imread(written[2]).std() > 0.02
     judged = json.loads(written[1].read_text())
     names = ('kernel_efficiency', 'equal_time_700m')
     assert {row['id']: row['verdict'] for row in judged} == dict.fromkeys(names, 'holds')
@@ -118,6 +122,24 @@ def test_claims_have_verdicts_on_both_sides(rows):
     assert verdicts['kernel_efficiency'] == ('88.2%', 'does not hold')
     assert verdicts['equal_time_700m'] == ('0.762', 'does not hold')
     assert not report.judge_claims({name: row | {'toy': True} for name, row in rows.items()})
+
+
+def test_times_are_drawn_by_length(rows, tmp_path, monkeypatch):
+    """Bars of our kernels with slots and of the rivals without, in milliseconds, by length."""
+    figure = Figure(layout='constrained')
+    monkeypatch.setattr(attention_report, 'new_figure', lambda *size: figure)
+    assert attention_report.draw_times(report.timed(rows), tmp_path / 'x.png')
+    bars = {
+        bars.get_label(): [bar.get_height() for bar in bars] for bars in figure.axes[0].containers
+    }
+    assert list(bars) == [
+        *('cudnn, no slots', 'flash_attention_2, no slots'),
+        *('mosaic_gpu, slots', 'mosaic_gpu_fused, slots'),
+    ]
+    lengths = np.array(list(LENGTHS.values()))
+    np.testing.assert_allclose(bars['mosaic_gpu, slots'], 1.04e-7 * lengths**2.0)
+    assert len(bars['flash_attention_2, no slots']) == 1
+    assert not attention_report.draw_times([], tmp_path / 'y.png')
 
 
 def test_an_unfinished_run_has_a_page():
