@@ -23,7 +23,7 @@ import typing
 from absl import flags
 
 from launch import cli
-from moddepth_jax.benchmarks.names import NAMES
+from moddepth_jax.benchmarks.registry import MODULES, benchmarks, flag_texts
 from moddepth_jax.training.tables import print_table
 
 JSON = flags.DEFINE_string('json', None, 'File for the result, as it grows; - for stdout.')
@@ -32,9 +32,7 @@ OWNERS = {}  # the benchmarks of each flag
 
 
 def _define_flags():
-    from moddepth_jax.benchmarks.registry import BENCHMARKS
-
-    for name, benchmark in BENCHMARKS.items():
+    for name, benchmark in benchmarks().items():
         for flag in inspect.signature(benchmark).parameters:
             OWNERS.setdefault(flag, []).append(name)
     for flag, names in OWNERS.items():
@@ -43,9 +41,7 @@ def _define_flags():
 
 def _describe(name):
     """Lines on a benchmark and its flags, for --help."""
-    from moddepth_jax.benchmarks.registry import BENCHMARKS, flag_texts
-
-    benchmark, rows = BENCHMARKS[name], {}
+    benchmark, rows = benchmarks()[name], {}
     for flag, text in flag_texts(benchmark).items():
         default = inspect.signature(benchmark).parameters[flag].default
         default = ','.join(map(str, default)) if isinstance(default, tuple) else default
@@ -72,15 +68,15 @@ def _parse(flag, text, annotation):
 
 
 def main(argv):
-    if len(argv) != 2 or argv[1] not in NAMES:
+    if len(argv) != 2 or argv[1] not in MODULES:
         given = ' '.join(argv[1:]) or 'no benchmark'
-        raise ValueError(f'{given}: must be one of {", ".join(NAMES)}')
+        raise ValueError(f'{given}: must be one of {", ".join(MODULES)}')
 
-    from moddepth_jax.benchmarks.registry import BENCHMARKS
     from moddepth_jax.benchmarks.timing import DeviceLostError
 
     name, arguments = argv[1], {}
-    parameters = inspect.signature(BENCHMARKS[name]).parameters
+    benchmark = benchmarks()[name]
+    parameters = inspect.signature(benchmark).parameters
     for flag, owners in OWNERS.items():
         if flags.FLAGS[flag].value is None:
             continue
@@ -90,7 +86,7 @@ def main(argv):
     results, width = [], None if sys.stdout.isatty() else 160
     with cli.open_json(JSON.value) as file:
         try:
-            for result, tables in BENCHMARKS[name](**arguments):
+            for result, tables in benchmark(**arguments):
                 results.append(result)
                 if file:
                     cli.write_json(results, file)
@@ -105,11 +101,11 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    lines = [f'NAME, one of {", ".join(NAMES)}; NAME --help describes it alone']
-    named = set(sys.argv) & set(NAMES)
+    lines = [f'NAME, one of {", ".join(MODULES)}; NAME --help describes it alone']
+    named = set(sys.argv) & set(MODULES)
     if named or any(word.startswith(('-h', '--h', '-?')) for word in sys.argv):
         _define_flags()
-        for name in named or NAMES:
+        for name in named or MODULES:
             lines += _describe(name)
     else:  # refused without importing JAX, which the flags would need
         sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith('-')]

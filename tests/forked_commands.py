@@ -14,13 +14,15 @@ import sys
 import tempfile
 from typing import NamedTuple
 
+from moddepth_jax.benchmarks.registry import MODULES
+
 ROOT = pathlib.Path(__file__).parents[1]
 # What commands import, and no JAX backend: a process that has started one cannot be forked.
 LIBRARY = (
     'launch.cli',
     'launch.config_file',
     'moddepth_jax.analysis.report',
-    'moddepth_jax.benchmarks.registry',
+    *MODULES.values(),
     'moddepth_jax.conversion.hugging_face',
     'moddepth_jax.data.preparation.prepare',
     'moddepth_jax.studies.runner',

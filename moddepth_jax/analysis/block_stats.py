@@ -31,7 +31,6 @@ from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.losses import IGNORED, masked_labels
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 MEASURES = {}  # name: function of Observations that returns a JSON value
 
 
@@ -40,7 +39,6 @@ class TokenArrays(NamedTuple):
 
     input_rms_LN: np.ndarray  # root of the mean square of what the block, or its router, reads
     change_LN: np.ndarray  # |delta| / |input| of the block, without the gate
-    gates_LN: np.ndarray  # the factor on the delta
     selected_LN: np.ndarray  # bool, tokens that the block processed
     scores_RN: np.ndarray  # the routers'
     entropy_N: np.ndarray  # of the next-token distribution, in nats
@@ -127,7 +125,6 @@ def _observe_batch(variables, hparams, batch, routing):
     arrays = TokenArrays(
         input_rms_LN=root_mean_square(deltas.inputs_LBTD),
         change_LN=relative_change(deltas.inputs_LBTD, deltas.deltas_LBTD),
-        gates_LN=deltas.gates_LBT,
         selected_LN=deltas.selected_LBT,
         scores_RN=scores_RBT,
         entropy_N=entropies(deltas.logits_BTV),
@@ -145,32 +142,29 @@ def layers(observed: Observations) -> list[dict]:
     """For each block, over the tokens that it processed.
 
     `input_rms`: the root of the mean square of what the block reads before its norm, which shows
-    how the stream grows along depth; `delta_over_input`: |block(x) - x| / |x| without the gate,
-    `added_over_input`: the same with it, `score_correlation`: Spearman's, of delta_over_input with
-    the router's score; `probe_r2`: fitted on the first, third, .. batch and scored on the others
-    (low: the signal is diluted); `probe_tokens`: [fitted on, scored on], which must far exceed the
-    model's width.
+    how the stream grows along depth; `score_correlation`: Spearman's, of |block(x) - x| / |x|
+    without the gate with the router's score; `probe_r2`: fitted on the first, third, .. batch and
+    scored on the others, of which each must have far more tokens than the model's width (low: the
+    signal is diluted).
     """
     tokens, routed = observed.tokens, observed.hparams.model.routed_layers
     halves = zip(observed.fitted_L, observed.scored_L, strict=True)
     rows = []
     for layer, (fitted, scored) in enumerate(halves):
         selected_N = tokens.selected_LN[layer]
-        change_N = tokens.change_LN[layer, selected_N]
         row = {
             'layer': layer,
             'routed': layer in routed,
             'tokens': int(selected_N.sum()),
             'input_rms': _mean(tokens.input_rms_LN[layer, selected_N]),
-            'delta_over_input': spread(change_N),
-            'added_over_input': spread(np.abs(tokens.gates_LN[layer, selected_N]) * change_N),
             'score_correlation': None,
             'probe_r2': probe_r2(fitted, scored),
-            'probe_tokens': [int(fitted.count), int(scored.count)],
         }
         if layer in routed:
-            score_N = tokens.scores_RN[routed.index(layer), selected_N]
-            row['score_correlation'] = rank_correlation(change_N, score_N)
+            row['score_correlation'] = rank_correlation(
+                tokens.change_LN[layer, selected_N],
+                tokens.scores_RN[routed.index(layer), selected_N],
+            )
         rows.append(row)
     return rows
 
@@ -231,24 +225,17 @@ def blocks_entered(observed: Observations) -> dict:
 
 @measure()
 def entropy(observed: Observations) -> dict:
-    """Entropy of the next token in nats, by the number of routed blocks that the token entered.
+    """Entropy of the next token in nats.
 
-    `correlation`: Spearman's, of the entropy with that number.
+    `correlation`: Spearman's, with the number of routed blocks that the token entered.
     """
-    entropy_N, selected_RN = observed.tokens.entropy_N, observed.selected_RN
-    if not len(selected_RN):
-        return {'mean': _mean(entropy_N), 'by_blocks': None, 'correlation': None}
-    blocks_N, by_blocks = selected_RN.sum(axis=0), []
-    for blocks in range(len(selected_RN) + 1):
-        part_N = entropy_N[blocks_N == blocks]
-        by_blocks.append({'blocks': blocks, 'tokens': len(part_N), 'mean': _mean(part_N)})
-    correlation = rank_correlation(entropy_N, blocks_N)
-    return {'mean': _mean(entropy_N), 'by_blocks': by_blocks, 'correlation': correlation}
+    entropy_N, blocks_N = observed.tokens.entropy_N, observed.selected_RN.sum(axis=0)
+    return {'mean': _mean(entropy_N), 'correlation': rank_correlation(entropy_N, blocks_N)}
 
 
 @measure(routed_only=True)
 def classes(observed: Observations) -> dict:
-    """By class of token that occurs: how many tokens, their share that entered, and by layer."""
+    """By class of token that occurs: how many tokens, and their share that entered."""
     # Rows that fill a batch up are no windows of the text.
     rows = [batch['tokens_BT'][batch['segment_ids_BT'][:, 0] > 0] for batch in observed.batches]
     tokens_XT, kind = np.concatenate(rows), language(observed)
@@ -257,11 +244,7 @@ def classes(observed: Observations) -> dict:
     for number, name in enumerate(token_classes.CLASSES):
         mine_RN = observed.selected_RN[:, class_N == number]
         if mine_RN.size:
-            found[name] = {
-                'tokens': mine_RN.shape[1],
-                'entered': float(mine_RN.mean()),
-                'by_layer': mine_RN.mean(axis=1).tolist(),
-            }
+            found[name] = {'tokens': mine_RN.shape[1], 'entered': float(mine_RN.mean())}
     return found
 
 
@@ -286,9 +269,8 @@ def first_token(observed: Observations) -> dict:
 def depth_mass(observed: Observations) -> dict | None:
     """Means over batches of analysis/depth_mass.py; None in `dense` and `average`.
 
-    `layers`: names of the layers that read; `depth`, `first_token`: by layer, the share of its
-    attention on slots and on the first token (the sink); `slots`: names of the slots; `by_slot`:
-    by layer, the share on each.
+    `depth`, `first_token`: of each layer that reads, the share of its attention on slots and on the
+    first token (the sink).
     """
     if observed.hparams.model.depth.stream_class.reads_outputs:
         return None
@@ -296,10 +278,10 @@ def depth_mass(observed: Observations) -> dict | None:
         depth_mass_lib.depth_mass(observed.variables, observed.hparams, batch, observed.routing)
         for batch in observed.batches
     ]
-    layers, slots, *arrays = zip(*masses, strict=True)
-    by_slot, depth, first_token = (np.mean(sides, axis=0).tolist() for sides in arrays)
-    result = {'layers': list(layers[0]), 'depth': depth, 'first_token': first_token}
-    return result | {'slots': list(slots[0]), 'by_slot': by_slot}
+    return {
+        'depth': np.mean([mass.depth_L for mass in masses], axis=0).tolist(),
+        'first_token': np.mean([mass.first_token_L for mass in masses], axis=0).tolist(),
+    }
 
 
 @measure()
@@ -317,15 +299,6 @@ def stream_gains(observed: Observations) -> dict | None:
 
 def _mean(values_N):
     return float(np.mean(values_N, dtype=np.float64)) if len(values_N) else None
-
-
-def spread(values_N) -> dict | None:
-    """{'mean', 'quantiles': {'0.05': ..}} of some numbers, at QUANTILES; None of none."""
-    if not len(values_N):
-        return None
-    quantiles = map(float, np.quantile(values_N, QUANTILES))
-    by_name = dict(zip(map(str, QUANTILES), quantiles, strict=True))
-    return {'mean': _mean(values_N), 'quantiles': by_name}
 
 
 def rank_correlation(a_N, b_N) -> float | None:

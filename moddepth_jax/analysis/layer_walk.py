@@ -125,7 +125,6 @@ class LayerDeltas(NamedTuple):
 
     inputs_LBTD: jax.Array  # the stream as the block, or its router, reads it
     deltas_LBTD: jax.Array  # what the block adds, without the gate; 0 if the token was skipped
-    gates_LBT: jax.Array  # the factor on the delta: 1 in a dense block, 0 if it was skipped
     selected_LBT: jax.Array  # bool, tokens that the block processed; never padding
     final_BTD: jax.Array  # the stream that the final norm reads
     logits_BTV: jax.Array  # those of the Transformer
@@ -162,7 +161,7 @@ def layer_deltas(
 
 
 def _block_arrays(seen):
-    """(input, delta, gates, selected) of a block, and its Records."""
+    """(input, delta, selected) of a block, and its Records."""
     if seen.kind.part != 'block':
         return None
     caught, records, record = seen.caught, seen.records, seen.records.routing
@@ -174,21 +173,17 @@ def _block_arrays(seen):
         else:
             deltas_BTD = caught['outputs_BTD'].astype(wide) - inputs_BTD.astype(wide)
         real_BT = seen.tokens.segment_ids_BT > 0
-        return (inputs_BTD, deltas_BTD, jnp.ones(real_BT.shape, wide), real_BT), records
+        return (inputs_BTD, deltas_BTD, real_BT), records
     deltas_BTD, selected_BT = jnp.zeros(inputs_BTD.shape, wide), record.selected_BT
     delta_BCD = caught.get('added', caught.get('delta_BCD')).astype(wide)
     deltas_BTD = scatter_tokens(deltas_BTD, caught['indices_BC'], delta_BCD)
     deltas_BTD = jnp.where(selected_BT[..., None], deltas_BTD, 0.0)
-    gates_BT = jnp.where(selected_BT, record.gates_BT, 0.0).astype(wide)
-    return (inputs_BTD, deltas_BTD, gates_BT, selected_BT), records
+    return (inputs_BTD, deltas_BTD, selected_BT), records
 
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
 def _recursion_arrays(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
-    """The four arrays of LayerDeltas, Records, and the final x_BTD, of a model with routed loops.
-
-    Gates are those of the loop, which it puts on the change, or the output, of all its blocks.
-    """
+    """Arrays of LayerDeltas by block, Records, and the final x_BTD; of a model of routed loops."""
     unrolled = unroll(variables, hparams, routing)
     layers = list(layers_of(unrolled, hparams, routing))
     tokens, length = token_info(hparams, tokens_BT, segment_ids_BT), tokens_BT.shape[1]
@@ -203,14 +198,13 @@ def _recursion_arrays(variables, tokens_BT, segment_ids_BT, *, hparams, routing)
     blocks, real_BT = [], tokens.segment_ids_BT > 0
     for kept, loop, record, indices_BC, before_BTD in sections:
         for input_BTD, delta_BTD in kept:
-            gates_BT, selected_BT = jnp.ones(real_BT.shape, wide), real_BT
+            selected_BT = real_BT
             if loop is not None:
                 selected_BT, zeros_BTD = record.selected_BT, jnp.zeros(x_BTD.shape, wide)
                 input_BTD = scatter_tokens(before_BTD, indices_BC, input_BTD)
                 delta_BTD = scatter_tokens(zeros_BTD, indices_BC, delta_BTD)
                 delta_BTD = jnp.where(selected_BT[..., None], delta_BTD, 0.0)
-                gates_BT = jnp.where(selected_BT, record.gates_BT, 0.0).astype(wide)
-            blocks.append((input_BTD, delta_BTD, gates_BT, selected_BT))
+            blocks.append((input_BTD, delta_BTD, selected_BT))
     records = [section.record for section in sections if section.loop is not None]
     record = jax.tree.map(lambda *leaves: jnp.stack(leaves), *records)
     return [jnp.stack(sides) for sides in zip(*blocks, strict=True)], Records(record), x_BTD

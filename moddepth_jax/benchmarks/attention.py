@@ -69,13 +69,7 @@ def _time(programs, inputs, seconds):
     counts = {f: int(np.clip(np.ceil(SAMPLE_SECONDS / s), 1, MOST_CALLS)) for f, s in first.items()}
     round_seconds = sum(counts[form] * first[form] for form in once)
     repeats = int(np.clip(seconds / max(round_seconds, 1e-9), *REPEATS))
-    calls = {form: functools.partial(_repeat, run, counts[form]) for form, run in once.items()}
-    measured = time_interleaved(calls, repeats, warmup=0)
-    return {form: values / counts[form] for form, values in measured.items()}, failed, repeats
-
-
-def _repeat(run, count):
-    return [run() for _ in range(count)]
+    return time_interleaved(once, repeats, warmup=0, counts=counts), failed, repeats
 
 
 def _row(form, seconds, run, case, baseline):

@@ -167,19 +167,11 @@ def time_one(implementation: str, sizes: dict, toy: bool = False) -> dict:
     seen = np.arange(case['S']) < case['length']
     given['visible_CTS'] = jnp.asarray(np.tile(seen, (batch, tokens, 1)))
     given['visible_CTT'] = jnp.asarray(np.tile(np.tri(tokens, dtype=bool), (batch, 1, 1)))
-    calls = {}
-    for name in dict.fromkeys((implementation, 'xla')):
-        run = program(name)
-        calls[name] = functools.partial(_several, run, given, 1 if toy else 20)
-    seconds = time_interleaved(calls, 2 if toy else 21)
-    per_call = {name: np.median(x) / (1 if toy else 20) for name, x in seconds.items()}
-    ideal = least_bytes(case)
-    mine = float(per_call[implementation])
+    calls = {name: functools.partial(program(name), given) for name in (implementation, 'xla')}
+    # Several calls, so that the clock and the launches do not count.
+    counts = dict.fromkeys(calls, 1 if toy else 20)
+    seconds = time_interleaved(calls, 2 if toy else 21, counts=counts)
+    ideal, mine = least_bytes(case), float(np.median(seconds[implementation]))
     ratio = float(np.median(seconds['xla'] / seconds[implementation]))
     row = {'sizes': case, 'milliseconds': 1e3 * mine, 'ideal_bytes': ideal}
     return row | {'gigabytes_per_second': ideal / mine / 1e9, 'times_as_fast_as_xla': ratio}
-
-
-def _several(run, given, times):
-    """As many calls, so that the clock and the launches do not count."""
-    return [run(given) for _ in range(times)][-1]

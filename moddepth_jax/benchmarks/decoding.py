@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moddepth_jax.benchmarks.models import LOOPED, LOOPS, TITLES, make_model
+from moddepth_jax.benchmarks.models import LOOPED, LOOPS, TITLES, make_model, random_variables
 from moddepth_jax.benchmarks.timing import time_interleaved
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.hparams.checks import one_of
 from moddepth_jax.hparams.rules import causal_routing
-from moddepth_jax.model.decoding import decode_step, prefill, unroll
+from moddepth_jax.model.decoding import decode_step, empty_cache, prefill, unroll
 from moddepth_jax.model.kv_cache import Cache, cache_bytes, update_cache
-from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.summary import versions
 from moddepth_jax.training.tables import column_per_row, fixed
 
@@ -23,36 +22,29 @@ AGAINST = {'mod': ('shape',), 'exits': tuple(EXIT_THRESHOLDS)}  # by model; othe
 WARMUP = 4  # steps before the timed ones
 
 
-def _prefill(hparams, unrolled, tokens_BT):
+def cache_sizes(hparams: Hparams) -> dict:
+    """Arguments of `prefill` and `empty_cache`: the causal rule, caches of the whole context."""
     rule, context = causal_routing(hparams), hparams.data.sequence_length
-    return prefill(
-        unrolled,
-        tokens_BT,
-        jnp.ones_like(tokens_BT),
-        hparams=hparams,
-        routing=rule,
-        capacity=context,
-        routed_capacity=hparams.model.routing.cache_size(context, rule),
-    )
+    routed = hparams.model.routing.cache_size(context, rule)
+    how = {'hparams': hparams, 'routing': rule}
+    return how | {'capacity': context, 'routed_capacity': routed}
+
+
+def _prefill(hparams, unrolled, tokens_BT):
+    return prefill(unrolled, tokens_BT, jnp.ones_like(tokens_BT), **cache_sizes(hparams))
 
 
 def filled_cache(hparams: Hparams, unrolled, batch: int, length: int) -> Cache:
     """A cache as after `length` tokens in each row; routed blocks hold the share they select.
 
-    All keys and values are 0.1: what they are does not change how long reading them takes.
+    All keys and values are 0: what they are does not change how long reading them takes.
     """
-    tokens_BT = jax.ShapeDtypeStruct((batch, length), 'int32')
-    _, shapes = jax.eval_shape(functools.partial(_prefill, hparams), unrolled, tokens_BT)
+    cache = empty_cache(unrolled, batch, **cache_sizes(hparams))
     of_blocks, places = hparams.model.router_of_block, hparams.model.routed_places
     reads_first = hparams.model.reads_first_keys  # these have no cache
     routers = [router for router, reads in zip(of_blocks, reads_first, strict=True) if not reads]
-
-    def fill(shape):
-        value = 0.1 if jnp.issubdtype(shape.dtype, jnp.floating) else 0
-        return jnp.full(shape.shape, value, shape.dtype)
-
     layers = []
-    for layer, router in zip(jax.tree.map(fill, shapes.layers), routers, strict=True):
+    for layer, router in zip(cache.layers, routers, strict=True):
         if router is not None:
             selected = hparams.model.routing.num_selected(length, places[router])
         if layer.selected_B is not None:
@@ -64,19 +56,12 @@ def filled_cache(hparams: Hparams, unrolled, batch: int, length: int) -> Cache:
                 lengths_B=layer.lengths_B + selected,
             )
         layers.append(layer)
-    rest = jax.tree.map(fill, shapes._replace(layers=()))
-    return rest._replace(layers=tuple(layers), lengths_B=rest.lengths_B + length)
+    return cache._replace(layers=tuple(layers), lengths_B=cache.lengths_B + length)
 
 
 def random_weights(hparams: Hparams) -> dict:
     """The unrolled variables of a newly initialised model."""
-
-    def make():
-        tokens_BT = jnp.zeros((1, 16), jnp.int32)
-        variables = Transformer(hparams).init(jax.random.key(hparams.seed), tokens_BT)
-        return unroll(variables, hparams, causal_routing(hparams))
-
-    return jax.jit(make)()
+    return jax.jit(lambda: unroll(random_variables(hparams), hparams, causal_routing(hparams)))()
 
 
 class _Decoder:

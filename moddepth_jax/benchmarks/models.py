@@ -2,9 +2,13 @@
 
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
+
 from configs import dense_isoflop, mod_isoflop, moda_700m, mode_integrated, moe, mor
 from moddepth_jax.hparams import Hparams, from_config
 from moddepth_jax.hparams.checks import did_you_mean
+from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.studies.plan import STREAM_VARIANTS
 
 Dtype = Literal['float32', 'bfloat16']
@@ -97,3 +101,9 @@ def make_model(
     config.data.sequence_length, config.data.batch_size = length, batch
     config.training.accumulate_steps = 1
     return from_config(config)
+
+
+def random_variables(hparams: Hparams) -> dict:
+    """The variables of a newly initialised model."""
+    init = jax.jit(Transformer(hparams).init)
+    return init(jax.random.key(hparams.seed), jnp.zeros((1, 16), jnp.int32))

@@ -3,15 +3,13 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from moddepth_jax.benchmarks.models import make_model
+from moddepth_jax.benchmarks.decoding import cache_sizes
+from moddepth_jax.benchmarks.models import make_model, random_variables
 from moddepth_jax.benchmarks.timing import time_interleaved
-from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.model.decoding import empty_cache, extend, prefill, unroll
-from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.summary import versions
 from moddepth_jax.training.tables import column_per_row, fixed
 
@@ -27,17 +25,16 @@ LINES = {
 
 def _temp_bytes(hparams, variables, length, chunk):
     """Temporary memory of the program of one pass, and of that of a chunk."""
-    how = {'hparams': hparams, 'routing': causal_routing(hparams)}
-    most = hparams.model.routing.cache_size(hparams.data.sequence_length, how['routing'])
-    sizes = {'capacity': hparams.data.sequence_length, 'routed_capacity': most}
+    sizes = cache_sizes(hparams)
+    how = {name: sizes[name] for name in ('hparams', 'routing')}
     unrolled = jax.eval_shape(functools.partial(unroll, **how), variables)
-    cache = jax.eval_shape(functools.partial(empty_cache, batch=1, **how, **sizes), unrolled)
+    cache = jax.eval_shape(functools.partial(empty_cache, batch=1, **sizes), unrolled)
     prompt, part, flags = (
         jax.ShapeDtypeStruct((1, size), dtype)
         for size, dtype in ((length, 'int32'), (chunk, 'int32'), (chunk, 'bool'))
     )
     programs = {
-        'one_pass': (functools.partial(prefill, **how, **sizes), (unrolled, prompt, prompt)),
+        'one_pass': (functools.partial(prefill, **sizes), (unrolled, prompt, prompt)),
         'chunk': (functools.partial(extend, **how), (unrolled, cache, part, flags, flags)),
     }
     return {
@@ -48,9 +45,7 @@ def _temp_bytes(hparams, variables, length, chunk):
 
 def _compare(name, size, length, chunk, repeats):
     hparams = make_model(name, size, length + 1, 1, 'random')
-    variables = jax.jit(Transformer(hparams).init)(
-        jax.random.key(hparams.seed), jnp.zeros((1, 16), jnp.int32)
-    )
+    variables = random_variables(hparams)
     prompt = np.random.default_rng(0).integers(0, 256, length)
 
     def first_token(prefill_chunk):

@@ -2,39 +2,36 @@
 
 A benchmark is a generator of (result, tables): the result, a dict of JSON values, is kept, and its
 tables are printed, as soon as they are there. Its keyword arguments, with their types, defaults and
-the texts of its docstring, become flags of launch.bench.
+the texts of its docstring, become flags of launch.bench. Importing this module needs no JAX.
 """
 
+import functools
+import importlib
 import inspect
 import re
 
-from moddepth_jax.benchmarks.attention_report import attention
-from moddepth_jax.benchmarks.authors import authors
-from moddepth_jax.benchmarks.decoding import decode
-from moddepth_jax.benchmarks.depths import depth, loops
-from moddepth_jax.benchmarks.experts import experts
-from moddepth_jax.benchmarks.names import NAMES
-from moddepth_jax.benchmarks.on_paper import paper
-from moddepth_jax.benchmarks.prompts import prompts
-from moddepth_jax.benchmarks.runs import runs
-from moddepth_jax.benchmarks.scoring import scoring
-from moddepth_jax.benchmarks.steps import step
+MODULES = {  # of each function, by its name
+    name: f'{__package__}.{module}'
+    for name, module in {
+        'step': 'steps',
+        'decode': 'decoding',
+        'prompts': 'prompts',
+        'depth': 'depths',
+        'loops': 'depths',
+        'experts': 'experts',
+        'attention': 'attention_report',
+        'authors': 'authors',
+        'paper': 'on_paper',
+        'scoring': 'scoring',
+        'runs': 'runs',
+    }.items()
+}
 
-_FUNCTIONS = (
-    step,
-    decode,
-    prompts,
-    depth,
-    loops,
-    experts,
-    attention,
-    authors,
-    paper,
-    scoring,
-    runs,
-)
-_BY_NAME = {f.__name__: f for f in _FUNCTIONS}
-BENCHMARKS = {name: _BY_NAME[name] for name in NAMES}
+
+@functools.cache
+def benchmarks() -> dict:
+    """The functions by name."""
+    return {name: getattr(importlib.import_module(of), name) for name, of in MODULES.items()}
 
 
 def flag_texts(benchmark) -> dict[str, str]:

@@ -1,12 +1,11 @@
-"""How long a log-likelihood takes: in batches that share rows, and one request at a time."""
+"""How long a log-likelihood takes: in batches that share contexts, and one request at a time."""
 
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from moddepth_jax.benchmarks.models import make_model
+from moddepth_jax.benchmarks.models import make_model, random_variables
 from moddepth_jax.benchmarks.timing import time_interleaved
 from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.inference.scoring import row_lengths, score
@@ -20,9 +19,9 @@ OPTION_TOKENS = {'one token': (1, 1), '4 to 12 tokens': (4, 12)}
 BATCH_SIZE = 32
 
 
-def _requests(option_tokens, seed=0):
+def _requests(option_tokens):
     """Questions of random bytes, each with its options."""
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
 
     def text(least, most):
         return draw.integers(0, 256, draw.integers(least, most + 1)).tolist()
@@ -60,8 +59,7 @@ def _in_batches(variables, hparams, requests):
 
 def _compare(name, hparams, repeats):
     """A row for each length of options: both ways timed in turn, and how far they differ."""
-    tokens_BT = jnp.zeros((1, 16), jnp.int32)
-    variables = jax.jit(Transformer(hparams).init)(jax.random.key(hparams.seed), tokens_BT)
+    variables = random_variables(hparams)
     for option, option_tokens in OPTION_TOKENS.items():
         requests = _requests(option_tokens)
         calls = {
@@ -91,7 +89,7 @@ LINES = {
 def scoring(*, size: str = '6x256', repeats: int = 5):
     """Log-likelihoods of the options of multiple-choice questions: batches, or one by one.
 
-    Of the dense and the Mixture-of-Depths model, with random weights; batches share rows.
+    Of the dense and the Mixture-of-Depths model, with random weights; batches read a context once.
 
     Args:
       size: LAYERSxWIDTH.

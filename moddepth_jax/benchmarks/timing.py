@@ -36,16 +36,19 @@ def try_run(function, *args):
     return None, reason
 
 
-def time_interleaved(calls: dict, repeats: int, warmup: int = 2) -> dict:
+def time_interleaved(
+    calls: dict, repeats: int, warmup: int = 2, counts: dict | None = None
+) -> dict:
     """Seconds [repeats] of each call, in turn, so that drift of the machine affects all alike.
 
-    `calls` are functions without arguments, by name; `warmup` rounds before them compile.
+    `calls` are functions without arguments, by name; `warmup` rounds before them compile. Short
+    ones may be called several times in a round, `counts` by name.
     """
-    seconds = {name: [] for name in calls}
+    seconds, counts = {name: [] for name in calls}, counts or dict.fromkeys(calls, 1)
     for turn in range(warmup + repeats):
         for name, call in calls.items():
             begin = time.perf_counter()
-            jax.block_until_ready(call())
+            jax.block_until_ready([call() for _ in range(counts[name])])
             if turn >= warmup:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append((time.perf_counter() - begin) / counts[name])
     return {name: np.array(values) for name, values in seconds.items()}

@@ -13,6 +13,7 @@ from moddepth_jax.conversion.families import family_of
 from moddepth_jax.conversion.tensor_files import TensorFiles, write_tensors
 from moddepth_jax.conversion.transfer_params import (
     abstract_params,
+    in_layer,
     layer_numbers,
     with_new_adapters,
 )
@@ -20,6 +21,22 @@ from moddepth_jax.data.directory import short_repr
 from moddepth_jax.hparams import Hparams, ModelHparams
 
 HEAD, TABLE = 'lm_head.weight', 'model.embed_tokens.weight'
+_TOP = {  # of leaves outside of the layers
+    ('embedding',): 'embed_tokens.weight',
+    ('final_norm', 'scale'): 'norm.weight',
+    ('head', 'kernel'): HEAD,
+}
+_MODULES = {  # ours: theirs
+    'attention.query': 'self_attn.q_proj',
+    'attention.key': 'self_attn.k_proj',
+    'attention.value': 'self_attn.v_proj',
+    'attention.out': 'self_attn.o_proj',
+    'attention.query_norm': 'self_attn.q_norm',
+    'attention.key_norm': 'self_attn.k_norm',
+    'mlp.w1': 'mlp.gate_proj',
+    'mlp.w3': 'mlp.up_proj',
+    'mlp.w2': 'mlp.down_proj',
+}
 _BUFFER = '.rotary_emb.inv_freq'  # of old checkpoints: computed, not learned
 
 
@@ -36,48 +53,55 @@ class Tensor(NamedTuple):
     transposed: bool = False  # a matrix that is not an embedding
 
 
-def tensors_of(model: ModelHparams) -> list[Tensor]:
-    """All tensors of a dense model of one of the families, in the order of its layers."""
-    table = (model.vocab_size, model.d_model)
-    tensors = [Tensor(TABLE, table, ('embedding',))]
-    for (i, repeat, j), layer in layer_numbers(model).items():
-        place = ('stack', f'run_{i}', f'layer_{j}')
-        for suffix, shape, path in _layer_tensors(model):
-            name, transposed = f'model.layers.{layer}.{suffix}', len(shape) == 2
-            tensors.append(Tensor(name, shape, (*place, *path), repeat, transposed))
-    tensors.append(Tensor('model.norm.weight', (model.d_model,), ('final_norm', 'scale')))
-    if not model.tie_embeddings:
-        tensors.append(Tensor(HEAD, table, ('head', 'kernel'), transposed=True))
+def all_tensors(model: ModelHparams, params: dict, modules: dict[str, str]) -> list[Tensor]:
+    """All tensors of the parameters of a model, such as layers.3.mlp.w1.weight.
+
+    `params` may be abstract. `modules` are other names of the modules of a layer, such as mlp.w1,
+    where these are not ours.
+    """
+    numbers, tensors = layer_numbers(model), []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        keys = tuple(key.key for key in path)
+        if keys[0] != 'stack':
+            tensors.append(_tensor(keys, leaf.shape)._replace(name=_TOP[keys], path=keys))
+            continue
+        run, index, name = in_layer(keys)
+        tensor = _tensor(name, leaf.shape[1:])
+        module, dot, kind = tensor.name.rpartition('.')
+        of_layer = modules.get(module, module) + dot + kind
+        for repeat in range(leaf.shape[0]):
+            name = f'layers.{numbers[run, repeat, index]}.{of_layer}'
+            tensors.append(tensor._replace(name=name, path=keys, repeat=repeat))
     return tensors
 
 
-def _layer_tensors(model):
-    """(suffix of its name, shape, path of ours) of each tensor of a layer."""
-    width, queries = model.d_model, model.num_heads * model.head_dim
-    keys = model.num_kv_heads * model.head_dim
-    found = []
-    qkv, out, mlp = model.qkv_bias, model.attention_out_bias, model.use_bias
-    for name, path, shape, has_bias in (
-        ('self_attn.q_proj', ('attention', 'query'), (queries, width), qkv),
-        ('self_attn.k_proj', ('attention', 'key'), (keys, width), qkv),
-        ('self_attn.v_proj', ('attention', 'value'), (keys, width), qkv),
-        ('self_attn.o_proj', ('attention', 'out'), (width, queries), out),
-        ('mlp.gate_proj', ('mlp', 'w1'), (model.d_ff, width), mlp),
-        ('mlp.up_proj', ('mlp', 'w3'), (model.d_ff, width), mlp),
-        ('mlp.down_proj', ('mlp', 'w2'), (width, model.d_ff), mlp),
-    ):
-        found.append((f'{name}.weight', shape, (*path, 'kernel')))
-        if has_bias:
-            found.append((f'{name}.bias', shape[:1], (*path, 'bias')))
+def _tensor(name, shape):
+    """The Tensor of a leaf by its name in its layer.
+
+    Kernels are matrices [out, in] there, but those of experts, which are parameters as they are.
+    """
+    of_experts = name[0] == 'mlp' and len(shape) == 3
+    if name[-1] == 'kernel' and of_experts:
+        return Tensor('.'.join(name[:-1]), shape, name)
+    if name[-1] == 'kernel':
+        num_in = 2 if name[:2] == ('attention', 'out') else 1
+        shape = int(np.prod(shape[num_in:])), int(np.prod(shape[:num_in]))
+        return Tensor('.'.join((*name[:-1], 'weight')), shape, name, transposed=True)
+    if name[-1] == 'scale':
+        name = (*name[:-1], 'weight')
+    return Tensor('.'.join(name), (int(np.prod(shape)),) if name[-1] == 'bias' else shape, name)
+
+
+def family_tensors(model: ModelHparams, params: dict) -> list[Tensor]:
+    """All tensors of a dense model of one of the families; `params` may be abstract."""
     norms = ('input_layernorm', 'post_attention_layernorm')
     if model.norm_placement == 'reordered':
         norms = ('post_attention_layernorm', 'post_feedforward_layernorm')
-    scales = [(norms[0], ('attention_norm',), width), (norms[1], ('mlp_norm',), width)]
-    if model.qk_norm != 'none':
-        sizes = (queries, keys) if model.qk_norm == 'full' else (model.head_dim, model.head_dim)
-        scales.append(('self_attn.q_norm', ('attention', 'query_norm'), sizes[0]))
-        scales.append(('self_attn.k_norm', ('attention', 'key_norm'), sizes[1]))
-    return found + [(f'{name}.weight', (size,), (*path, 'scale')) for name, path, size in scales]
+    modules = _MODULES | dict(zip(('attention_norm', 'mlp_norm'), norms, strict=True))
+    return [
+        tensor if tensor.name == HEAD else tensor._replace(name=f'model.{tensor.name}')
+        for tensor in all_tensors(model, params, modules)
+    ]
 
 
 def import_params(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, str]:
@@ -87,14 +111,15 @@ def import_params(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, st
     `hparams` have the knobs of `families.knobs_of`. Raises ValueError, before reading, for a tensor
     that is missing, of another shape or not of this model; and as TensorFiles.
     """
-    folder, tensors = pathlib.Path(folder), tensors_of(hparams.model)
+    folder, wanted = pathlib.Path(folder), abstract_params(hparams.without_adapters)
+    tensors = family_tensors(hparams.model, wanted)
     with TensorFiles(folder) as files:
         check_tensors(folder, tensors, files, also=(HEAD,))
         if hparams.model.tie_embeddings and HEAD in files.shapes:
             if not np.array_equal(files.read(HEAD), files.read(TABLE)):
                 right = 'though tie_word_embeddings is true; set it to false in config.json'
                 raise ValueError(f'{folder}: {HEAD} is not {TABLE}, {right}')
-        params = read_leaves(files, tensors, abstract_params(hparams.without_adapters))
+        params = read_leaves(files, tensors, wanted)
         return with_new_adapters(params, hparams), common_dtype(files)
 
 
@@ -152,7 +177,7 @@ def export_params(
     """
     check_merged(hparams.model)
     family_of(hparams.model)
-    write_leaves(folder, tensors_of(hparams.model), params, dtype, **shards)
+    write_leaves(folder, family_tensors(hparams.model, params), params, dtype, **shards)
 
 
 def check_merged(model: ModelHparams):

@@ -17,6 +17,7 @@ import numpy as np
 from moddepth_jax.conversion.families import CONFIG_FILE, OWN_TYPE, family_of
 from moddepth_jax.conversion.hugging_face import (
     Tensor,
+    all_tensors,
     check_merged,
     check_tensors,
     common_dtype,
@@ -24,7 +25,7 @@ from moddepth_jax.conversion.hugging_face import (
     write_leaves,
 )
 from moddepth_jax.conversion.tensor_files import TensorFiles
-from moddepth_jax.conversion.transfer_params import abstract_params, in_layer, layer_numbers
+from moddepth_jax.conversion.transfer_params import abstract_params
 from moddepth_jax.data.directory import read_json
 from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.hparams.rules import causal_routing
@@ -43,11 +44,6 @@ CHOICES = {
     'experts.choice': ('none', 'token', 'expert'),
 }
 _KIND_FIELDS = ('window', 'routed', 'experts', 'slots', 'mixes', 'embeds')  # of LayerKind
-_TOP = {  # of leaves outside of the layers
-    ('embedding',): 'embed_tokens.weight',
-    ('final_norm', 'scale'): 'norm.weight',
-    ('head', 'kernel'): 'lm_head.weight',
-}
 
 
 def kind_of(model: ModelHparams) -> tuple[str, str]:
@@ -84,40 +80,11 @@ def check_expressible(model: ModelHparams):
         raise ValueError(f"model.routing.layers='loops': {right}")
 
 
-def tensors_of(hparams: Hparams, averages) -> list[Tensor]:
+def tensors_of(model: ModelHparams, params: dict, averages) -> list[Tensor]:
     """All tensors of a model and its averages of these names; paths are those of its variables."""
-    numbers, tensors = layer_numbers(hparams.model), []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(hparams)):
-        keys = tuple(key.key for key in path)
-        if keys[0] != 'stack':
-            tensor = _tensor(keys, leaf.shape)
-            tensors.append(tensor._replace(name=_TOP[keys], path=('params', *keys)))
-            continue
-        run, index, name = in_layer(keys)
-        for repeat in range(leaf.shape[0]):
-            tensor = _tensor(name, leaf.shape[1:])
-            number = numbers[run, repeat, index]
-            name_there, place = f'layers.{number}.{tensor.name}', ('params', *keys)
-            tensors.append(tensor._replace(name=name_there, path=place, repeat=repeat))
-    shapes = average_shapes(hparams.model)
+    tensors = [one._replace(path=('params', *one.path)) for one in all_tensors(model, params, {})]
+    shapes = average_shapes(model)
     return tensors + [Tensor(name, shapes[name], ('averages', name)) for name in averages]
-
-
-def _tensor(name, shape):
-    """The Tensor of a leaf by its name in its layer.
-
-    Kernels are matrices [out, in] there, but those of experts, which are parameters as they are.
-    """
-    of_experts = name[0] == 'mlp' and len(shape) == 3
-    if name[-1] == 'kernel' and of_experts:
-        return Tensor('.'.join(name[:-1]), shape, name)
-    if name[-1] == 'kernel':
-        num_in = 2 if name[:2] == ('attention', 'out') else 1
-        shape = int(np.prod(shape[num_in:])), int(np.prod(shape[:num_in]))
-        return Tensor('.'.join((*name[:-1], 'weight')), shape, name, transposed=True)
-    if name[-1] == 'scale':
-        name = (*name[:-1], 'weight')
-    return Tensor('.'.join(name), (int(np.prod(shape)),) if name[-1] == 'bias' else shape, name)
 
 
 def config_of(hparams: Hparams, averages, dtype: str, ids: dict) -> dict:
@@ -171,7 +138,8 @@ def export_model(
     averages = variables.get('averages', {})
     config = config_of(hparams, averages, dtype, ids)
     layer_args(hparams.model, averages, causal_routing(hparams))  # refuses what is missing
-    write_leaves(folder, tensors_of(hparams, averages), variables, dtype)
+    tensors = tensors_of(hparams.model, variables['params'], averages)
+    write_leaves(folder, tensors, variables, dtype)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
     for name in MODULES:
         shutil.copyfile(SOURCE / name, folder / name)
@@ -201,10 +169,10 @@ def import_model(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, dic
     shapes = average_shapes(model)
     with TensorFiles(folder) as files:
         there = [name for name in shapes if name in files.shapes]
-        tensors = tensors_of(hparams, there)
-        check_tensors(folder, tensors, files)
         abstract = {name: jax.ShapeDtypeStruct(shapes[name], 'float32') for name in there}
         wanted = {'params': abstract_params(hparams), 'averages': abstract}
+        tensors = tensors_of(model, wanted['params'], there)
+        check_tensors(folder, tensors, files)
         variables = read_leaves(files, tensors, wanted)
         layer_args(model, variables['averages'], causal_routing(hparams))  # refuses what is missing
         new = {name: jnp.zeros(shape) for name, shape in shapes.items()}

@@ -107,12 +107,6 @@ def check_chunk(prefill_chunk: int):
         raise ValueError(f'prefill_chunk={prefill_chunk}: must be 0 (one pass) or more')
 
 
-def check_prompt_cache(num_samples: int, name: str = 'a prompt_cache'):
-    """Raises ValueError if a PromptCache cannot go on from so many samples of a prompt."""
-    if num_samples > 1:
-        raise ValueError(f'num_samples={num_samples}: must be 1 with {name}: one text goes on')
-
-
 def check_draft(hparams: Hparams, draft_tokens: int):
     """Raises ValueError if the model cannot guess so many tokens by its own dense blocks."""
     _check_integers('draft_tokens', [draft_tokens])
@@ -391,7 +385,9 @@ def generate(
     unroll_once = functools.partial(ahead.call, unrolled_variables)
     unrolled = kept.unroll(unroll_once, variables, hparams, routing, tokenizer)
     if prompt_cache is not None:
-        check_prompt_cache(num_samples)
+        if num_samples > 1:
+            right = 'must be 1 with a prompt_cache: one text goes on'
+            raise ValueError(f'num_samples={num_samples}: {right}')
         capacity = kept.capacity(length, _CAPACITY_STEP, context)
     first_capacity = routed_capacity = min(capacity, model.routing.cache_size(context, routing))
     grows = bool(model.routed_layers) and model.routing.overflow == 'grow'

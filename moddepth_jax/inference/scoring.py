@@ -19,7 +19,6 @@ from moddepth_jax.model.layers import lm_head
 from moddepth_jax.model.transformer import Transformer
 
 _MIN_LENGTH = 16  # least of the lengths that rows are padded to
-_MAX_PARTS = 4  # continuations that one row can score
 _BLOCK = 16  # positions whose logits exist at a time: those of a long row may not fit
 _OPTION_LENGTH = 4  # tokens of each row's options whose logits exist at a time
 _SPARE = 12  # a batch takes a shape of an earlier one with a 12th more places rather than its own
@@ -52,18 +51,14 @@ class _Request(NamedTuple):
     def context(self):
         return self.tokens[: self.start + 1]
 
-    def places(self, first):
-        """Where the labels stand in a row whose labels begin at `first`."""
-        return slice(self.start - first, len(self.tokens) - first)
-
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
 def _score_batch(
-    variables, tokens_BT, segment_ids_BT, first_B, labels_BTM, num_blocks, *, hparams, routing
+    variables, tokens_BT, segment_ids_BT, first_B, labels_BT, num_blocks, *, hparams, routing
 ):
-    """log p of the labels, float32, and whether each is the likeliest token: [B, T, M].
+    """log p of the labels, float32, and whether each is the likeliest token: [B, T].
 
-    labels_BTM begin at position first_B of a row. Only their first num_blocks blocks are computed.
+    labels_BT begin at position first_B of a row. Only their first num_blocks blocks are computed.
     """
     x_BTD, _ = Transformer(hparams).apply(
         variables, tokens_BT, segment_ids_BT, routing, method='hidden_states'
@@ -73,15 +68,19 @@ def _score_batch(
         places_BK = first_B[:, None] + (i * _BLOCK + jnp.arange(_BLOCK))[None]
         places_BK1 = jnp.minimum(places_BK, x_BTD.shape[1] - 1)[..., None]
         logits_BKV = lm_head(jnp.take_along_axis(x_BTD, places_BK1, axis=1), variables['params'])
-        labels_BKM = jax.lax.dynamic_slice_in_dim(labels_BTM, i * _BLOCK, _BLOCK, axis=1)
-        nll_BKM, _, _ = jax.vmap(token_losses, (None, 2), 2)(logits_BKV, labels_BKM)
-        best_BK1 = jnp.argmax(logits_BKV, axis=-1, keepdims=True)
+        labels_BK = jax.lax.dynamic_slice_in_dim(labels_BT, i * _BLOCK, _BLOCK, axis=1)
         update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
-        pairs = zip(results, (-nll_BKM, labels_BKM == best_BK1), strict=True)
+        pairs = zip(results, _of_labels(logits_BKV, labels_BK), strict=True)
         return tuple(update(whole, block, i * _BLOCK) for whole, block in pairs)
 
-    zeros = jnp.zeros(labels_BTM.shape, jnp.float32), jnp.zeros(labels_BTM.shape, bool)
+    zeros = jnp.zeros(labels_BT.shape, jnp.float32), jnp.zeros(labels_BT.shape, bool)
     return jax.lax.fori_loop(0, num_blocks, of_block, zeros)
+
+
+def _of_labels(logits_BXV, labels_BX):
+    """log p of the labels, and whether each is the likeliest token."""
+    nll_BX, _, _ = token_losses(logits_BXV, labels_BX)
+    return -nll_BX, labels_BX == jnp.argmax(logits_BXV, axis=-1)
 
 
 class _Options(NamedTuple):
@@ -90,7 +89,7 @@ class _Options(NamedTuple):
     context_BT: np.ndarray  # int32, as are the others
     exists_BT: np.ndarray  # 1 for the tokens of a context
     first_BO: np.ndarray  # the first token of each option
-    tokens_BS: np.ndarray  # of all options: all but their last
+    tokens_BS: np.ndarray  # of all options: all but their last; S is 0 if none has two tokens
     branches_BS: np.ndarray  # the number of the option, from 1; 0 for no token
     labels_BS: np.ndarray  # the token after each
 
@@ -107,26 +106,24 @@ def _score_options(unrolled, options: _Options, *, hparams, routing):
     dense = capacity if routes.routes_loops else length
     sizes = {'capacity': dense, 'routed_capacity': None if grows else most}
     first_BV, cache = prefill(unrolled, options.context_BT, options.exists_BT, **sizes, **how)
+    first_BOV = jnp.broadcast_to(first_BV[:, None], (*options.first_BO.shape, first_BV.shape[-1]))
+    first = _of_labels(first_BOV, options.first_BO)
+    if not options.tokens_BS.size:
+        return first, jax.tree.map(lambda side_BO: side_BO[:, :0], first)
     if grows:
         cache = resize_cache(cache, capacity)
     begins_BS = jnp.zeros(options.tokens_BS.shape, bool)
     x_BSD, _, _ = extend(unrolled, cache, options.tokens_BS, begins_BS, options.branches_BS, **how)
 
-    def of_labels(logits_BXV, labels_BX):
-        nll_BX, _, _ = token_losses(logits_BXV, labels_BX)
-        return -nll_BX, labels_BX == jnp.argmax(logits_BXV, axis=-1)
-
     def of_places(places):  # some after others: logits of all at once may not fit
         x_BPD, labels_BP = places
-        return of_labels(lm_head(x_BPD, unrolled), labels_BP)
+        return _of_labels(lm_head(x_BPD, unrolled), labels_BP)
 
     def parts(side_BSX):
         return jnp.stack(jnp.split(side_BSX, side_BSX.shape[1] // _OPTION_LENGTH, axis=1))
 
     rest = jax.lax.map(of_places, jax.tree.map(parts, (x_BSD, options.labels_BS)))
-    rest = jax.tree.map(lambda side_XBP: jnp.concatenate(list(side_XBP), axis=1), rest)
-    first_BOV = jnp.broadcast_to(first_BV[:, None], (*options.first_BO.shape, first_BV.shape[-1]))
-    return of_labels(first_BOV, options.first_BO), rest
+    return first, jax.tree.map(lambda side_XBP: jnp.concatenate(list(side_XBP), axis=1), rest)
 
 
 def row_lengths(hparams: Hparams, parts: int = 2) -> list[int]:
@@ -162,39 +159,18 @@ def _checked(hparams, requests):
         yield _Request(before[cut:] + labels[:-1], labels, cut)
 
 
-def _shared_rows(requests, numbers):
-    """Lists of requests, some of them by number, longest rows first.
-
-    A request that is a prefix of another (an option of one token, a text's beginning) shares its
-    row, since a prediction depends only on the tokens up to it.
-    """
-    rows = []
-    # In this order a row is followed by its prefixes.
-    for i in sorted(numbers, key=lambda i: requests[i].tokens, reverse=True):
-        tokens = requests[i].tokens
-        fits = rows and len(rows[-1]) < _MAX_PARTS
-        if fits and requests[rows[-1][0]].tokens[: len(tokens)] == tokens:
-            rows[-1].append(i)
-        else:
-            rows.append([i])
-    return sorted(rows, key=lambda row: len(requests[row[0]].tokens), reverse=True)
-
-
-def _arrays(rows, batch_size, length):
-    """The arrays of `_score_batch` for lists of requests; missing rows are padding."""
+def _arrays(requests, batch_size, length):
+    """The arrays of `_score_batch` for some requests; missing rows are padding."""
     tokens_BT = np.zeros((batch_size, length), np.int32)
     segment_ids_BT, first_B = np.zeros_like(tokens_BT), np.zeros(batch_size, np.int32)
     padded = -(-length // _BLOCK) * _BLOCK
-    labels_BTM, longest = np.zeros((batch_size, padded, _MAX_PARTS), np.int32), 0
-    for b, row in enumerate(rows):
-        tokens = row[0].tokens
-        tokens_BT[b, : len(tokens)] = tokens
-        segment_ids_BT[b, : len(tokens)] = 1
-        first_B[b] = min(request.start for request in row)
-        longest = max(longest, len(tokens) - first_B[b])
-        for m, request in enumerate(row):
-            labels_BTM[b, request.places(first_B[b]), m] = request.labels
-    return tokens_BT, segment_ids_BT, first_B, labels_BTM, np.int32(-(-longest // _BLOCK))
+    labels_BT, longest = np.zeros((batch_size, padded), np.int32), 0
+    for b, one in enumerate(requests):
+        tokens_BT[b, : len(one.tokens)] = one.tokens
+        segment_ids_BT[b, : len(one.tokens)] = 1
+        first_B[b], longest = one.start, max(longest, len(one.labels))
+        labels_BT[b, : len(one.labels)] = one.labels
+    return tokens_BT, segment_ids_BT, first_B, labels_BT, np.int32(-(-longest // _BLOCK))
 
 
 def score(
@@ -228,7 +204,7 @@ def score(
         raise ValueError(f'batch_size={batch_size}: must be 1 or more')
     requests = list(_checked(hparams, requests))
     how = {'batch_size': batch_size, 'hparams': hparams, 'routing': routing}
-    questions = _questions(requests, hparams)
+    questions = _questions(requests, hparams, batch_size)
     alone = {*range(len(requests))}.difference(*questions)
     scores, running = [None] * len(requests), collections.deque()
 
@@ -254,22 +230,21 @@ def score(
 
 def _in_one_pass(variables, requests, numbers, *, batch_size, hparams, routing):
     """Starts batches of rows; yields functions that wait for (number, log p, best) of requests."""
-    rows, lengths = _shared_rows(requests, numbers), row_lengths(hparams)
+    rows = sorted(numbers, key=lambda i: len(requests[i].tokens), reverse=True)
     for begin in range(0, len(rows), batch_size):
         batch = rows[begin : begin + batch_size]
-        of_rows = [[requests[i] for i in row] for row in batch]
-        length = next(length for length in lengths if length >= len(of_rows[0][0].tokens))
-        arrays = _arrays(of_rows, batch_size, length)
+        longest = len(requests[batch[0]].tokens)
+        length = next(length for length in row_lengths(hparams) if length >= longest)
+        arrays = _arrays([requests[i] for i in batch], batch_size, length)
         results = _score_batch(variables, *arrays, hparams=hparams, routing=routing)
 
-        def wait(batch=batch, first_B=arrays[2], results=results):
-            log_p_BTM, best_BTM = map(np.asarray, results)
-            places = [
-                (i, (b, requests[i].places(first_B[b]), m))
-                for b, row in enumerate(batch)
-                for m, i in enumerate(row)
+        def wait(batch=batch, results=results):
+            log_p_BT, best_BT = map(np.asarray, results)
+            sizes = [len(requests[i].labels) for i in batch]
+            return [
+                (i, log_p_BT[b, :size], best_BT[b, :size])
+                for b, (i, size) in enumerate(zip(batch, sizes, strict=True))
             ]
-            return [(i, log_p_BTM[at], best_BTM[at]) for i, at in places]
 
         yield wait
 
@@ -306,7 +281,8 @@ def _shape(questions, hparams, shapes):
     length = _context_length(max(len(options[0].context) for options in questions), hparams)
     longest = max(sum(len(one.labels) - 1 for one in options) for options in questions)
     parts = -(-longest // _OPTION_LENGTH)
-    size = next(size for size in _sizes(_MIN_LENGTH, parts=8) if size >= parts * _OPTION_LENGTH)
+    sizes = itertools.chain([0], _sizes(_MIN_LENGTH, parts=8))
+    size = next(size for size in sizes if size >= parts * _OPTION_LENGTH)
     most = (length + size) * (_SPARE + 1) // _SPARE
     fit = [one for one in shapes if sum(one) <= most and one[0] >= length and one[1] >= size]
     if not fit:
@@ -334,8 +310,8 @@ def _option_arrays(questions, length, size):
     return arrays
 
 
-def _questions(requests, hparams):
-    """Lists of requests by number: those of one context, if several of them have several tokens.
+def _questions(requests, hparams, batch_size):
+    """Lists of requests by number: those of one context, if there are several.
 
     None if experts count the tokens of a row, which options of one row do not share.
     """
@@ -344,21 +320,17 @@ def _questions(requests, hparams):
     by_context = collections.defaultdict(list)
     for i, request in enumerate(requests):
         by_context[request.context].append(i)
-
-    def longer(options):
-        return sum(len(requests[i].labels) > 1 for i in options)
-
     most = hparams.data.sequence_length  # tokens that go on from one row's context
-    shared = [options for options in by_context.values() if longer(options) > 1]
-    return [row for options in shared for row in _cut(options, requests, most)]
+    shared = [options for options in by_context.values() if len(options) > 1]
+    return [row for options in shared for row in _cut(options, requests, most, batch_size)]
 
 
-def _cut(options, requests, most):
-    """The options in lists of at most so many labels in all."""
+def _cut(options, requests, most, batch_size):
+    """The options in lists of at most so many labels, and of at most batch_size options."""
     rows, room = [], 0
     for i in options:
         size = len(requests[i].labels)
-        if size > room:
+        if size > room or len(rows[-1]) == batch_size:
             rows.append([])
             room = most
         rows[-1].append(i)
@@ -367,7 +339,7 @@ def _cut(options, requests, most):
 
 
 def _batches(questions, requests, batch_size, hparams):
-    """Lists of questions, of at most batch_size options in all.
+    """Lists of at most batch_size questions, with as many options of more than one token in all.
 
     The longest contexts first, and among those that are padded alike the longest options.
     """
@@ -378,10 +350,10 @@ def _batches(questions, requests, batch_size, hparams):
 
     batches, room = [], 0
     for options in sorted(questions, key=lengths, reverse=True):
-        while options:
-            if not room:
-                batches.append([])
-                room = batch_size
-            batches[-1].append(options[:room])
-            options, room = options[room:], room - len(batches[-1][-1])
+        size = max(1, sum(len(requests[i].labels) > 1 for i in options))
+        if size > room:
+            batches.append([])
+            room = batch_size
+        batches[-1].append(options)
+        room -= size
     return batches

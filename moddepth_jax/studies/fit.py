@@ -136,16 +136,6 @@ def fit(rows: list[dict]) -> Fit | None:
     return Fit(a, b, c, lowest.parameters, lowest.loss, False)
 
 
-def fits(study: dict) -> list[dict]:
-    """The fit of each variant and budget that has one, as dicts with `variant` and `budget`."""
-    return [
-        {'variant': variant, 'budget': budget, **parabola._asdict()}
-        for budget in study['budgets']
-        for variant in study['variants']
-        if (parabola := fit(select(study, variant, budget)))
-    ]
-
-
 def optimum(rows: list[dict]) -> Size | None:
     """The best size, with parameters, loss and FLOPs of the parabola's vertex if it lies inside.
 

@@ -46,8 +46,7 @@ def warnings(study: dict) -> list[str]:
 
 def _runs(study):
     runs, missing = study['runs'], len(study['missing'])
-    # Studies of earlier versions say `whole` for `complete`.
-    if missing or not study.get('complete', study.get('whole', True)):
+    if missing or not study.get('complete', True):  # studies of earlier versions lack it
         yield (
             f'The study is not finished: {missing} {"run is" if missing == 1 else "runs are"} '
             'missing, and the best sizes may change.'

@@ -14,7 +14,6 @@ from moddepth_jax.data import directory as directory_lib
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
-from moddepth_jax.studies import fit
 from moddepth_jax.studies.folders import PLAN_FILE, RUNS, STUDY_FILE, check_folder
 from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, Planned, width
 from moddepth_jax.training.metrics import read_metrics
@@ -251,8 +250,7 @@ def collect(
         'diverged': sorted(diverged),
         'runs': rows,
     }
-    content = replace_nonfinite(content)
-    return content | {'fits': fit.fits(content)}
+    return replace_nonfinite(content)
 
 
 def _joined(texts):

@@ -68,8 +68,7 @@ def test_the_cost_of_a_block_is_the_loss_without_it(tiny_config):
 CASES = {
     'routed': (ROUTED | REORDERED | {'model.use_bias': True}, 'predictor'),
     'experts': (experts(layers='1', num_shared=1), 'dense'),
-    'looped': (LOOPED, 'dense'),
-    'adapters': (ADAPTERS, 'dense'),
+    'looped, with adapters': (LOOPED | ADAPTERS, 'dense'),
 }
 
 

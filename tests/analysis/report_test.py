@@ -1,7 +1,6 @@
 """The end of a run: true numbers, pictures, a sample, and three things to do next."""
 
 import dataclasses
-import functools
 import io
 import json
 import math
@@ -21,9 +20,9 @@ from moddepth_jax.analysis import heatmaps, report
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model import ahead
-from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.loop import Run
 from moddepth_jax.training.mesh import make_mesh, replicated
+from tests.model.cases import random_variables
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROUTING = {'selected_fraction': 0.121, 'precision': 0.912, 'recall': float('nan')}
@@ -54,9 +53,7 @@ def make_run(tiny_config, workdir, router='learned', **more):
     hparams = from_config(tiny_config(**changes))
     variables = {}
     if hparams.model.routed_layers or hparams.model.depth.slots_per_layer:  # the pictures need it
-        init = functools.partial(Transformer(hparams).init, jax.random.key(0))
-        tokens_BT = np.zeros((1, 32), np.int32)
-        variables = jax.jit(lambda: init(tokens_BT))()
+        variables = random_variables(hparams, np.zeros((1, 32), np.int32))
     gap = {'loss_top_c': 1.396, 'routing_gap': 0.004} if hparams.model.looks_ahead else {}
     summary = {
         'final_step': 123,
@@ -178,7 +175,7 @@ def test_suggested_commands_are_quoted(tiny_config):
         assert words in text
 
 
-@pytest.mark.parametrize('router', ['learned', pytest.param('none', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('router', ['none', pytest.param('learned', marks=pytest.mark.slow)])
 def test_run_with_depth_slots_shows_the_attention_on_them(printed, router):
     out, workdir = printed(router, **{'model.num_layers': 2, 'model.depth.stream': 'moda'})
     look = next_steps(out)[0]

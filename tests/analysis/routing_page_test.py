@@ -217,7 +217,7 @@ onmessage = (event) => { document.querySelector('pre').textContent = event.data;
 
 
 @pytest.mark.skipif(shutil.which('chromium') is None, reason='chromium is missing')
-@pytest.mark.parametrize('width', [390, 1000, 1400])
+@pytest.mark.parametrize('width', [390, pytest.param(1000, marks=pytest.mark.slow), 1400])
 def test_details_are_next_to_the_token_that_is_pointed_at(width, tiny_config, tmp_path):
     """Anywhere, by pointer, click and keys; below 1100 px they had been out of sight."""
     page = render(make_data(tiny_config, b'to be, or not to be\n' * 200))

@@ -23,10 +23,10 @@ def models(tiny_config):
 def test_filled_caches_have_the_shape_of_real_ones(which, models):
     """As after a prefill, with the number of tokens that the rule selects in routed blocks."""
     hparams = models[which]
-    unrolled = decoding.random_weights(hparams)
+    unrolled = jax.eval_shape(lambda: decoding.random_weights(hparams))
     cache = decoding.filled_cache(hparams, unrolled, 3, 40)
     tokens_BT = np.zeros((3, 40), np.int32)
-    _, real = jax.eval_shape(lambda: decoding._prefill(hparams, unrolled, tokens_BT))
+    _, real = jax.eval_shape(lambda of: decoding._prefill(hparams, of, tokens_BT), unrolled)
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (cache, real))
     assert shapes[0] == shapes[1]
     assert cache.lengths_B.tolist() == [40] * 3
@@ -38,27 +38,22 @@ def test_filled_caches_have_the_shape_of_real_ones(which, models):
 
 def test_caches_of_loops_have_the_bytes_of_the_formula():
     """2 B S K H a block that runs, S the context, or of routed loops what their share may take."""
-    batch, context, size = 2, 96, '2x64'
-    dense, deep, looped, mor = (
-        make_model(name, of_size, context, 1, dtype='float32', num_kv_heads=2)
-        for name, of_size in (
-            ('dense', size),
-            ('dense', f'{2 * LOOPS}x64'),
-            ('looped', size),
-            ('mor', size),
-        )
+    batch, context = 2, 96
+    dense, looped, mor = (
+        make_model(name, '2x64', context, 1, dtype='float32', num_kv_heads=2)
+        for name in ('dense', 'looped', 'mor')
     )
     head_dim, shared = dense.model.head_dim, 8 * batch + 4 * batch  # 3 int32 a row
     a_token = batch * 2 * 2 * head_dim * 4  # keys and values of two heads in float32
     found = {}
-    for name, hparams in {'dense': dense, 'deep': deep, 'looped': looped, 'mor': mor}.items():
+    for name, hparams in {'dense': dense, 'looped': looped, 'mor': mor}.items():
         unrolled = jax.eval_shape(lambda h=hparams: decoding.random_weights(h))
         cache = jax.eval_shape(
             lambda u, h=hparams: decoding.filled_cache(h, u, batch, 40), unrolled
         )
         found[name] = decoding.cache_bytes(cache) - shared
     assert found['dense'] == 2 * context * a_token
-    assert found['looped'] == found['deep'] == LOOPS * found['dense']
+    assert found['looped'] == LOOPS * found['dense']
     first, *others = (mor.model.routing.cache_size(context, 'aux_loss', p) for p in (0, 0.5, 1))
     assert (first, *others) == (96, 96, 48)  # 1.5 times a third of 96 in the last
     positions = 4 * batch * sum(others) + 4 * batch * len(others)  # and a length of each row

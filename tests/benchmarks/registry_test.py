@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from moddepth_jax.benchmarks.registry import BENCHMARKS, flag_texts
+from moddepth_jax.benchmarks.registry import MODULES, benchmarks, flag_texts
 from tests.forked_commands import ROOT, run_commands
 
 
@@ -25,9 +25,9 @@ def bench(folder, *arguments):
 
 def test_help_lists_the_flags_of_each_benchmark_with_their_texts():
     """By benchmark, each with a text of its own; with a name, of that benchmark alone."""
-    lines = [['bench', '--help'], *(['bench', name, '--help'] for name in BENCHMARKS)]
-    everything, *alone = run_commands(lines, ROOT, ['moddepth_jax.benchmarks.registry'])
-    for (name, benchmark), help_ in zip(BENCHMARKS.items(), alone, strict=True):
+    lines = [['bench', '--help'], *(['bench', name, '--help'] for name in MODULES)]
+    everything, *alone = run_commands(lines, ROOT, MODULES.values())
+    for (name, benchmark), help_ in zip(benchmarks().items(), alone, strict=True):
         parameters, texts = inspect.signature(benchmark).parameters, flag_texts(benchmark)
         assert list(texts) == list(parameters)
         assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from moddepth_jax.benchmarks import gpu_cases, runner, worker
+from moddepth_jax.benchmarks import gpu_cases, machine, runner, visit, worker
 from moddepth_jax.benchmarks.results import FINAL, Results
 from tests.benchmarks import fake_cases
 from tests.benchmarks.fake_cases import case
@@ -166,11 +166,15 @@ def gpu(*arguments, **env):
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
 
 
-def test_without_a_gpu_there_is_one_line(tmp_path):
+def test_without_a_gpu_there_is_one_line(tmp_path, monkeypatch, capsys):
     """Exit status 1, and nothing is made."""
-    done = gpu(f'--out={tmp_path / "out"}', '--cases=machine', JAX_PLATFORMS='cpu')
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert 'no GPU: JAX_PLATFORMS=cpu is set' in done.stderr
+    monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
+    monkeypatch.setattr(visit, '_set_environment', lambda toy: None)
+    monkeypatch.setattr(machine, 'probe', lambda: ({'platform': 'cpu'}, ''))
+    assert visit.visit([], lambda: 1e9, out=tmp_path / 'out') == 1
+    assert capsys.readouterr().err == (
+        'error: no GPU: JAX_PLATFORMS=cpu is set; unset it, or set it to cuda,cpu\n'
+    )
     done = gpu(f'--out={tmp_path / "out"}', '--cases=machine', JAX_PLATFORMS='cuda')
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
     assert 'no GPU: JAX says: ' in done.stderr and '; --toy rehearses' in done.stderr

@@ -185,8 +185,6 @@ def test_capacity_one_without_a_gate_is_the_dense_model(tiny_config):
         (ROUTED, {}, "router='learned' and model.depth.stream='residual' in the run that is conv"),
         (MODA, {}, "stream='moda' in the run that is converted: must be none and residual, or"),
         ({}, {'model.d_ff': 96}, 'model.d_ff=96: is 64 in the run that is converted'),
-        ({}, {'model.norm_placement': 'post'}, "model.norm_placement='post': is 'pre'"),
-        ({}, {'model.norm_eps': 1e-5}, 'model.norm_eps=1e-05: is 1e-06'),
         ({}, {'model.windows': (8,)}, 'model.windows=(8,): is (0,)'),
         (ALL_LOOKED_UP, LOOKED_UP, "model.value_embeddings='alternate': is 'all'"),
         (LOOKED_UP, {}, "model.value_embeddings='none': is 'alternate'"),

@@ -3,13 +3,13 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model.transformer import Transformer
+from tests.model.cases import random_variables
 
 CONTEXT = 16
 _ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
@@ -40,15 +40,12 @@ def unoptimised():
 
 @pytest.fixture(scope='session')
 def small_model(tiny_config):
-    """(variables, hparams) by name; so large that logits differ and some tokens are routed."""
+    """(variables, hparams) by name; weights are large, so that some tokens are routed."""
 
     @functools.cache
     def make(name):
         hparams = from_config(tiny_config(**{'data.sequence_length': CONTEXT, **MODELS[name]}))
-        tokens_BT = jnp.zeros((1, CONTEXT), jnp.int32)
-        variables = jax.jit(Transformer(hparams).init)(jax.random.key(1), tokens_BT)
-        grown = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, variables['params'])
-        return {**variables, 'params': grown}, hparams
+        return random_variables(hparams, np.zeros((1, CONTEXT), np.int32)), hparams
 
     return make
 

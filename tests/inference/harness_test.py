@@ -17,8 +17,8 @@ SEPARATOR = 256
 
 @pytest.fixture(scope='module')
 def model(small_model):
-    """(variables, hparams) of a Mixture-of-Depths model with depth attention."""
-    return small_model('both')
+    """(variables, hparams) of a dense model, whose programs compile soonest."""
+    return small_model('dense')
 
 
 @pytest.fixture(scope='module')
@@ -178,5 +178,10 @@ def test_what_cannot_be_answered_is_refused(make_lm, kind, request_, words):
     with pytest.raises(ValueError, match=words) as caught:
         getattr(make_lm(), kind)(asked(kind, request_))
     assert '\n' not in str(caught.value)
+
+
+def test_a_routing_that_looks_ahead_is_refused(small_model):
+    from moddepth_jax.inference.harness import HarnessLM
+
     with pytest.raises(ValueError, match='looks at later tokens'):
-        make_lm(routing='top_c')
+        HarnessLM(*small_model('both'), make_tokenizer('bytes'), routing='top_c')

@@ -65,7 +65,6 @@ def made_up(
         'missing': [],
         'diverged': [],
         'runs': rows,
-        'fits': [],
     }
 
 

@@ -52,21 +52,23 @@ def test_the_shallower_dense_control_is_in_every_figure(name):
 
 def test_panels_mark_the_optima_of_the_parabolas():
     """A star at the vertex, at its loss in bits/byte; a ring where the best size is at an edge."""
-    study = made_up(variants=SIZED, seeds=(0,))
+    study, inside = made_up(variants=SIZED, seeds=(0,)), set()
     axes = FIGURES['loss_by_parameters'](study).axes
     for panel, budget in zip(axes, study['budgets'], strict=True):
-        for parabola in [each for each in fit.fits(study) if each['budget'] == budget]:
-            colour = plot_style.style(parabola['variant'])['color']
-            mark = '*' if parabola['inside'] else 'o'
+        for name in SIZED:
+            parabola = fit.fit(fit.select(study, name, budget))
+            colour = plot_style.style(name)['color']
+            mark = '*' if parabola.inside else 'o'
+            inside.add(parabola.inside)
             found = [
                 line.get_xydata()[0]
                 for line in panel.lines
                 if (line.get_marker(), line.get_color()) == (mark, colour)
                 and line.get_markersize() == 12
             ]
-            expected = parabola['optimum_parameters'], parabola['optimum_loss'] / np.log(2)
+            expected = parabola.optimum_parameters, parabola.optimum_loss / np.log(2)
             np.testing.assert_allclose(found, [expected], rtol=1e-6)
-    assert {each['inside'] for each in fit.fits(study)} == {True, False}
+    assert inside == {True, False}
 
 
 def test_every_seed_is_a_point():

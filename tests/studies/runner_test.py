@@ -9,7 +9,7 @@ import pytest
 
 from launch.study_config import StudyConfig
 from moddepth_jax.model.flops import train_step_flops
-from moddepth_jax.studies import runner, store
+from moddepth_jax.studies import plots, runner, store
 from moddepth_jax.studies.plan import Plan, Study
 from moddepth_jax.training.plan import resolve_steps, run_flops
 from moddepth_jax.training.run_dir import open_workdir
@@ -62,6 +62,13 @@ def trained(monkeypatch):
         (directory / 'measures.json').write_text('{}')
 
     monkeypatch.setattr(store, 'write_measures', measures)  # there are no checkpoints
+
+    def draw(study, directory):
+        for name in plots.FIGURES:
+            (directory / f'{name}.png').write_text('')
+            (directory / f'{name}.svg').write_text('')
+
+    monkeypatch.setattr(plots, 'draw', draw)  # plots_test and page_test do
     return names
 
 
