@@ -110,15 +110,12 @@ def _backward(static, residuals, cotangents):
             q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT
         )
         if slots is not None:
-            q = q_BTNH if q_depth_BTNH is None else q_depth_BTNH
-            dq_depth_BTNH, *sums = _depth(static, 'backward')(
-                q, do_BTNH, lse_BNT, delta_BNT, slots, sums
-            )
+            depth_backward = _depth(static, 'backward')
+            joint = o_BTNH, do_BTNH, lse_BNT, dlse_BNT if static.returns_lse else None
             if q_depth_BTNH is None:
-                wide = lse_BNT.dtype
-                dq_BTNH, dq_depth_BTNH = dq_BTNH.astype(wide) + dq_depth_BTNH.astype(wide), None
+                dq_BTNH, *sums = depth_backward(q_BTNH, *joint, slots, sums, dq_BTNH)
             else:
-                dq_depth_BTNH = dq_depth_BTNH.astype(q_depth_BTNH.dtype)
+                dq_depth_BTNH, *sums = depth_backward(q_depth_BTNH, *joint, slots, sums, None)
     if slots is not None:
         dsides, dsums = (sums, None) if dsums is None else (dsides, tuple(sums))
         dslots = None if dsides is None else Slots(*dsides, None)

@@ -46,8 +46,13 @@ def interpret_params(interpret: bool, detect_races: bool = False):
     return _INTERPRETER(detect_races=detect_races)
 
 
-def one_warpgroup_kernel(body, name, blocks: int, out_type, scratch_types, interpret: bool):
-    """A Hopper kernel of that many blocks of one warpgroup, along the axis 'block'."""
+def one_warpgroup_kernel(
+    body, name, blocks: int, out_type, scratch_types, interpret: bool, **options
+):
+    """A Hopper kernel of that many blocks of one warpgroup, along the axis 'block'.
+
+    Options are of plgpu.CompilerParams.
+    """
 
     def scoped(*refs):
         pl.run_scoped(functools.partial(body, *refs), **scratch_types)
@@ -56,7 +61,7 @@ def one_warpgroup_kernel(body, name, blocks: int, out_type, scratch_types, inter
         scoped,
         out_type=out_type,
         mesh=plgpu.Mesh(grid=(blocks,), grid_names=('block',)),
-        compiler_params=compiler_params(approx_math=True),
+        compiler_params=compiler_params(approx_math=True, **options),
         interpret=interpret_params(interpret),
         name=name,
     )

@@ -86,7 +86,7 @@ class Sizes:
         return {
             'k': slots,
             'v': slots,
-            'shown': plgpu.SMEM((stages, CHUNK), jnp.float32),
+            **({'shown': plgpu.SMEM((stages, CHUNK), jnp.float32)} if self.masked else {}),
             'k_ready': plgpu.Barrier(num_barriers=stages, num_arrivals=1 + self.masked),
             'v_ready': plgpu.Barrier(num_barriers=stages),
         }

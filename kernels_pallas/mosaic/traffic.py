@@ -47,11 +47,14 @@ def depth_forward(sizes: slot_loader.Sizes, num_slots: int, o_bytes: int = 2) ->
 
 
 def depth_backward(sizes: slot_loader.Sizes, num_slots: int, sum_bytes: int = 0) -> Traffic:
-    """Of `depth.depth_backward`; sum_bytes: of a number of the sums, 0 if gradients are fresh."""
+    """Of `depth.depth_backward`, with dq given and dlse not.
+
+    sum_bytes: of a number of the sums; 0: gradients are fresh.
+    """
     item_size, heads = sizes.dtype.itemsize, sizes.heads * sizes.width
     side = 2 * _rows_of_slots(sizes, num_slots) * sizes.width
     sums = 2 * side * sum_bytes or 2 * sizes.slots * sizes.width * item_size
-    queries = 3 * heads * item_size + 2 * sizes.columns * FLOAT
+    queries = 5 * heads * item_size + sizes.columns * FLOAT
     parts = side * item_size, sums, queries
     return Traffic(*(sizes.items * part for part in parts))
 

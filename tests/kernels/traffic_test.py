@@ -94,12 +94,12 @@ def test_depth_moves_what_is_said(moved, T, K, G, H, L, num, window, B):
     assert totals(moved, kind) == {'slots': said.slots, 'own': said.own}
     sums = (side.astype(wide),) * 2
     jax.block_until_ready(
-        depth.depth_backward(q, q, lse, lse, slots, sums, window, 1.0, interpret=True)
+        depth.depth_backward(q, q, q, lse, None, slots, sums, q, window, 1.0, interpret=True)
     )
     said = traffic.depth_backward(sizes, num, bytes_of)
     assert totals(moved, kind) == {'slots': said.slots, 'sums': said.sums, 'own': said.own}
     jax.block_until_ready(
-        depth.depth_backward(q, q, lse, lse, slots, None, window, 1.0, interpret=True)
+        depth.depth_backward(q, q, q, lse, None, slots, None, q, window, 1.0, interpret=True)
     )
     said = traffic.depth_backward(sizes, num)
     assert totals(moved, kind) == {'slots': said.slots, 'sums': said.sums, 'own': said.own}
