@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from kernels_pallas.backends import DEPTH, SEQUENCE, Parts, joined_backward, load_module
+from kernels_pallas.xla.sequence import output_products
 
 ATTENDED = 'attended'  # checkpoint name: the output and logsumexp that the backward pass reads
 
@@ -92,9 +93,9 @@ def _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sum
 def _backward(static, residuals, cotangents):
     q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, o_BTNH, lse_BNT = residuals
     do_BTNH, dlse_BNT, dsides, dsums = cotangents
-    product_BTN = jnp.sum(do_BTNH.astype(lse_BNT.dtype) * o_BTNH.astype(lse_BNT.dtype), axis=-1)
-    delta_BNT = jnp.moveaxis(product_BTN, 2, 1) - dlse_BNT
-    lse_BNT = jnp.where(lse_BNT == -jnp.inf, 0.0, lse_BNT)
+    delta_BNT = output_products(o_BTNH, do_BTNH, lse_BNT.dtype) - dlse_BNT
+    if not (static.ordered and k_BSKH.shape[1]):  # else a query sees its own key
+        lse_BNT = jnp.where(lse_BNT == -jnp.inf, 0.0, lse_BNT)
     dslots, dq_depth_BTNH, sums = None, None, dsides if dsums is None else dsums
     joined = None if slots is None else _joined(static, q_BTNH, k_BSKH, q_depth_BTNH)
     if joined is not None:

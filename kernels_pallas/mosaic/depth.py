@@ -99,14 +99,12 @@ def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(s.out, o_out.at[loader.start + item, *heads])
 
-    run = pl.ds(loader.start, sizes.run)
     load_item(jnp.int32(0))
-    plgpu.copy_gmem_to_smem(lse.at[run], s.lse, s.lse_ready)
     for step in range(STAGES - 1):
         loader.load_slots(jnp.int32(step), k, v, mask, s)
-    plgpu.barrier_wait(s.lse_ready)
+    loader.load_scalars(lse, s.lse)
     lax.fori_loop(0, loader.items, one, None)
-    plgpu.copy_smem_to_gmem(s.lse, lse_out.at[run])
+    loader.store_scalars(s.lse, lse_out)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -121,13 +119,12 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
         'lse': plgpu.SMEM((sizes.run, sizes.columns), jnp.float32),
         'weights': tiled((sizes.columns, CHUNK), sizes.dtype, swizzle),
         'item_ready': plgpu.Barrier(num_barriers=2, num_arrivals=2),
-        'lse_ready': plgpu.Barrier(),
         **sizes.slots_memory(STAGES),
     }
-    body = functools.partial(_forward, sizes=sizes, scale=scale)
+    body, lse = functools.partial(_forward, sizes=sizes, scale=scale), sizes.pad_scalars(lse_BNT)
     out_type = [
         jax.ShapeDtypeStruct((sizes.items, sizes.heads, sizes.width), o_BTNH.dtype),
-        jax.ShapeDtypeStruct((sizes.items, sizes.columns), jnp.float32),
+        jax.ShapeDtypeStruct(lse.shape, jnp.float32),
     ]
     run = common.one_warpgroup_kernel(
         body, 'depth_forward', sizes.blocks, out_type, shared, interpret
@@ -135,11 +132,10 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
     o, lse = run(
         sizes.by_item(q_BTNH.astype(sizes.dtype)),
         sizes.by_item(o_BTNH),
-        sizes.scalars_by_item(lse_BNT, -jnp.inf),
+        lse,
         *sizes.slot_operands(slots),
     )
-    lse = lse[:, : sizes.group].reshape(sizes.batch, sizes.length, -1)
-    return o[:, : sizes.group].reshape(q_BTNH.shape), jnp.moveaxis(lse, 1, 2), slots[:2]
+    return o[:, : sizes.group].reshape(q_BTNH.shape), sizes.cut_scalars(lse), slots[:2]
 
 
 class Buffers(NamedTuple):
@@ -315,10 +311,6 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(s.dq_out, g.dq_out.at[loader.start + item, *heads])
 
-    run = pl.ds(loader.start, sizes.run)
-    plgpu.copy_gmem_to_smem(g.lse.at[run], s.lse, s.scalars_ready)
-    if 'dlse' in names:
-        plgpu.copy_gmem_to_smem(g.dlse.at[run], s.dlse, s.scalars_ready)
     for item in range(buffers.heads - 1):
         load_item(jnp.int32(item))
     load_heads(jnp.int32(0), g.o, s.o, s.o_ready)
@@ -328,7 +320,9 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
         loader.load_slots(jnp.int32(step), g.k, g.v, g.mask, s)
     if fresh and not sizes.mapped:
         _write_zeros(s, loader, (g.dk, g.dv))
-    plgpu.barrier_wait(s.scalars_ready)
+    loader.load_scalars(g.lse, s.lse)
+    if 'dlse' in names:
+        loader.load_scalars(g.dlse, s.dlse)
     lax.fori_loop(0, loader.items, one, None)
     plgpu.wait_smem_to_gmem(0)
 
@@ -356,7 +350,6 @@ def _shared(sizes, buffers, sum_dtype, names):
         'item_ready': plgpu.Barrier(num_barriers=buffers.heads, num_arrivals=2),
         'o_ready': plgpu.Barrier(),
         'dq_ready': plgpu.Barrier(),
-        'scalars_ready': plgpu.Barrier(num_arrivals=1 + ('dlse' in names)),
         'sums_ready': plgpu.Barrier(num_barriers=2, num_arrivals=parts),
         **sizes.slots_memory(buffers.chunks),
     }
@@ -381,9 +374,9 @@ def depth_backward(
     operands = {
         name: sizes.by_item(x.astype(sizes.dtype)) for name, x in heads.items() if x is not None
     }
-    operands['lse'] = sizes.scalars_by_item(lse_BNT, 0.0)
+    operands['lse'] = sizes.pad_scalars(lse_BNT)
     if dlse_BNT is not None:
-        operands['dlse'] = sizes.scalars_by_item(dlse_BNT, 0.0)
+        operands['dlse'] = sizes.pad_scalars(dlse_BNT)
     slot_names = 'num_slots', 'rows', 'mask', 'k', 'v'
     operands |= zip(slot_names, sizes.slot_operands(slots), strict=True)
     sum_dtype = sizes.dtype if fresh else sums[0].dtype

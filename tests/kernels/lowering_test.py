@@ -62,7 +62,7 @@ def test_depth_lowers(backend, sizes):
     call = {'pallas': '@__gpu\\$xla.gpu.triton', 'mosaic_gpu': '@mosaic_gpu'}[backend]
     assert len(re.findall(call, forward)) == len(re.findall(call, backward)) == 1
     aliases = r'output_tuple_indices = \[(\d)\],\s*operand_index = (\d+)'
-    operands = {'pallas': '45', 'mosaic_gpu': ('9', '10')}[backend]
+    operands = {'pallas': '45', 'mosaic_gpu': ('10', '11')}[backend]
     assert re.findall(aliases, backward) == [('1', operands[0]), ('2', operands[1])]
     assert not re.findall(aliases, forward)
 
