@@ -54,7 +54,7 @@ class Sizes:
 
     @property
     def run(self):
-        """Items of a block; 2 at least, as TMA loads their scalars in 128 bytes or more."""
+        """Items of a block; 2 at least, of which the second is loaded during the first."""
         return next(n for n in (16, 8, 4, 2) if n == 2 or self.items >= n * BLOCKS)
 
     @property
@@ -119,7 +119,8 @@ class Sizes:
 
     def slot_operands(self, slots):
         """num_slots, rows int32 [B T], mask float32 [B R, slots], k and v; dummies for None."""
-        rows, mask = jnp.zeros(1, jnp.int32), jnp.zeros((1, 4), jnp.float32)
+        # One number is a constant; XLA would run a kernel to fill more.
+        rows, mask = jnp.zeros(1, jnp.int32), jnp.zeros((1, 1), jnp.float32)
         if self.mapped:
             rows = slots.rows_BT.astype(jnp.int32).reshape(-1)
         if self.masked:

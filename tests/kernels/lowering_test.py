@@ -67,6 +67,16 @@ def test_depth_lowers(backend, sizes):
     assert not re.findall(aliases, forward)
 
 
+def test_nothing_is_computed_or_copied_around_the_hopper_kernels():
+    """Where 8 divides G, XLA has only to name arrays by other shapes."""
+    sizes = {'B': 2, 'T': 200, 'K': 2, 'G': 8, 'H': 64, 'L': 64, 'fresh': True}
+    for way in ('forward', 'backward'):
+        function, arrays = depth_call('mosaic_gpu', way, **sizes)
+        operations = re.findall(r'stablehlo\.(\w+)', lower(function, *arrays))
+        assert operations.count('custom_call') == 1
+        assert set(operations) <= {'constant', 'broadcast_in_dim', 'reshape', 'custom_call'}
+
+
 @pytest.mark.parametrize(('length', 'bits'), [(2**30, 64), (2**10, 32)])
 def test_offsets_beyond_31_bits(length, bits, monkeypatch, capsys):
     """In arrays of more than 2^31 elements a Triton offset is of 64 bits before it is multiplied.
