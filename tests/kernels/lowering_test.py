@@ -56,7 +56,8 @@ MOSAIC = [
 def test_depth_lowers(backend, sizes):
     """Each pass becomes one kernel; the sums are written where they are given.
 
-    Sides that are no powers of two, every kind of slots, and the largest tile allowed.
+    Sides that are no powers of two, every kind of slots, and the largest tile allowed. Where 8
+    divides G and L, XLA computes and copies nothing around the Hopper kernels.
     """
     forward, backward = lower_depth(backend, **{'B': 3, 'K': 2} | sizes)
     call = {'pallas': '@__gpu\\$xla.gpu.triton', 'mosaic_gpu': '@mosaic_gpu'}[backend]
@@ -65,16 +66,9 @@ def test_depth_lowers(backend, sizes):
     operands = {'pallas': '45', 'mosaic_gpu': ('10', '11')}[backend]
     assert re.findall(aliases, backward) == [('1', operands[0]), ('2', operands[1])]
     assert not re.findall(aliases, forward)
-
-
-def test_nothing_is_computed_or_copied_around_the_hopper_kernels():
-    """Where 8 divides G, XLA has only to name arrays by other shapes."""
-    sizes = {'B': 2, 'T': 200, 'K': 2, 'G': 8, 'H': 64, 'L': 64, 'fresh': True}
-    for way in ('forward', 'backward'):
-        function, arrays = depth_call('mosaic_gpu', way, **sizes)
-        operations = re.findall(r'stablehlo\.(\w+)', lower(function, *arrays))
-        assert operations.count('custom_call') == 1
-        assert set(operations) <= {'constant', 'broadcast_in_dim', 'reshape', 'custom_call'}
+    if sizes is MOSAIC[0]:
+        operations = set(re.findall(r'= "?stablehlo\.(\w+)', forward + backward))
+        assert operations == {'constant', 'broadcast_in_dim', 'reshape', 'custom_call'}
 
 
 @pytest.mark.parametrize(('length', 'bits'), [(2**30, 64), (2**10, 32)])
@@ -162,10 +156,10 @@ def test_parts_for_gpus_lower_together(depth, dlse):
 
 
 @pytest.mark.parametrize('threads', [False, True])
-@pytest.mark.parametrize('depth', ['mosaic_gpu', 'mosaic_gpu_fused'])
-def test_fresh_gradients_are_results_that_nobody_fills(depth, threads):
+@pytest.mark.parametrize('parts', [('cudnn', 'mosaic_gpu'), ('mosaic_gpu', 'mosaic_gpu_fused')])
+def test_fresh_gradients_are_results_that_nobody_fills(parts, threads):
     """No array of their shape is made of zeros; of slots that are returned it is, and added to."""
-    static = Static(0, True, 0, 1.0, False, Parts('mosaic_gpu', depth), threads)
+    static = Static(0, True, 0, 1.0, False, Parts(*parts), threads)
 
     def loss(q, k, v, *sides):
         o, *_ = joint_attention(static, q, k, v, MASK, None, Slots(*sides, 5), None)
