@@ -356,17 +356,7 @@ def _shared(sizes, buffers, sum_dtype, names):
 
 
 def depth_backward(
-    q_BTNH,
-    o_BTNH,
-    do_BTNH,
-    lse_BNT,
-    dlse_BNT,
-    slots,
-    sums,
-    dq_BTNH,
-    window,
-    scale,
-    interpret=False,
+    q_BTNH, o_BTNH, do_BTNH, lse_BNT, dlse_BNT, slots, sums, dq_BTNH, window, scale, interpret=False
 ):
     """As `xla.depth.depth_backward`, of bfloat16 or float16 slots; nothing is atomic."""
     sizes, fresh = Sizes.of(q_BTNH, slots, window), sums is None

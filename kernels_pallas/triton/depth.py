@@ -202,17 +202,7 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
 
 
 def depth_backward(
-    q_BTNH,
-    o_BTNH,
-    do_BTNH,
-    lse_BNT,
-    dlse_BNT,
-    slots,
-    sums,
-    dq_BTNH,
-    window,
-    scale,
-    interpret=False,
+    q_BTNH, o_BTNH, do_BTNH, lse_BNT, dlse_BNT, slots, sums, dq_BTNH, window, scale, interpret=False
 ):
     """As `xla.depth.depth_backward`, with the dtypes of depth_forward; sums in one of DTYPES."""
     sums = [jnp.zeros_like(side) for side in slots[:2]] if sums is None else sums

@@ -78,17 +78,7 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
 
 
 def depth_backward(
-    q_BTNH,
-    o_BTNH,
-    do_BTNH,
-    lse_BNT,
-    dlse_BNT,
-    slots,
-    sums,
-    dq_BTNH,
-    window,
-    scale,
-    interpret=False,
+    q_BTNH, o_BTNH, do_BTNH, lse_BNT, dlse_BNT, slots, sums, dq_BTNH, window, scale, interpret=False
 ):
     """dq_BTNH plus the queries' gradient through the slots, and `sums` plus the slots' gradients.
 
