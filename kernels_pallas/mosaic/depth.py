@@ -382,8 +382,7 @@ def depth_backward(
     )
     shared = _shared(sizes, buffers, sum_dtype, names)
     run = common.one_warpgroup_kernel(
-        *(body, 'depth_backward', sizes.blocks, results, shared, interpret),
-        reduction_scratch_bytes=REDUCTION_BYTES,
+        body, 'depth_backward', sizes.blocks, results, shared, interpret, REDUCTION_BYTES
     )
     *totals, dq = run(*operands.values(), *refs)
     totals, shape = totals or [jax.freeze(ref) for ref in refs], slots.k_LBRKH.shape

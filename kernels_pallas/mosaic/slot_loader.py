@@ -18,8 +18,12 @@ from kernels_pallas.mosaic.common import CHUNK, LAYOUT, OCTET, pad, round_up
 # A run of that many blocks for each of an H200's 132 processors.
 BLOCKS = 132 * 16
 # Of 8 numbers each lane has one, not a pair of neighbors: in global memory they are apart.
-_ONE_A_LANE = plgpu.Tiling(((OCTET,), (1,))), (plgpu.Replicated(4),), (plgpu.Replicated(4), -2), -1
-SCALARS = plgpu.Layout.TILED(*_ONE_A_LANE)
+SCALARS = plgpu.Layout.TILED(
+    tiling=plgpu.Tiling(((OCTET,), (1,))),
+    warp_dims=(plgpu.Replicated(4),),
+    lane_dims=(plgpu.Replicated(4), -2),
+    vector_dim=-1,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +187,7 @@ class SlotLoader:
         def _(item):
             row = stage.at[item, pl.ds(0, self.sizes.scalars)]
             row = common.load(row, SCALARS, optimized=False)
-            self.scalars(ref, item)[...] = row
+            common.store_scattered(self.scalars(ref, item), row)
 
     def for_rows(self, chunk, move, hidden=False):
         """Calls move(first slot, rows) once, for as many rows of a chunk as exist, in sixteens.
