@@ -100,19 +100,21 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
 
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
     """As `xla.sequence.sequence_backward`, without dlse: cuDNN computes delta itself."""
+    del delta_BNT  # an operand of lax.cond would be computed for cuDNN too
 
     def by_cudnn(operands, index_BT=None, starts=None):
-        q, k, v, o, do, stats, _ = operands
+        q, k, v, o, do, stats = operands
         stats = stats if starts is None else _lse_of_documents(stats, starts)
         joint = stats.astype(jnp.float32), o.astype(q.dtype), do.astype(q.dtype)
         return _call('bwd', (q, k, v, *joint), static, starts)
 
     def by_xla(operands, mask):
-        q, k, v, *joint = operands
-        dq, dk, dv = xla.sequence_backward(q, k, v, mask, static, *joint)
+        q, k, v, o, do, lse = operands
+        delta = xla.output_products(o, do, lse.dtype)
+        dq, dk, dv = xla.sequence_backward(q, k, v, mask, static, o, do, lse, delta)
         return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
-    operands = q_BTNH, k_BSKH, v_BSKH, o_BTNH, do_BTNH, lse_BNT, delta_BNT
+    operands = q_BTNH, k_BSKH, v_BSKH, o_BTNH, do_BTNH, lse_BNT
     return _dispatch(operands, mask, by_cudnn, by_xla)
 
 

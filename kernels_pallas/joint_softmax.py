@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from kernels_pallas.backends import DEPTH, SEQUENCE, Parts, joined_backward, load_module
+from kernels_pallas.xla.sequence import output_products
 
 ATTENDED = 'attended'  # checkpoint name: the output and logsumexp that the backward pass reads
 
@@ -92,9 +93,9 @@ def _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sum
 def _backward(static, residuals, cotangents):
     q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, o_BTNH, lse_BNT = residuals
     do_BTNH, dlse_BNT, dsides, dsums = cotangents
-    product_BTN = jnp.sum(do_BTNH.astype(lse_BNT.dtype) * o_BTNH.astype(lse_BNT.dtype), axis=-1)
-    delta_BNT = jnp.moveaxis(product_BTN, 2, 1) - dlse_BNT
-    lse_BNT = jnp.where(lse_BNT == -jnp.inf, 0.0, lse_BNT)
+    delta_BNT = output_products(o_BTNH, do_BTNH, lse_BNT.dtype) - dlse_BNT
+    if not (static.ordered and k_BSKH.shape[1]):  # else a query sees its own key
+        lse_BNT = jnp.where(lse_BNT == -jnp.inf, 0.0, lse_BNT)
     dslots, dq_depth_BTNH, sums = None, None, dsides if dsums is None else dsums
     joined = None if slots is None else _joined(static, q_BTNH, k_BSKH, q_depth_BTNH)
     if joined is not None:
@@ -110,15 +111,12 @@ def _backward(static, residuals, cotangents):
             q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT
         )
         if slots is not None:
-            q = q_BTNH if q_depth_BTNH is None else q_depth_BTNH
-            dq_depth_BTNH, *sums = _depth(static, 'backward')(
-                q, do_BTNH, lse_BNT, delta_BNT, slots, sums
-            )
+            depth_backward = _depth(static, 'backward')
+            joint = o_BTNH, do_BTNH, lse_BNT, dlse_BNT if static.returns_lse else None
             if q_depth_BTNH is None:
-                wide = lse_BNT.dtype
-                dq_BTNH, dq_depth_BTNH = dq_BTNH.astype(wide) + dq_depth_BTNH.astype(wide), None
+                dq_BTNH, *sums = depth_backward(q_BTNH, *joint, slots, sums, dq_BTNH)
             else:
-                dq_depth_BTNH = dq_depth_BTNH.astype(q_depth_BTNH.dtype)
+                dq_depth_BTNH, *sums = depth_backward(q_depth_BTNH, *joint, slots, sums, None)
     if slots is not None:
         dsides, dsums = (sums, None) if dsums is None else (dsides, tuple(sums))
         dslots = None if dsides is None else Slots(*dsides, None)

@@ -32,6 +32,14 @@ def load(ref, layout, optimized=True):
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
 
+def store_scattered(ref, x):
+    """Writes a reference in global memory whose numbers are apart."""
+    if hasattr(plgpu, 'store'):  # of JAX 0.12, where an assignment must fill sectors of 32 bytes
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
 def compiler_params(**options):
     """plgpu.CompilerParams whose kernels name their layouts, as is the default on 0.10.2 only."""
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **options)
@@ -46,8 +54,13 @@ def interpret_params(interpret: bool, detect_races: bool = False):
     return _INTERPRETER(detect_races=detect_races)
 
 
-def one_warpgroup_kernel(body, name, blocks: int, out_type, scratch_types, interpret: bool):
-    """A Hopper kernel of that many blocks of one warpgroup, along the axis 'block'."""
+def one_warpgroup_kernel(
+    body, name, blocks: int, out_type, scratch_types, interpret: bool, reduction_bytes: int = 2048
+):
+    """A Hopper kernel of that many blocks of one warpgroup, along the axis 'block'.
+
+    reduction_bytes: of shared memory, for maxima and sums over rows.
+    """
 
     def scoped(*refs):
         pl.run_scoped(functools.partial(body, *refs), **scratch_types)
@@ -56,7 +69,7 @@ def one_warpgroup_kernel(body, name, blocks: int, out_type, scratch_types, inter
         scoped,
         out_type=out_type,
         mesh=plgpu.Mesh(grid=(blocks,), grid_names=('block',)),
-        compiler_params=compiler_params(approx_math=True),
+        compiler_params=compiler_params(approx_math=True, reduction_scratch_bytes=reduction_bytes),
         interpret=interpret_params(interpret),
         name=name,
     )

@@ -19,6 +19,7 @@ MAX_WIDTH = 128  # above it the backward pass would spill registers
 MAX_GROUP = 32
 STAGES = 2  # of the forward pass: one chunk ahead; four blocks of H = 64 then share a processor
 SHARED_BYTES = 227 * 1024  # of a processor; a block that uses more than half runs alone
+REDUCTION_BYTES = 1024  # backward, half of JAX's own: three blocks of H = 64 then share a processor
 
 
 def unsupported(shapes, device=None) -> str | None:
@@ -98,14 +99,12 @@ def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(s.out, o_out.at[loader.start + item, *heads])
 
-    run = pl.ds(loader.start, sizes.run)
     load_item(jnp.int32(0))
-    plgpu.copy_gmem_to_smem(lse.at[run], s.lse, s.lse_ready)
     for step in range(STAGES - 1):
         loader.load_slots(jnp.int32(step), k, v, mask, s)
-    plgpu.barrier_wait(s.lse_ready)
+    loader.load_scalars(lse, s.lse)
     lax.fori_loop(0, loader.items, one, None)
-    plgpu.copy_smem_to_gmem(s.lse, lse_out.at[run])
+    loader.store_scalars(s.lse, lse_out)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -120,13 +119,12 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
         'lse': plgpu.SMEM((sizes.run, sizes.columns), jnp.float32),
         'weights': tiled((sizes.columns, CHUNK), sizes.dtype, swizzle),
         'item_ready': plgpu.Barrier(num_barriers=2, num_arrivals=2),
-        'lse_ready': plgpu.Barrier(),
         **sizes.slots_memory(STAGES),
     }
-    body = functools.partial(_forward, sizes=sizes, scale=scale)
+    body, lse = functools.partial(_forward, sizes=sizes, scale=scale), sizes.pad_scalars(lse_BNT)
     out_type = [
         jax.ShapeDtypeStruct((sizes.items, sizes.heads, sizes.width), o_BTNH.dtype),
-        jax.ShapeDtypeStruct((sizes.items, sizes.columns), jnp.float32),
+        jax.ShapeDtypeStruct(lse.shape, jnp.float32),
     ]
     run = common.one_warpgroup_kernel(
         body, 'depth_forward', sizes.blocks, out_type, shared, interpret
@@ -134,11 +132,10 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
     o, lse = run(
         sizes.by_item(q_BTNH.astype(sizes.dtype)),
         sizes.by_item(o_BTNH),
-        sizes.scalars_by_item(lse_BNT, -jnp.inf),
+        lse,
         *sizes.slot_operands(slots),
     )
-    lse = lse[:, : sizes.group].reshape(sizes.batch, sizes.length, -1)
-    return o[:, : sizes.group].reshape(q_BTNH.shape), jnp.moveaxis(lse, 1, 2), slots[:2]
+    return o[:, : sizes.group].reshape(q_BTNH.shape), sizes.cut_scalars(lse), slots[:2]
 
 
 class Buffers(NamedTuple):
@@ -153,7 +150,7 @@ class Buffers(NamedTuple):
         """As many as let two blocks share a processor, or, if none do, one."""
         chunk, head = CHUNK * sizes.padded_width, sizes.columns * sizes.padded_width
         size, wide = sizes.dtype.itemsize, jnp.dtype(sum_dtype).itemsize
-        fixed = head * (2 * size + 4) + 3 * CHUNK * sizes.columns * size
+        fixed = 5 * head * size + 3 * CHUNK * sizes.columns * size
         fixed += 2 * sizes.run * sizes.columns * 4 + 8 * 1024  # small arrays, and JAX's own
         kinds = [cls(2, 2, 2), cls(2, 1, 2), cls(1, 1, 2), cls(1, 1, 1)]
         for blocks, kind in itertools.product((2, 1), kinds):
@@ -227,21 +224,22 @@ def _add(s, loader, chunk, place, inside, side, total, weights, heads, factor, s
     pl.when(inside)(write) if loader.sizes.mapped else write()
 
 
-def _backward(*refs, sizes, buffers, scale, fresh, **shared):
-    q, do, lse, delta, num_slots, rows, mask, k, v, dk, dv, dq_out = refs
+def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
+    g = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
     s = types.SimpleNamespace(**shared)
-    loader = SlotLoader(sizes, num_slots[0], rows)
+    loader = SlotLoader(sizes, g.num_slots[0], g.rows)
     scores_shape, dq_shape = (CHUNK, sizes.columns), (sizes.padded_width, sizes.columns)
     heads = common.full_slice(sizes.columns), common.full_slice(sizes.padded_width)
 
     def load_item(item):
-        buffer, at = lax.rem(item, buffers.heads), loader.start + item
+        buffer = lax.rem(item, buffers.heads)
+        for source, target in ((g.q, s.q), (g.do, s.do)):
+            load_heads(item, source, target.at[buffer], s.item_ready.at[buffer])
 
-        def start():
-            plgpu.copy_gmem_to_smem(q.at[at, *heads], s.q.at[buffer], s.item_ready.at[buffer])
-            plgpu.copy_gmem_to_smem(do.at[at, *heads], s.do.at[buffer], s.item_ready.at[buffer])
-
-        pl.when(item < loader.items)(start)
+    def load_heads(item, source, target, ready):
+        source = source.at[loader.start + item, *heads]
+        copy = functools.partial(plgpu.copy_gmem_to_smem, source, target, ready)
+        pl.when(item < loader.items)(copy)
 
     def one_chunk(item, inside, lse_row, delta_row, chunk, dq):
         step, place = item * loader.chunks + chunk, loader.token(item)[0]
@@ -252,9 +250,9 @@ def _backward(*refs, sizes, buffers, scale, fresh, **shared):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for side, (i, part) in itertools.product(() if fresh else sides, _parts(loader)):
                 target, ready = s.sums.at[side % buffers.sums, i], s.sums_ready.at[side]
-                loader.load_chunk(chunk, place, part, (dk, dv)[side], target, ready)
+                loader.load_chunk(chunk, place, part, (g.dk, g.dv)[side], target, ready)
 
-        loader.load_slots(step + (buffers.chunks - 1), k, v, mask, s)
+        loader.load_slots(step + (buffers.chunks - 1), g.k, g.v, g.mask, s)
         if not fresh:
             start_sums(range(buffers.sums))
         plgpu.barrier_wait(s.k_ready.at[stage])
@@ -275,96 +273,118 @@ def _backward(*refs, sizes, buffers, scale, fresh, **shared):
         add = functools.partial(_add, s, loader, chunk, place, inside, shown=shown, fresh=fresh)
         if fresh:
             start_sums(range(buffers.sums))
-        add(0, dk, s.dscores, s.flat_q, scale)
+        add(0, g.dk, s.dscores, s.flat_q, scale)
         if buffers.sums == 1:
             start_sums((1,))
-        add(1, dv, s.weights, s.flat_do, 1.0)
+        add(1, g.dv, s.weights, s.flat_do, 1.0)
         return dq
 
     def one(item, _):
         buffer = lax.rem(item, buffers.heads)
         load_item(item + (buffers.heads - 1))
         plgpu.barrier_wait(s.item_ready.at[buffer])
-        for given, flat in ((s.q, s.flat_q), (s.do, s.flat_do)):
-            for i in range(sizes.padded_width // CHUNK):
-                part = given.at[buffer, :, pl.ds(i * CHUNK, CHUNK)]
-                flat.at[i].T[...] = common.load(part.T, TRANSPOSED)
+        plgpu.barrier_wait(s.o_ready)
+        products = []
+        for i in range(sizes.padded_width // CHUNK):
+            q, do, o = (
+                common.load(tile.at[:, pl.ds(i * CHUNK, CHUNK)].T, TRANSPOSED)
+                for tile in (s.q.at[buffer], s.do.at[buffer], s.o)
+            )
+            s.flat_q.at[i].T[...], s.flat_do.at[i].T[...] = q, do
+            products.append(do.astype(jnp.float32) * o.astype(jnp.float32))
+        delta_row = plgpu.layout_cast(sum(products), LAYOUT).sum(axis=0)
+        if 'dlse' in names:
+            delta_row -= common.load(s.dlse.at[item], LAYOUT.reduce(0), optimized=False)
+        load_heads(item + 1, g.o, s.o, s.o_ready)
         inside = loader.token(item)[2]
         lse_row = common.load(s.lse.at[item], LAYOUT.reduce(0), optimized=False) * common.LOG2E
-        delta_row = common.load(s.delta.at[item], LAYOUT.reduce(0), optimized=False)
         dq = plgpu.layout_cast(jnp.zeros(dq_shape, jnp.float32), LAYOUT)
         chunks = functools.partial(one_chunk, item, inside, lse_row, delta_row)
         dq = lax.fori_loop(0, loader.chunks, chunks, dq)
+        dq = plgpu.layout_cast(dq * scale, TRANSPOSED)
+        if 'dq' in names:
+            plgpu.barrier_wait(s.dq_ready)
+            dq += common.load(s.dq.T, TRANSPOSED).astype(jnp.float32)
+            load_heads(item + 1, g.dq, s.dq, s.dq_ready)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        s.dq.T[...] = plgpu.layout_cast(dq * scale, TRANSPOSED).astype(dq_out.dtype)
+        s.dq_out.T[...] = dq.astype(g.dq_out.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(s.dq, dq_out.at[loader.start + item, *heads])
+        plgpu.copy_smem_to_gmem(s.dq_out, g.dq_out.at[loader.start + item, *heads])
 
-    run = pl.ds(loader.start, sizes.run)
-    plgpu.copy_gmem_to_smem(lse.at[run], s.lse, s.scalars_ready)
-    plgpu.copy_gmem_to_smem(delta.at[run], s.delta, s.scalars_ready)
     for item in range(buffers.heads - 1):
         load_item(jnp.int32(item))
+    load_heads(jnp.int32(0), g.o, s.o, s.o_ready)
+    if 'dq' in names:
+        load_heads(jnp.int32(0), g.dq, s.dq, s.dq_ready)
     for step in range(buffers.chunks - 1):
-        loader.load_slots(jnp.int32(step), k, v, mask, s)
+        loader.load_slots(jnp.int32(step), g.k, g.v, g.mask, s)
     if fresh and not sizes.mapped:
-        _write_zeros(s, loader, (dk, dv))
-    plgpu.barrier_wait(s.scalars_ready)
+        _write_zeros(s, loader, (g.dk, g.dv))
+    loader.load_scalars(g.lse, s.lse)
+    if 'dlse' in names:
+        loader.load_scalars(g.dlse, s.dlse)
     lax.fori_loop(0, loader.items, one, None)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _shared(sizes, buffers, sum_dtype):
+def _shared(sizes, buffers, sum_dtype, names):
     dtype, parts = sizes.dtype, sizes.padded_width // CHUNK
     # The narrowest tiles: a product whose depth is that of the heads, 16 at least, takes no wider.
     flat = tiled((parts, sizes.columns, CHUNK), dtype, 32)
     scores, scalars = (CHUNK, sizes.columns), plgpu.SMEM((sizes.run, sizes.columns), jnp.float32)
     sums = (buffers.sums, parts, CHUNK, CHUNK)
+    optional = {'dlse': scalars, 'dq': sizes.heads_tile(dtype)}
     return {
+        **{name: memory for name, memory in optional.items() if name in names},
         'q': sizes.heads_tile(dtype, buffers.heads),
         'do': sizes.heads_tile(dtype, buffers.heads),
         'flat_q': flat,
         'flat_do': flat,
-        'dq': sizes.heads_tile(dtype),
+        'o': sizes.heads_tile(dtype),
+        'dq_out': sizes.heads_tile(dtype),
         'lse': scalars,
-        'delta': scalars,
         'sums': tiled(sums, sum_dtype, common.swizzle_of(sizes.width, sum_dtype)),
         'weights': tiled(scores, dtype, 32),
         'dscores': tiled(scores, dtype, 32),
         'dscores_by_head': tiled(scores[::-1], dtype, common.swizzle_of(sizes.width, dtype)),
         'item_ready': plgpu.Barrier(num_barriers=buffers.heads, num_arrivals=2),
-        'scalars_ready': plgpu.Barrier(num_arrivals=2),
+        'o_ready': plgpu.Barrier(),
+        'dq_ready': plgpu.Barrier(),
         'sums_ready': plgpu.Barrier(num_barriers=2, num_arrivals=parts),
         **sizes.slots_memory(buffers.chunks),
     }
 
 
 def depth_backward(
-    q_BTNH, do_BTNH, lse_BNT, delta_BNT, slots, sums, window, scale, interpret=False
+    q_BTNH, o_BTNH, do_BTNH, lse_BNT, dlse_BNT, slots, sums, dq_BTNH, window, scale, interpret=False
 ):
     """As `xla.depth.depth_backward`, of bfloat16 or float16 slots; nothing is atomic."""
     sizes, fresh = Sizes.of(q_BTNH, slots, window), sums is None
-    operands, sum_dtype = sizes.slot_operands(slots), sizes.dtype if fresh else sums[0].dtype
-    results, refs = [jax.ShapeDtypeStruct(side.shape, sum_dtype) for side in operands[-2:]], []
+    heads = {'q': q_BTNH, 'o': o_BTNH, 'do': do_BTNH, 'dq': dq_BTNH}
+    operands = {
+        name: sizes.by_item(x.astype(sizes.dtype)) for name, x in heads.items() if x is not None
+    }
+    operands['lse'] = sizes.pad_scalars(lse_BNT)
+    if dlse_BNT is not None:
+        operands['dlse'] = sizes.pad_scalars(dlse_BNT)
+    slot_names = 'num_slots', 'rows', 'mask', 'k', 'v'
+    operands |= zip(slot_names, sizes.slot_operands(slots), strict=True)
+    sum_dtype = sizes.dtype if fresh else sums[0].dtype
+    results, refs = [jax.ShapeDtypeStruct(operands['k'].shape, sum_dtype)] * 2, []
     if not fresh or sizes.mapped:
         # No item has the places that `rows_BT` leaves out: there zeros remain.
         sums = [jnp.zeros_like(side) for side in slots[:2]] if fresh else sums
         results, refs = [], [jax.new_ref(sizes.by_place(total)) for total in sums]
-    results.append(jax.ShapeDtypeStruct((sizes.items, sizes.heads, sizes.width), sizes.dtype))
-    buffers = Buffers.of(sizes, sum_dtype)
-    body = functools.partial(_backward, sizes=sizes, buffers=buffers, scale=scale, fresh=fresh)
-    shared = _shared(sizes, buffers, sum_dtype)
+    results = [*results, jax.ShapeDtypeStruct(operands['q'].shape, sizes.dtype)]
+    names, buffers = (*operands, 'dk', 'dv', 'dq_out'), Buffers.of(sizes, sum_dtype)
+    body = functools.partial(
+        _backward, names=names, sizes=sizes, buffers=buffers, scale=scale, fresh=fresh
+    )
+    shared = _shared(sizes, buffers, sum_dtype, names)
     run = common.one_warpgroup_kernel(
-        body, 'depth_backward', sizes.blocks, results, shared, interpret
+        body, 'depth_backward', sizes.blocks, results, shared, interpret, REDUCTION_BYTES
     )
-    *totals, dq = run(
-        sizes.by_item(q_BTNH.astype(sizes.dtype)),
-        sizes.by_item(do_BTNH.astype(sizes.dtype)),
-        sizes.scalars_by_item(lse_BNT, 0.0),
-        sizes.scalars_by_item(delta_BNT, 0.0),
-        *operands,
-        *refs,
-    )
+    *totals, dq = run(*operands.values(), *refs)
     totals, shape = totals or [jax.freeze(ref) for ref in refs], slots.k_LBRKH.shape
     sums = (total[: shape[0]].reshape(shape) for total in totals)
     return dq[:, : sizes.group].reshape(q_BTNH.shape), *sums

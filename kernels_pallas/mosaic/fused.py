@@ -179,7 +179,7 @@ def run_kernel(name, compute, fill, operands, results, scratch, sizes, blocks):
       blocks: number of blocks of the grid.
     """
     # Of 504 for two and one: what spilled least, of the few splits that were compiled.
-    registers = (224, 56) if sizes.width <= 64 else (232, 40)
+    registers = (224, 56) if sizes.width <= 64 else (240, 24)
     given = {key: x for key, x in operands.items() if x is not None}
 
     def run(shared, refs):

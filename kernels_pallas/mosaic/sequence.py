@@ -231,6 +231,7 @@ def _fill_queries(refs, shared, sizes):
 
     @pl.loop(keys.begin * sizes.pieces, keys.end * sizes.pieces)
     def _(i):
+        keys = _keys_of(refs, sizes)  # anew, or they would take registers between the steps
         step = i - keys.begin * sizes.pieces
         stage = tiles.next_stage(shared, step, sizes)
         tile, piece = lax.div(i, sizes.pieces), lax.rem(i, sizes.pieces)
@@ -252,12 +253,16 @@ def _fill_queries(refs, shared, sizes):
 def _compute_dkv(refs, shared, warpgroup, sizes):
     """A compute warpgroup: dk and dv of 64 keys, by tiles of queries."""
     dtype, width = shared.ring.dtype, full_slice(sizes.width)
-    keys = _keys_of(refs, sizes)
-    key = keys.key + warpgroup * ROWS
-    rows = pl.ds(key, ROWS)
+
+    def place():
+        """(`_keys_of`, the warpgroup's first key): with its barrier each phase computes its own."""
+        keys = _keys_of(refs, sizes)
+        return keys, keys.key + warpgroup * ROWS
+
+    keys, key = place()
     sides = shared.q.at[warpgroup], shared.q_depth.at[warpgroup]
     for source, target in zip((refs.k, refs.v), sides, strict=True):
-        source = source.at[keys.batch, rows, keys.kv_head, width]
+        source = source.at[keys.batch, pl.ds(key, ROWS), keys.kv_head, width]
         plgpu.copy_gmem_to_smem(source, target, shared.q_full.at[warpgroup])
     plgpu.barrier_wait(shared.q_full.at[warpgroup])
     k, v = sides
@@ -269,7 +274,7 @@ def _compute_dkv(refs, shared, warpgroup, sizes):
     def by_query(ref, at, start):
         return load(ref.at[*at, pl.ds(start, shape[1])], LAYOUT.reduce(0), optimized=False)
 
-    def hide(scores, tile, start):
+    def hide(scores, keys, key, tile, start):
         token = (start + iota(shape, 1)) & (sizes.tokens - 1)
         distance = tile * sizes.tokens - key + token - iota(shape, 0)
         scores = jnp.where(distance >= 0, scores, -jnp.inf)
@@ -291,7 +296,7 @@ def _compute_dkv(refs, shared, warpgroup, sizes):
         products = functools.partial(add_product, a, b, transpose=transpose)
         return accumulate(total, size, products, sizes)
 
-    def one(i, carry, masked):
+    def one(i, carry, keys, key, masked):
         tile, piece = lax.div(i, sizes.pieces), lax.rem(i, sizes.pieces)
         at = keys.batch, keys.kv_head * sizes.pieces + piece, tile
         stage = tiles.stage_of(i - keys.begin * sizes.pieces, sizes)
@@ -303,7 +308,7 @@ def _compute_dkv(refs, shared, warpgroup, sizes):
             q, do = (part_of(stage, side, start) for side in range(2))
             scores = add(None, k, q, transpose=True)
             if masked:
-                scores = hide(scores, tile, start)
+                scores = hide(scores, keys, key, tile, start)
             lse = by_column(by_query(refs.lse, at, start), shape)
             weights = jnp.exp2(scores * sizes.factor - lse)
             dv = add(dv, weights.astype(dtype), do)
@@ -318,20 +323,24 @@ def _compute_dkv(refs, shared, warpgroup, sizes):
 
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, sizes.width), jnp.float32), LAYOUT)
     carry = zeros, zeros
-    loops = [(keys.begin, keys.causal, True), (keys.causal, keys.inside, False)]
+    loops = [('begin', 'causal', True), ('causal', 'inside', False)]
     if sizes.documents or sizes.window:
-        loops.append((keys.inside, keys.end, True))
-    for begin, end, masked in loops:
-        step = functools.partial(one, masked=masked)
-        carry = lax.fori_loop(begin * sizes.pieces, end * sizes.pieces, step, carry)
+        loops.append(('inside', 'end', True))
+    for first, last, masked in loops:
+        keys, key = place()
+        begin, end = (getattr(keys, name) * sizes.pieces for name in (first, last))
+        step = functools.partial(one, keys=keys, key=key, masked=masked)
+        carry = lax.fori_loop(begin, end, step, carry)
     dk, dv = carry
     for target, total in zip(sides, (dk * (sizes.factor / LOG2E), dv), strict=True):
         target[...] = total.astype(dtype)
     plgpu.commit_smem()
+    keys, key = place()
 
     @pl.when(key < sizes.length)
     def _():
         for source, result in zip(sides, (refs.dk, refs.dv), strict=True):
-            plgpu.copy_smem_to_gmem(source, result.at[keys.batch, rows, keys.kv_head, width])
+            target = result.at[keys.batch, pl.ds(key, ROWS), keys.kv_head, width]
+            plgpu.copy_smem_to_gmem(source, target)
 
     plgpu.wait_smem_to_gmem(0)

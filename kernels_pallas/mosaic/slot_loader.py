@@ -17,6 +17,13 @@ from kernels_pallas.mosaic.common import CHUNK, LAYOUT, OCTET, pad, round_up
 
 # A run of that many blocks for each of an H200's 132 processors.
 BLOCKS = 132 * 16
+# Of 8 numbers each lane has one, not a pair of neighbors: in global memory they are apart.
+SCALARS = plgpu.Layout.TILED(
+    tiling=plgpu.Tiling(((OCTET,), (1,))),
+    warp_dims=(plgpu.Replicated(4),),
+    lane_dims=(plgpu.Replicated(4), -2),
+    vector_dim=-1,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +58,7 @@ class Sizes:
 
     @property
     def run(self):
-        """Items of a block; 2 at least, as TMA loads their scalars in 128 bytes or more."""
+        """Items of a block; 2 at least, of which the second is loaded during the first."""
         return next(n for n in (16, 8, 4, 2) if n == 2 or self.items >= n * BLOCKS)
 
     @property
@@ -70,6 +77,11 @@ class Sizes:
         return self.group if self.group <= OCTET else round_up(self.group, OCTET)
 
     @property
+    def scalars(self):
+        """Logsumexps of an item in global memory, of which the first G are real."""
+        return round_up(self.group, OCTET)
+
+    @property
     def padded_width(self):
         """H, rounded up to what a matrix product reads at once."""
         return round_up(self.width, CHUNK)
@@ -86,7 +98,7 @@ class Sizes:
         return {
             'k': slots,
             'v': slots,
-            'shown': plgpu.SMEM((stages, CHUNK), jnp.float32),
+            **({'shown': plgpu.SMEM((stages, CHUNK), jnp.float32)} if self.masked else {}),
             'k_ready': plgpu.Barrier(num_barriers=stages, num_arrivals=1 + self.masked),
             'v_ready': plgpu.Barrier(num_barriers=stages),
         }
@@ -95,12 +107,15 @@ class Sizes:
         """[items, heads, H]: zeros behind G."""
         return pad(x_BTNH.reshape(self.items, self.group, self.width), 1, self.heads)
 
-    def scalars_by_item(self, x_BNT, fill):
-        """[items, columns], float32."""
-        shape = (self.batch, self.kv_heads, self.group, self.length)
-        x = jnp.moveaxis(x_BNT.astype(jnp.float32).reshape(shape), 3, 1)
-        x = x.reshape(self.items, self.group)
-        return jnp.pad(x, ((0, 0), (0, self.columns - self.group)), constant_values=fill)
+    def pad_scalars(self, x_BNT):
+        """[B, K scalars, T], float32; the same array if 8 divides G."""
+        x = x_BNT.astype(jnp.float32).reshape(-1, self.group, self.length)
+        return pad(x, 1, self.scalars).reshape(self.batch, -1, self.length)
+
+    def cut_scalars(self, x):
+        """[B, N, T] of what `pad_scalars` returns."""
+        x = x.reshape(-1, self.scalars, self.length)[:, : self.group]
+        return x.reshape(self.batch, -1, self.length)
 
     def by_place(self, x_LBRKH):
         """[slots, B R K, H]."""
@@ -108,7 +123,8 @@ class Sizes:
 
     def slot_operands(self, slots):
         """num_slots, rows int32 [B T], mask float32 [B R, slots], k and v; dummies for None."""
-        rows, mask = jnp.zeros(1, jnp.int32), jnp.zeros((1, 4), jnp.float32)
+        # One number is a constant; XLA would run a kernel to fill more.
+        rows, mask = jnp.zeros(1, jnp.int32), jnp.zeros((1, 1), jnp.float32)
         if self.mapped:
             rows = slots.rows_BT.astype(jnp.int32).reshape(-1)
         if self.masked:
@@ -143,6 +159,35 @@ class SlotLoader:
         token += jnp.minimum(row, sizes.tokens - 1)
         head = lax.rem(self.start + item, jnp.int32(sizes.kv_heads))
         return token * sizes.kv_heads + head, token, row < sizes.tokens
+
+    def scalars(self, ref, item):
+        """An item's logsumexps, of an array of `Sizes.pad_scalars`."""
+        item = self.start + item
+        token, head = (f(item, jnp.int32(self.sizes.kv_heads)) for f in (lax.div, lax.rem))
+        batch, token = (f(token, jnp.int32(self.sizes.length)) for f in (lax.div, lax.rem))
+        return ref.at[batch, pl.ds(head * self.sizes.scalars, self.sizes.scalars), token]
+
+    def load_scalars(self, ref, stage):
+        """Copies the logsumexps of all items to shared memory [run, columns], zeros behind them."""
+        layout, scalars = SCALARS, self.sizes.scalars
+        # Without a loop all are on their way at once; of items that do not exist, the last one's.
+        items = [jnp.minimum(item, self.items - 1) for item in range(self.sizes.run)]
+        loaded = [common.load(self.scalars(ref, item), layout, optimized=False) for item in items]
+        for item, row in enumerate(loaded):
+            stage.at[item, pl.ds(0, scalars)][...] = row
+            if rest := self.sizes.columns - scalars:
+                zeros = plgpu.layout_cast(jnp.zeros(rest, jnp.float32), layout)
+                stage.at[item, pl.ds(scalars, rest)][...] = zeros
+        plgpu.commit_smem()
+
+    def store_scalars(self, stage, ref):
+        """Writes what `load_scalars` reads."""
+
+        @pl.loop(0, self.items)
+        def _(item):
+            row = stage.at[item, pl.ds(0, self.sizes.scalars)]
+            row = common.load(row, SCALARS, optimized=False)
+            common.store_scattered(self.scalars(ref, item), row)
 
     def for_rows(self, chunk, move, hidden=False):
         """Calls move(first slot, rows) once, for as many rows of a chunk as exist, in sixteens.

@@ -42,18 +42,22 @@ def depth_forward(sizes: slot_loader.Sizes, num_slots: int, o_bytes: int = 2) ->
     """Of `depth.depth_forward`; o_bytes: of a number of the sequence's output."""
     item_size, heads = sizes.dtype.itemsize, sizes.heads * sizes.width
     slots = 2 * _rows_of_slots(sizes, num_slots) * sizes.width * item_size
-    queries = heads * (item_size + 2 * o_bytes) + 2 * sizes.columns * FLOAT
-    return Traffic(sizes.items * slots, own=sizes.items * queries)
+    scalars = (sizes.blocks * sizes.run + sizes.items) * sizes.scalars * FLOAT
+    queries = sizes.items * heads * (item_size + 2 * o_bytes)
+    return Traffic(sizes.items * slots, own=queries + scalars)
 
 
 def depth_backward(sizes: slot_loader.Sizes, num_slots: int, sum_bytes: int = 0) -> Traffic:
-    """Of `depth.depth_backward`; sum_bytes: of a number of the sums, 0 if gradients are fresh."""
+    """Of `depth.depth_backward`, with dq given and dlse not.
+
+    sum_bytes: of a number of the sums; 0: gradients are fresh.
+    """
     item_size, heads = sizes.dtype.itemsize, sizes.heads * sizes.width
     side = 2 * _rows_of_slots(sizes, num_slots) * sizes.width
     sums = 2 * side * sum_bytes or 2 * sizes.slots * sizes.width * item_size
-    queries = 3 * heads * item_size + 2 * sizes.columns * FLOAT
-    parts = side * item_size, sums, queries
-    return Traffic(*(sizes.items * part for part in parts))
+    scalars = sizes.blocks * sizes.run * sizes.scalars * FLOAT
+    queries = sizes.items * 5 * heads * item_size
+    return Traffic(sizes.items * side * item_size, sizes.items * sums, queries + scalars)
 
 
 def _tiles(sizes: TileSizes, batch: int):

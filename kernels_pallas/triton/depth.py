@@ -143,12 +143,15 @@ def _forward(q, o, lse, k_depth, v_depth, num, mask, rows, o_out, lse_out, *, wi
 
 
 def _backward(*refs, window, scale):
-    q, do, lse, delta, _, _, k_depth, v_depth, num, mask, rows, dq, dk_sum, dv_sum = refs
+    q, o, do, lse, _, _, dlse, dq_before, k_depth, v_depth, num, mask, rows, *results = refs
+    dq, dk_sum, dv_sum = results
     # The sums given (unnamed) and returned are the same memory. It has one name here, so that no
     # compiler takes reads and writes of it for those of two arrays.
     program = _Program(q, k_depth, rows)
     q_tgh, do_tgh = _load(*program.query(q)) * scale, _load(*program.query(do))
-    lse_tg, delta_tg = _load(*program.by_head(lse)), _load(*program.by_head(delta))
+    lse_tg, delta_tg = _load(*program.by_head(lse)), jnp.sum(do_tgh * _load(*program.query(o)), 2)
+    if dlse is not None:
+        delta_tg -= _load(*program.by_head(dlse))
     num_slots = num[0]
 
     def add(place, visible, weights_tg, x_tgh):
@@ -168,7 +171,10 @@ def _backward(*refs, window, scale):
 
     dq_tgh = jnp.zeros(program.tile, jnp.float32)
     dq_tgh = lax.fori_loop(first_slot(num_slots, window), num_slots, one, dq_tgh)
-    _store(*program.query(dq), dq_tgh * scale)
+    dq_tgh *= scale
+    if dq_before is not None:
+        dq_tgh += _load(*program.query(dq_before))
+    _store(*program.query(dq), dq_tgh)
 
 
 def _call(kernel, arrays, slots, outputs, interpret, **options):
@@ -196,11 +202,11 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
 
 
 def depth_backward(
-    q_BTNH, do_BTNH, lse_BNT, delta_BNT, slots, sums, window, scale, interpret=False
+    q_BTNH, o_BTNH, do_BTNH, lse_BNT, dlse_BNT, slots, sums, dq_BTNH, window, scale, interpret=False
 ):
     """As `xla.depth.depth_backward`, with the dtypes of depth_forward; sums in one of DTYPES."""
     sums = [jnp.zeros_like(side) for side in slots[:2]] if sums is None else sums
-    arrays = q_BTNH, do_BTNH, lse_BNT, delta_BNT, *sums
+    arrays = q_BTNH, o_BTNH, do_BTNH, lse_BNT, *sums, dlse_BNT, dq_BTNH
     kernel = functools.partial(_backward, window=window, scale=scale)
     options = {'name': 'depth_backward', 'input_output_aliases': {4: 1, 5: 2}}
     return _call(kernel, arrays, slots, (q_BTNH, *sums), interpret, **options)

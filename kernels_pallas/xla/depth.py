@@ -78,12 +78,17 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
 
 
 def depth_backward(
-    q_BTNH, do_BTNH, lse_BNT, delta_BNT, slots, sums, window, scale, interpret=False
+    q_BTNH, o_BTNH, do_BTNH, lse_BNT, dlse_BNT, slots, sums, dq_BTNH, window, scale, interpret=False
 ):
-    """dq_BTNH in q's dtype, and `sums`, of keys and values, plus the slots' gradients.
+    """dq_BTNH plus the queries' gradient through the slots, and `sums` plus the slots' gradients.
 
-    sums None: the gradients alone, in the slots' dtype.
-    lse_BNT is joint and finite, delta_BNT rowsum(do o) - dlse; the rest is as in depth_forward.
+    Args:
+      q_BTNH, slots, window, scale: as of depth_forward.
+      o_BTNH, lse_BNT: joint; lse_BNT is finite.
+      do_BTNH, dlse_BNT: their cotangents; dlse_BNT None: zeros.
+      sums: of keys and of values; None: zeros, in the slots' dtype.
+      dq_BTNH: the gradient through the sequence; None: zeros. The result has q's dtype.
+      interpret: runs a kernel in its interpreter.
     """
     del interpret
     kv_heads, wide = slots.k_LBRKH.shape[3], lse_BNT.dtype
@@ -92,11 +97,14 @@ def depth_backward(
     def one_tile(tile, carry):
         whole_dq, *sums = carry
         read = slots._replace(rows_BT=_cut(slots.rows_BT, tile))
-        q_BTKGH, do_BTKGH = (_group(_cut(x, tile), kv_heads, wide) for x in (q_BTNH, do_BTNH))
-        q_BTKGH *= scale
-        lse_BTKG, delta_BTKG = (
-            _by_token(_cut(x, tile, axis=2), kv_heads) for x in (lse_BNT, delta_BNT)
+        q_BTKGH, o_BTKGH, do_BTKGH, before_BTKGH = (
+            _group(_cut(x, tile), kv_heads, wide) for x in (q_BTNH, o_BTNH, do_BTNH, whole_dq)
         )
+        q_BTKGH *= scale
+        lse_BTKG = _by_token(_cut(lse_BNT, tile, axis=2), kv_heads)
+        delta_BTKG = jnp.sum(do_BTKGH * o_BTKGH, axis=-1)
+        if dlse_BNT is not None:
+            delta_BTKG -= _by_token(_cut(dlse_BNT, tile, axis=2), kv_heads)
 
         def add(total, slot, weights_BTKG, x_BTKGH):
             heads = range(x_BTKGH.shape[3])
@@ -113,9 +121,10 @@ def depth_backward(
 
         carry = jnp.zeros_like(q_BTKGH), *sums
         dq_BTKGH, *sums = lax.fori_loop(first_slot(slots.num, window), slots.num, one, carry)
-        return _put(whole_dq, tile, _joined(dq_BTKGH * scale)), *sums
+        return _put(whole_dq, tile, _joined(before_BTKGH + dq_BTKGH * scale)), *sums
 
-    return _by_tiles(q_BTNH.shape, one_tile, (jnp.zeros_like(q_BTNH), *sums))
+    dq_BTNH = jnp.zeros_like(q_BTNH) if dq_BTNH is None else dq_BTNH.astype(q_BTNH.dtype)
+    return _by_tiles(q_BTNH.shape, one_tile, (dq_BTNH, *sums))
 
 
 def first_slot(num_slots, window):

@@ -66,10 +66,15 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
     return _by_token(o_XGTH, batch), lse_XGT.reshape(batch, heads, length)
 
 
+def output_products(o_BTNH, do_BTNH, wide):
+    """The sum of do o over H, [B, N, T]; delta is that less the cotangent of lse."""
+    return jnp.moveaxis(jnp.sum(do_BTNH.astype(wide) * o_BTNH.astype(wide), axis=-1), 2, 1)
+
+
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
     """Gradients through the sequence's part: dq_BTNH in q's dtype, and wide dk_BSKH and dv_BSKH.
 
-    o_BTNH (not used here) and lse_BNT, finite, are joint; delta_BNT is rowsum(do o) - dlse.
+    o_BTNH (not used here) and lse_BNT, finite, are joint; delta_BNT is `output_products` - dlse.
     """
     del o_BTNH
     batch, length = q_BTNH.shape[:2]

@@ -35,7 +35,7 @@ class Bytes(NamedTuple):
 
     forward: float  # of the kernel
     backward: float  # of the kernel
-    around: float  # XLA's: delta, the sum of both dq, logsumexps and deltas by item
+    around: float  # XLA's: logsumexps of heads padded to eights
 
 
 def tile_sizes(case: Case) -> TileSizes:
@@ -56,9 +56,9 @@ def count_bytes(case: Case) -> Bytes:
     )
     forward = traffic.depth_forward(sizes, case.visible)
     backward = traffic.depth_backward(sizes, case.visible)
-    queries = case.batch * case.length * case.heads * case.width * 2
-    # Reads o, do, two dq; writes one. The scalars are read and written twice forward, and backward.
-    around = 5 * queries + 4 * sizes.items * (sizes.columns + group) * traffic.FLOAT
+    # Read and written twice forward, and once backward.
+    padded = (group + sizes.scalars) * (sizes.scalars > group)
+    around = 3 * sizes.items * padded * traffic.FLOAT
     return Bytes(forward.total, backward.total, around)
 
 

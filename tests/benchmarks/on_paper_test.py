@@ -16,15 +16,17 @@ def test_the_ideal_is_the_target():
 
 
 def test_no_form_moves_fewer_bytes_than_the_ideal():
-    """The kernels read all that is visible, and move 5% more at most; XLA reads o for delta."""
+    """The kernels read all that is visible, and move 5% more at most, the sequence's dq aside."""
     for held, written in on_paper.SLOTS_HELD:
         for few in (8, 32, 64):
             case = Case(4096, kv_heads=few, slots=held, written=written)
             counts = on_paper.count_bytes(case)
             forward, backward = (depth_bytes(case, way) for way in (False, True))
-            assert forward < counts.forward and backward < counts.backward + counts.around
+            dq = 2 * case.batch * case.length * case.heads * case.width
+            assert forward < counts.forward and backward < counts.backward - dq
             # Slots are read in sixteens, and the gradients of hidden ones are written.
-            assert written or counts.forward < 1.05 * forward and counts.backward < 1.05 * backward
+            assert written or counts.forward < 1.05 * forward
+            assert written or counts.backward - dq < 1.05 * backward
 
 
 def test_the_page_has_the_tables():

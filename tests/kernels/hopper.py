@@ -205,7 +205,7 @@ def depth_call(backend, way, B, T, K, G, H, L, R=None, mask=False, dtype=jnp.bfl
     if way == 'forward':
         return function, (q, shape(*q.shape, dtype=wide), by_head, slots)
     sums = None if fresh else (shape(*places, K, H, dtype=wide),) * 2
-    return function, (q, q, by_head, by_head, slots, sums)
+    return function, (q, q, q, by_head, None, slots, sums, q)
 
 
 def fused_call(T, K, G, H, L, R=None, kind='', dtype=jnp.bfloat16, windows=(1024, 16), wide=None):

@@ -174,7 +174,6 @@ def visible_ranges(length, window, ids_T):
 PLANS = {
     'one_document': {'group': 1},
     'group_of_2': {'group': 2, 'lengths': (1, 127, 512, 1, 59, 300)},
-    'group_of_3': {'group': 3, 'lengths': (200, 200, 600)},
     'group_of_12': {'group': 12, 'lengths': (1, 1, 998)},
     'window': {'group': 1, 'window': 200},
     'window_in_documents': {'group': 2, 'window': 100, 'lengths': (50, 950)},

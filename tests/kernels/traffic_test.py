@@ -25,7 +25,7 @@ def moved(monkeypatch):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     memory, found = shared_memory.GPUSharedMemory, {}
-    read, store = memory.get_buffer_content, memory.store_buffer_content
+    read = memory.get_buffer_content
     space = shared_memory.get_memory_space_idx(plgpu.GMEM)
 
     def count(key, access, result, which, size):
@@ -39,12 +39,14 @@ def moved(monkeypatch):
         by_a_kernel = args and args[0] is not None and result[0] is not None
         return count(key, access, result, 2, result[0].nbytes if by_a_kernel else 0)
 
-    def counted_store(self, key, access, value, *args, **kwargs):
-        result = store(self, key, access, value, *args, **kwargs)
-        return count(key, access, result, 3, value.nbytes)
-
     monkeypatch.setattr(memory, 'get_buffer_content', counted_read)
-    monkeypatch.setattr(memory, 'store_buffer_content', counted_store)
+    for store in (memory.store_buffer_content, memory.swap_buffer_content):
+
+        def counted(self, key, access, value, *args, store=store, **kwargs):
+            result = store(self, key, access, value, *args, **kwargs)
+            return count(key, access, result, 3, value.nbytes)
+
+        monkeypatch.setattr(memory, store.__name__, counted)
     return found
 
 
@@ -94,12 +96,12 @@ def test_depth_moves_what_is_said(moved, T, K, G, H, L, num, window, B):
     assert totals(moved, kind) == {'slots': said.slots, 'own': said.own}
     sums = (side.astype(wide),) * 2
     jax.block_until_ready(
-        depth.depth_backward(q, q, lse, lse, slots, sums, window, 1.0, interpret=True)
+        depth.depth_backward(q, q, q, lse, None, slots, sums, q, window, 1.0, interpret=True)
     )
     said = traffic.depth_backward(sizes, num, bytes_of)
     assert totals(moved, kind) == {'slots': said.slots, 'sums': said.sums, 'own': said.own}
     jax.block_until_ready(
-        depth.depth_backward(q, q, lse, lse, slots, None, window, 1.0, interpret=True)
+        depth.depth_backward(q, q, q, lse, None, slots, None, q, window, 1.0, interpret=True)
     )
     said = traffic.depth_backward(sizes, num)
     assert totals(moved, kind) == {'slots': said.slots, 'sums': said.sums, 'own': said.own}
