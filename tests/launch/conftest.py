@@ -10,6 +10,7 @@ import pytest
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import loop
 from tests.launch.commands import write_words
+from tests.training.conftest import skip_reports
 
 
 @pytest.fixture(scope='session')
@@ -47,11 +48,12 @@ def _train(tiny_config, folder):
         'evaluation.every': 0,
     }
     before = jax.config.values['jax_disable_most_optimizations']
+    jax.config.update('jax_disable_most_optimizations', True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv('XDG_CACHE_HOME', str(folder / 'cache'))
-        jax.config.update('jax_disable_most_optimizations', True)
+        skip_reports(patch)
         loop.train(from_config(tiny_config(**changes)), folder / 'run')
-        jax.config.update('jax_disable_most_optimizations', before)
+    jax.config.update('jax_disable_most_optimizations', before)
 
 
 @pytest.fixture(scope='session')
