@@ -19,6 +19,7 @@ import sys
 from absl import flags
 
 from launch import cli
+from moddepth_jax.hparams import checks
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 cli.define_step()
@@ -47,27 +48,19 @@ def _load_data(run):
     from moddepth_jax.data.domains import load_domains, name_flags
     from moddepth_jax.data.pipeline import make_held_out
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
-    from moddepth_jax.hparams import checks
     from moddepth_jax.hparams.rules import check_routing
 
     if ROUTING.value is not None:
         check_routing(run.hparams, ROUTING.value)
-        if PER_LAYER.value:
-            raise ValueError('--per_layer: the gap is that of the own rule; leave --routing out')
     if PER_LAYER.value and not run.hparams.model.routed_layers:
         raise ValueError('--per_layer: this run is dense, it has no routed block')
-    data, own = run.hparams.data, DATA.value is None and DOMAINS.value is None
-    for flag in (TEXT_FIELD, ENCODING) if own else ():
-        if flag.present:
-            found = f'--{flag.name}={flag.value}'
-            raise ValueError(f'{found}: belongs to --data or --domains, which is missing')
+    data = run.hparams.data
     tokenizer = tokenizer_of(data, WORKDIR.value)
-    if own:
+    if DATA.value is None and DOMAINS.value is None:
         right = 'if it was moved, or stayed on another machine, name a text: --data=TEXT'
         return {None: cli.load_own_data(run, tokenizer, right)}, {}
     if TEXT_FIELD.value is not None:
         data = dataclasses.replace(data, text_field=TEXT_FIELD.value)
-    checks.encoding('--encoding', ENCODING.value)
     data = dataclasses.replace(data, encoding=ENCODING.value)
     trained_on = {
         value for name, value in run.fingerprint.items() if name.startswith(('corpus_s', 'member_'))
@@ -210,13 +203,26 @@ def _print_domains(report):
         print(f'skipped {name}: {reason}', file=sys.stderr)
 
 
+def _check_flags():
+    """Refuses flags that do not fit together, before the run is read."""
+    checks.encoding('--encoding', ENCODING.value)
+    if DATA.value is not None and DOMAINS.value is not None:
+        raise ValueError(f'--domains={DOMAINS.value}: not together with --data; leave one out')
+    own = DATA.value is None and DOMAINS.value is None
+    for flag in (TEXT_FIELD, ENCODING) if own else ():
+        if flag.present:
+            found = f'--{flag.name}={flag.value}'
+            raise ValueError(f'{found}: belongs to --data or --domains, which is missing')
+    if PER_LAYER.value and ROUTING.value is not None:
+        raise ValueError('--per_layer: the gap is that of the own rule; leave --routing out')
+
+
 def main(_):
+    _check_flags()
     cli.check_run(WORKDIR.value, looks_ahead=True)
     from moddepth_jax.hparams.rules import causal_routing
     from moddepth_jax.training import multihost
 
-    if DATA.value is not None and DOMAINS.value is not None:
-        raise ValueError(f'--domains={DOMAINS.value}: not together with --data; leave one out')
     multihost.initialize()
     run = cli.load_saved_run(WORKDIR.value, _mesh)
     datasets, skipped = multihost.run_on_all(lambda: _load_data(run))
