@@ -410,18 +410,6 @@ def show(*blocks):
         console.print(block, soft_wrap=isinstance(block, str), markup=False)
 
 
-def table(rows: dict, first: str, *columns: str):
-    """A rich.table.Table of lists of cells by the name of their row, which is column `first`."""
-    import rich.table
-
-    made = rich.table.Table(first)
-    for name in columns:
-        made.add_column(name, justify='right')
-    for name, cells in rows.items():
-        made.add_row(name, *cells)
-    return made
-
-
 def make_directory(flag: str, path: str) -> pathlib.Path:
     """Makes the directory of a flag. Raises ValueError, one line, if that cannot be."""
     try:

@@ -147,6 +147,7 @@ def _measure_domains(run, datasets, skipped, most):
 def _print_report(report, experts):
     """Prints the losses of one text, and what the routers and experts did."""
     from moddepth_jax.analysis.report import describe_gap, domain_table, expert_line, loss_table
+    from moddepth_jax.training.tables import Table, to_rich
 
     text = f'the held-out text of {report["data"]}' if report['held_out'] else report['data']
     cli.show(f'{_of_run(report)}, on {text}', loss_table(report, report['rule']))
@@ -168,7 +169,8 @@ def _print_report(report, experts):
             ]
             for name, layer in report['routing'].items()
         }
-        cli.show(cli.table(rows, 'layer', *(column.replace('_', ' ') for column in columns)))
+        heads = ['layer', *(column.replace('_', ' ') for column in columns)]
+        cli.show(to_rich(Table(None, heads, rows)))
         cli.show(f'precision and recall: of {report["compared"]} against the top C of each row')
         of_what = 'routed block, or loop but the first, selects'
         cli.show(f'dead tokens, which no {of_what}: {report["dead_tokens"]:.3f}')
