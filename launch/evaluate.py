@@ -108,9 +108,6 @@ def _measure(run, dataset, most):
             per_layer = num_batches * PER_LAYER.value
             measure = functools.partial(evaluate_causal, batches_per_layer=per_layer)
         result = measure(run.state.variables, hparams, batches, mesh, num_batches)
-    layers = {'routing': model.routed_layers}
-    if model.expert_layers:
-        layers['experts'] = model.expert_layers
     return {
         'data': dataset.corpus.name,
         'held_out': dataset.held_back,
@@ -118,7 +115,7 @@ def _measure(run, dataset, most):
         'batches': num_batches,
         'all_batches': dataset.num_held_out_batches,
         **result,
-        **{part: by_layer(of, result.get(part, {})) for part, of in layers.items()},
+        **by_layer(model, result),
     }
 
 
@@ -179,7 +176,7 @@ def _print_report(report, experts):
     if 'loops_per_token' in report:
         found = f'{report["loops_per_token"]:.3f} of {report["loops"]} loops a token'
         cli.show(f'{found}; all loops are computed for every token')
-    if 'experts' in report:
+    if report['experts']:
         cli.show(expert_line(report['experts'], experts))
     batches, all_batches = report['batches'], report['all_batches']
     more = '; --num_batches=0 takes all of them' if batches < all_batches else ''

@@ -1,7 +1,6 @@
 """Fixtures of tests that run the train loop: compiled programs and one finished run are shared."""
 
 import os
-import random
 import signal
 
 import pytest
@@ -12,6 +11,7 @@ from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training import loop, summary, trainer
 from moddepth_jax.training.teacher import step_flops
 from tests import compilation_cache
+from tests.launch.commands import write_words
 
 NUM_STEPS = 7  # of the finished run
 
@@ -48,11 +48,8 @@ def compiled_once(programs):
 @pytest.fixture(scope='session')
 def corpus(tmp_path_factory):
     """Six files of words; returns their glob."""
-    words, draw = ['to ', 'be, ', 'or ', 'not\n'], random.Random(0)
     folder = tmp_path_factory.mktemp('text')
-    for i in range(6):
-        text = ''.join(draw.choice(words) for _ in range(400))
-        (folder / f'{i}.txt').write_text(text)
+    write_words(folder)
     return str(folder / '*.txt')
 
 

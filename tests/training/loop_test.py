@@ -21,9 +21,9 @@ from moddepth_jax.training.plan import loops_at, run_flops
 from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.summary import describe
 from tests.data.prepared_text import prepare, write_texts
+from tests.faults.runs import TIMES, rows_of
 from tests.training.conftest import NUM_STEPS
 
-TIMES = {'tokens_per_second', 'flops_per_second', 'data_wait_fraction', 'peak_memory_bytes'}
 ROUTING = {'selected_fraction', 'precision', 'recall'}
 STAGED = {
     'model.routing.router': 'learned',
@@ -38,10 +38,6 @@ pytestmark = pytest.mark.usefixtures('compiled_once')
 @pytest.fixture
 def copied(finished, tmp_path):
     return shutil.copytree(finished.workdir, tmp_path / 'copied')
-
-
-def rows_of(workdir):
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(workdir)]
 
 
 def changed(hparams, group, **knobs):
@@ -131,26 +127,14 @@ def test_a_run_stopped_by_signals_ends_as_if_it_had_not_been(
     assert rows_of(resumed.workdir) == rows_of(finished.workdir)
 
 
-OPTIMIZERS = {
-    'muon': {'name': 'muon', 'schedule': 'wsd'},
-    'lion': {'name': 'lion', 'schedule': 'wsd'},
-    'a part by muon': {'name': 'muon', 'trainable': ('*/router/*', '*/mlp/*')},
-}
-
-
-# Fast: saved_run_test.py, where the state of Muon on a part comes back to the bit.
-@pytest.mark.slow
-@pytest.mark.parametrize('name', OPTIMIZERS)
-def test_every_optimizer_resumes_to_the_bit(name, run_hparams, tmp_path, signals):
-    hparams = changed(run_hparams, 'optimizer', **OPTIMIZERS[name])
-    signals[4] = 'SIGTERM'
-    assert loop.train(hparams, tmp_path / 'broken').state.step == 5
-    resumed = loop.train(hparams, tmp_path / 'broken')
-    whole = loop.train(hparams, tmp_path / 'whole')
-    assert resumed.summary['state_sha256'] == whole.summary['state_sha256']
-
-
-STREAMS = {
+KINDS = {
+    'muon': {'optimizer.name': 'muon', 'optimizer.schedule': 'wsd'},
+    'lion': {'optimizer.name': 'lion', 'optimizer.schedule': 'wsd'},
+    'a part by muon': {
+        'optimizer.name': 'muon',
+        'optimizer.trainable': ('*/router/*', '*/mlp/*'),
+        'model.routing.router': 'learned',
+    },
     'hyper-connections': {'model.depth.stream': 'hyper_connections'},
     'mhc': {'model.depth.stream': 'hyper_connections', 'model.depth.hyper_form': 'constrained'},
     'attention residual': {'model.depth.stream': 'attention_residual'},
@@ -159,10 +143,11 @@ STREAMS = {
 }
 
 
+# Fast: saved_run_test.py, where the state of Muon on a part comes back to the bit.
 @pytest.mark.slow
-@pytest.mark.parametrize('name', STREAMS)
-def test_every_stream_resumes_to_the_bit(name, tiny_config, tmp_path, signals):
-    hparams = from_config(tiny_config(**STREAMS[name]))
+@pytest.mark.parametrize('name', KINDS)
+def test_every_kind_of_run_resumes_to_the_bit(name, tiny_config, tmp_path, signals):
+    hparams = from_config(tiny_config(**KINDS[name]))
     signals[2] = 'SIGTERM'
     assert loop.train(hparams, tmp_path / 'broken').state.step == 3
     resumed = loop.train(hparams, tmp_path / 'broken')

@@ -20,6 +20,7 @@ from moddepth_jax.training.run_dir import open_workdir
 from moddepth_jax.training.saved_run import SavedRun, load_run
 from moddepth_jax.training.train_step import init_state
 from tests.data.prepared_text import refusal
+from tests.launch.bad_inputs import snapshot
 
 NUM_STEPS = 4
 FINGERPRINT = {'corpus_sha256': 'f00d', 'seed': 0}
@@ -59,13 +60,6 @@ def original(hparams, state, tmp_path_factory):
 @pytest.fixture
 def workdir(original, tmp_path):
     return shutil.copytree(original, tmp_path / 'run')
-
-
-def snapshot(folder):
-    return {
-        path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
-        for path in [folder, *folder.rglob('*')]
-    }
 
 
 def test_a_run_is_read_as_it_was_saved(original, hparams, state):
