@@ -31,9 +31,12 @@ def run(hparams, mesh_spec: str):
     _fake_devices(mesh_spec)
     from moddepth_jax.compiled.dry_run import dry_run
     from moddepth_jax.compiled.dry_run_tables import print_result
+    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.model.transformer import check_dtype
     from moddepth_jax.training.mesh import check_mesh, make_mesh
+    from moddepth_jax.training.plan import check_vocabulary
 
+    check_vocabulary(hparams, tokenizer_of(hparams.data))
     check_dtype(hparams.model)
     mesh = make_mesh(mesh_spec)
     check_mesh(hparams, mesh)

@@ -47,12 +47,12 @@ def main(_):
     from moddepth_jax.training.checkpoint import to_host
     from moddepth_jax.training.loop import train
 
+    hparams = from_config(CONFIG.value)
     if DRY_RUN.value:
-        return dry_run.run(_hparams(None), MESH.value)
+        return dry_run.run(hparams, MESH.value)
     profiled = None if PROFILE.value is None else flag_values.parse_steps(PROFILE.value)
     multihost.initialize(saves=True)
     workdir = WORKDIR.value or pathlib.Path('runs') / cli.config_name()
-    hparams = multihost.run_on_all(lambda: _hparams(workdir))
     cli.enable_compilation_cache(hparams)
     source = cli.config_source()
     ahead = None if multihost.is_initialized() else report_programs
@@ -68,16 +68,6 @@ def main(_):
     state = run.state.replace(**jax.tree.map(to_host, model))
     multihost.run_on_leader(lambda: write_report(dataclasses.replace(run, state=state)))
     return 0
-
-
-def _hparams(workdir):
-    """The hyper-parameters of --config, which fit the tokenizer."""
-    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
-    from moddepth_jax.training.plan import check_vocabulary
-
-    hparams = from_config(CONFIG.value)
-    check_vocabulary(hparams, tokenizer_of(hparams.data, workdir))
-    return hparams
 
 
 if __name__ == '__main__':

@@ -11,16 +11,9 @@ import pytest
 from moddepth_jax.hparams import from_config
 from tests import compilation_cache
 from tests.launch.commands import write_words
-from tests.training.conftest import skip_reports
+from tests.training.conftest import cheap_reports  # noqa: F401  a fixture here, too
 
 NUM_STEPS = 6
-
-
-@pytest.fixture(scope='session', autouse=True)
-def cheap_reports():
-    with pytest.MonkeyPatch.context() as patch:
-        skip_reports(patch)
-        yield
 
 
 @pytest.fixture(scope='session')

@@ -213,6 +213,16 @@ COMMANDS = {
         ('--config.model.d_model=32', ['d_model=32: is 16 in', 'leave it out']),
         ('--config.model.routing.router=learned', ['comes in dense; --from_workdir adds routing']),
     ],
+    'convert --workdir=new': [  # a folder that was exported from here
+        ('--from_hf=exported/none', ["none/config.json: holds no 'knobs'; must be an object"]),
+        ('--from_hf=exported/typed', ['model.num_layers']),
+        ('--from_hf=exported/grouped', ['model.routing']),
+        ('--from_hf=exported/unknown', ['unheard_of']),
+        (
+            '--from_hf=exported/wide --config.model.d_model=32',
+            ['=32: is 64 in exported/wide/config.json; leave'],
+        ),
+    ],
     'compare': [
         ('', ['RUN: missing', 'one run or more']),
         ('gone taken', ['gone: holds no config.json']),
@@ -393,6 +403,15 @@ def snapshot(folder: pathlib.Path) -> dict:
     }
 
 
+EXPORTED = {  # what a bad config.json of a folder that was exported from here holds
+    'none': {},
+    'typed': {'knobs': {'num_layers': 'two'}},
+    'grouped': {'knobs': {'routing': 3}},
+    'unknown': {'knobs': {'routing': {'unheard_of': 3}}},
+    'wide': {'knobs': {'d_model': 64}},
+}
+
+
 def make_folder(folder, tiny_config):
     """Texts, runs and checkpoints that the command lines name; most are bad in one way."""
     for name in ('nothing', 'other', 'study'):
@@ -435,7 +454,11 @@ def _make_runs(folder, tiny_config):
 
 
 def _make_hugging_face(folder, texts):
-    """`hf`: a checkpoint; `small`: one with too small a vocabulary."""
+    """`hf`: a checkpoint; `small`: one with too few ids; `exported`: those of EXPORTED."""
+    for name, content in EXPORTED.items():
+        (folder / 'exported' / name).mkdir(parents=True)
+        config = {'model_type': 'moddepth', 'max_position_embeddings': 32} | content
+        (folder / 'exported' / name / 'config.json').write_text(json.dumps(config))
     shutil.copytree(ROOT / 'tests/conversion/golden/olmo2', folder / 'hf')
     train_bpe(iter(texts), 262).save(folder / 'tokenizer')
     shutil.copy(folder / 'tokenizer' / 'tokenizer.json', folder / 'hf')

@@ -103,16 +103,12 @@ def test_gradients_are_those_of_training_all(tiny_config):
         np.testing.assert_allclose(moment, some[path] / 4, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize('patterns', [(), ('*',)])
-def test_all_is_the_program_without_a_choice(patterns, tiny_config):
-    params = jax.eval_shape(lambda: init_state(some_hparams(tiny_config, patterns), 1)).params
-    trainable, frozen = split_params(params, patterns)
-    assert trainable is params and frozen == {} and merge_params(trainable, frozen) is params
-
-
-def test_a_split_is_undone(tiny_config):
+def test_a_split_is_undone_and_all_is_none(tiny_config):
     params = jax.eval_shape(lambda: init_state(some_hparams(tiny_config, SOME), 1)).params
     assert merge_params(*split_params(params, SOME)) == params
+    for patterns in ((), ('*',)):
+        trainable, frozen = split_params(params, patterns)
+        assert trainable is params and frozen == {} and merge_params(trainable, frozen) is params
 
 
 @pytest.mark.parametrize(
