@@ -79,13 +79,6 @@ def define_config(default: str | None = None) -> flags.FlagHolder:
     return holder
 
 
-def config_source() -> str | None:
-    """The Python file of --config, after the flags are parsed; None: a run's, which kept none."""
-    from launch import config_file
-
-    return config_file.source(FLAGS['config'].config_filename)
-
-
 def config_name() -> str:
     """NAME of --config=configs/NAME.py[:TEXT] or NAME/config.json, after the flags are parsed."""
     path = pathlib.Path(os.path.abspath(FLAGS['config'].config_filename.split(':', 1)[0]))

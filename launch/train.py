@@ -16,7 +16,7 @@ import signal
 
 from absl import flags
 
-from launch import cli, dry_run
+from launch import cli, config_file, dry_run
 from moddepth_jax.data import sources
 from moddepth_jax.hparams import check_values, flag_values, from_config
 
@@ -54,7 +54,7 @@ def main(_):
     multihost.initialize(saves=True)
     workdir = WORKDIR.value or pathlib.Path('runs') / cli.config_name()
     cli.enable_compilation_cache(hparams)
-    source = cli.config_source()
+    source = config_file.source(flags.FLAGS['config'].config_filename)
     ahead = None if multihost.is_initialized() else report_programs
     run = train(hparams, workdir, MESH.value, profiled, WANDB.value, source, ahead)
     if run.signal is not None:

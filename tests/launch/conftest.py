@@ -41,7 +41,9 @@ def _train(tiny_config, folder):
         ''.join(json.dumps({'body': 'to be or not ' * 5}) + '\n' for _ in range(4))
     )
     changes = {
+        'model.num_layers': 1,
         'model.routing.router': 'learned',
+        'model.routing.layers': '0',
         'model.routing.capacity': 0.25,
         'data.source': str(folder / '*.txt'),
         'data.held_out_fraction': 0.3,

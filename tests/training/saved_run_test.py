@@ -29,7 +29,8 @@ FINGERPRINT = {'corpus_sha256': 'f00d', 'seed': 0}
 @pytest.fixture(scope='module')
 def hparams(tiny_config):
     """Of a part by Muon, whose state has the most kinds of leaves."""
-    changes = {'model.routing.router': 'learned', 'model.routing.capacity_stages': '1:0.5'}
+    changes = {'model.num_layers': 1, 'model.routing.router': 'learned'}
+    changes |= {'model.routing.layers': '0', 'model.routing.capacity_stages': '1:0.5'}
     changes |= {'optimizer.name': 'muon', 'optimizer.trainable': ('*/router/*', '*/mlp/*')}
     return from_config(tiny_config(**changes))
 
@@ -207,6 +208,7 @@ def test_fewer_loops_and_exits_need_no_more_weights(tiny_config):
 def test_a_merged_run_has_the_logits_of_its_adapters(tiny_config):
     """To 1e-5, in a model without adapters; a run without them is itself."""
     knobs = {'model.adapters.rank': 2, 'model.adapters.params': ('*/query/*', '*/mlp/*')}
+    knobs |= {'model.num_layers': 1}
     hparams = from_config(tiny_config(**knobs))
     state = jax.jit(lambda: init_state(hparams, NUM_STEPS))()
     params = traverse_util.path_aware_map(
