@@ -32,6 +32,8 @@ STAGED = {
     'model.routing.train_rule': 'threshold',
     'model.routing.threshold_warmup': 0.4,
 }
+LOOPED = {'model.looped_layers': 'all', 'model.loops': 2, 'training.loops': (1, 3), 'seed': 2}
+DROPPING = {'choice': 'token', 'num_noop': 2, 'row_capacity': 4}
 pytestmark = pytest.mark.usefixtures('compiled_once')
 
 
@@ -140,6 +142,10 @@ KINDS = {
     'attention residual': {'model.depth.stream': 'attention_residual'},
     'mudd': {'model.depth.stream': 'mudd'},
     'value residual': {'model.depth.stream': 'value_residual'},
+    'stages': STAGED,
+    'drawn loops': LOOPED,
+    'experts': {f'model.experts.{name}': value for name, value in DROPPING.items()},
+    'experts that choose': {'model.experts.choice': 'expert'},
 }
 
 
@@ -329,27 +335,21 @@ def test_a_mixture_resumes_from_moved_folders(
 
 
 @pytest.mark.slow
-def test_each_step_trains_by_its_stage_also_after_a_signal(tiny_config, corpus, tmp_path, signals):
-    """Two steps at capacity 1 by top-C, three at 1/4 by the threshold; stopped in between."""
+def test_each_step_trains_by_its_stage(tiny_config, corpus, tmp_path):
+    """Two steps at capacity 1 by top-C, three at 1/4 by the threshold."""
     changes = STAGED | {
         'data.source': corpus,
         'data.held_out_fraction': 0.3,
         'training.num_steps': 5,
-        'training.checkpoint_every': 5,
         'evaluation.every': 0,
     }
     hparams = from_config(tiny_config(**changes))
-    signals[1] = 'SIGTERM'
-    stopped = loop.train(hparams, tmp_path / 'broken')
-    assert (stopped.signal, int(stopped.state.step)) == ('SIGTERM', 2)
-    assert stopped.state.averages['thresholds_R'].shape == (1,)
-    resumed, unbroken = (loop.train(hparams, tmp_path / name) for name in ('broken', 'unbroken'))
-    assert resumed.summary['state_sha256'] == unbroken.summary['state_sha256']
-    rows = [row for row in read_metrics(unbroken.workdir) if 'loss' in row]
+    run = loop.train(hparams, tmp_path / 'run')
+    rows = [row for row in read_metrics(run.workdir) if 'loss' in row]
     fractions = [row['routing/layer_01/selected_fraction'] for row in rows]
     assert fractions[:2] == [1.0] * 2
     assert all(fraction <= 12 / 32 for fraction in fractions[2:])
-    summary = json.loads((unbroken.workdir / 'summary.json').read_text())
+    summary = json.loads((run.workdir / 'summary.json').read_text())
     stages = [(s['first_step'], s['capacity'], s['routing']) for s in summary['stages']]
     assert stages == [(0, 1.0, 'top_c'), (2, 0.25, 'threshold')]
     costs = [stage['flops_per_step'] for stage in summary['stages']]
@@ -358,48 +358,40 @@ def test_each_step_trains_by_its_stage_also_after_a_signal(tiny_config, corpus, 
 
 
 @pytest.mark.slow
-def test_each_step_trains_by_the_loops_that_it_draws(tiny_config, corpus, tmp_path, signals):
-    """Also after a signal; it is evaluated with those of the model, and each step is counted."""
-    changes = {'data.source': corpus, 'data.held_out_fraction': 0.3, 'evaluation.every': 0}
-    changes |= {'model.looped_layers': 'all', 'model.loops': 2, 'training.loops': (1, 3)}
-    changes |= {'seed': 2}
-    hparams = from_config(tiny_config(**changes, **{'training.num_steps': 6}))
-    drawn = [loops_at(hparams, 6, step) for step in range(6)]
-    assert set(drawn[:3]) == set(drawn[3:]) == {1, 3}
-    signals[2] = 'SIGTERM'
-    assert loop.train(hparams, tmp_path / 'broken').signal == 'SIGTERM'
-    resumed, unbroken = (loop.train(hparams, tmp_path / name) for name in ('broken', 'unbroken'))
-    assert resumed.summary['state_sha256'] == unbroken.summary['state_sha256']
-    assert resumed.summary['eval'] == unbroken.summary['eval']
-    costs = [train_step_flops(hparams, loops=loops) for loops in drawn]
-    assert unbroken.summary['total_flops'] == sum(costs)
-    assert unbroken.summary['flops_per_step'] == train_step_flops(hparams, loops=2)
-    fixed = from_config(tiny_config(**changes | {'training.loops': (), 'training.num_steps': 6}))
+def test_each_step_trains_by_the_loops_that_it_draws(tiny_config, corpus, tmp_path):
+    """It is evaluated with those of the model, and each step is counted."""
+    changes = LOOPED | {'data.source': corpus, 'data.held_out_fraction': 0.3, 'evaluation.every': 0}
+    hparams = from_config(tiny_config(**changes))
+    drawn = [loops_at(hparams, 4, step) for step in range(4)]
+    assert set(drawn) == {1, 3}
+    run = loop.train(hparams, tmp_path / 'run')
+    assert run.summary['total_flops'] == sum(train_step_flops(hparams, loops=n) for n in drawn)
+    assert run.summary['flops_per_step'] == train_step_flops(hparams, loops=2)
+    fixed = from_config(tiny_config(**changes | {'training.loops': ()}))
     other = loop.train(fixed, tmp_path / 'fixed')
-    assert other.summary['state_sha256'] != unbroken.summary['state_sha256']
+    assert other.summary['state_sha256'] != run.summary['state_sha256']
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     'changes',
     [
-        {'experts.choice': 'token', 'experts.num_noop': 2, 'experts.row_capacity': 4},
-        {'experts.choice': 'expert'},
-        {'experts.choice': 'token', 'routing.router': 'learned', 'routing.causal_rule': 'dense'},
+        KINDS['experts'],
+        KINDS['experts that choose'],
+        {
+            'model.experts.choice': 'token',
+            'model.routing.router': 'learned',
+            'model.routing.causal_rule': 'dense',
+        },
     ],
 )
-def test_a_run_with_experts_reports_their_loads(tiny_config, corpus, tmp_path, signals, changes):
-    changes = {f'model.{name}': value for name, value in changes.items()}
-    changes |= {'data.source': corpus, 'data.held_out_fraction': 0.3}
+def test_a_run_with_experts_reports_their_loads(tiny_config, tmp_path, changes):
     hparams = from_config(tiny_config(**changes))
-    signals[1] = 'SIGTERM'
-    assert loop.train(hparams, tmp_path / 'broken').signal == 'SIGTERM'
-    broken, unbroken = (loop.train(hparams, tmp_path / name) for name in ('broken', 'unbroken'))
-    assert broken.summary['state_sha256'] == unbroken.summary['state_sha256']
+    run = loop.train(hparams, tmp_path / 'run')
     for layer in ('layer_00', 'layer_01'):
-        values = unbroken.summary['experts'][layer]
+        values = run.summary['experts'][layer]
         assert np.sum(values['load']) == pytest.approx(1)
-        for row in read_metrics(unbroken.workdir):
+        for row in read_metrics(run.workdir):
             prefix = 'eval/' if 'eval/loss' in row else ''
             assert {f'{prefix}experts/{layer}/{name}' for name in values} <= row.keys()
-    assert ('routing_gap' in unbroken.summary['eval']) == hparams.model.looks_ahead
+    assert ('routing_gap' in run.summary['eval']) == hparams.model.looks_ahead
