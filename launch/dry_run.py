@@ -26,7 +26,7 @@ MOST_DEVICES = 1024
 def run(hparams, mesh_spec: str):
     """Prints what the train step takes on the fake devices of --mesh, and writes it with --json.
 
-    Only the CPU is used. Raises ValueError for a mesh that does not fit the model or its batch.
+    Only the CPU is used. Raises ValueError for a vocabulary or a mesh that does not fit.
     """
     _fake_devices(mesh_spec)
     from moddepth_jax.compiled.dry_run import dry_run

@@ -217,12 +217,12 @@ def _check_flags():
 
 
 def main(_):
-    _check_flags()
     cli.check_run(WORKDIR.value, looks_ahead=True)
     from moddepth_jax.hparams.rules import causal_routing
     from moddepth_jax.training import multihost
 
     multihost.initialize()
+    multihost.run_on_all(_check_flags)
     run = cli.load_saved_run(WORKDIR.value, _mesh)
     datasets, skipped = multihost.run_on_all(lambda: _load_data(run))
     if multihost.is_leader():
