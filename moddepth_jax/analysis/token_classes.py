@@ -6,6 +6,8 @@ import numpy as np
 from pygments.lexers.python import PythonLexer
 from pygments.token import Token
 
+from moddepth_jax.data.compression_baselines import MAX_BYTES, first_bytes
+
 CLASSES = (
     *('start of text', 'whitespace', 'keyword', 'identifier', 'number', 'string', 'docstring'),
     *('comment', 'operator', 'article', 'preposition', 'word', 'punctuation', 'other'),
@@ -50,7 +52,6 @@ _CODE_LINE = re.compile(
     r'|(?:return|else|try|finally|raise|yield|pass|self|print)\b[\s:.(]|[#@]\s*\w|[\w.\[\]]+\s*[-+]?=)'
     r'|.*[({\[:]\s*$|\s*[)\]}]'
 )
-_MAX_BYTES = 16 << 20  # by which the language of a corpus is judged
 _PYTHON_SOURCES = ('stdlib', 'python_environment')  # values of data.source that hold Python
 
 
@@ -65,13 +66,7 @@ def language_of(corpus) -> str:
     """The language of the held-out text of a Corpus, judged by its first bytes."""
     if corpus.name in _PYTHON_SOURCES:
         return 'python'
-    pieces, room = [], _MAX_BYTES
-    for text in corpus.held_out:
-        pieces.append(text[:room])
-        room -= len(pieces[-1])
-        if not room:
-            break
-    return guess_language(b'\n'.join(pieces))
+    return guess_language(first_bytes(corpus.held_out, MAX_BYTES, b'\n'))
 
 
 def byte_classes(text: bytes, language: str) -> np.ndarray:

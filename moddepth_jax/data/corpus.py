@@ -37,6 +37,10 @@ class Corpus:
     members: tuple[Member, ...] = ()
     left_out: str = ''
 
+    def train_bytes(self) -> int:
+        """Bytes of all documents to train on."""
+        return _num_bytes(self.train)
+
 
 def load_corpus(data: DataHparams) -> Corpus:
     """The corpus that `data.source` names, without empty documents.

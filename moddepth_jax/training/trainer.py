@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from moddepth_jax.data.compression_baselines import describe_measured_text, measure_baselines
 from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model import ahead
 from moddepth_jax.training import devices, multihost
@@ -76,8 +77,9 @@ class Trainer:
                 stage, step_fns = self._stage(step), {}
             if loops not in step_fns:
                 self._collect(in_flight=0)
+                measures = step == 0 and multihost.is_leader()
                 with self.stopwatch.pause():
-                    step_fns[loops] = self._compile(stage, loops)
+                    step_fns[loops] = self._compile(stage, loops, measures)
             step_fn = step_fns[loops]
             if self.profile.begins(step):
                 self._collect(in_flight=0)
@@ -140,21 +142,30 @@ class Trainer:
             return False
         return not multihost.broadcast_from_leader(lambda: self.writer.has(step, 'eval/loss'))
 
-    def _compile(self, stage, loops) -> Any:
-        """Compiles the train step."""
+    def _compile(self, stage, loops, measures) -> Any:
+        """Compiles the train step; `measures` compression in the meantime, as a new run does."""
         begin, model = time.monotonic(), self.hparams.with_loops(loops).model
         scans = '; model.layer_loop=scan would compile one for all of a kind'
         scans *= model.layer_loop == 'unrolled' and model.depth.stream_class.scans
         what = f'the train step of {model.num_blocks} layer{"s" * (model.num_blocks > 1)}'
         self.progress.note(f'compiling {what}{scans} ...')
-        batch = self._put(self.dataset.train_batch(0, self.rows))
-        shardings = state_shardings(self.mesh, self.state), replicated(self.mesh)
-        how = {'static_argnums': (2, 3), 'donate_argnums': 0, 'out_shardings': shardings}
-        lowered = jax.jit(train_step, **how).lower(self.state, batch, stage, loops, self.teacher)
-        if self.report_programs and not self.compiler:
-            self._compile_ahead()
-        step_fn = lowered.compile()
-        self.progress.note(f'compiled  {what} in {format_seconds(time.monotonic() - begin)}')
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            baselines = thread.submit(measure_baselines, self.dataset.corpus) if measures else None
+            batch = self._put(self.dataset.train_batch(0, self.rows))
+            shardings = state_shardings(self.mesh, self.state), replicated(self.mesh)
+            how = {'static_argnums': (2, 3), 'donate_argnums': 0, 'out_shardings': shardings}
+            lowered = jax.jit(train_step, **how).lower(
+                self.state, batch, stage, loops, self.teacher
+            )
+            if self.report_programs and not self.compiler:
+                self._compile_ahead()
+            step_fn = lowered.compile()
+            seconds = time.monotonic() - begin
+            if measures:
+                bits = ', '.join(f'{name} {x:.2f}' for name, x in baselines.result().items())
+                where = describe_measured_text(self.dataset.corpus)
+                self.progress.note(f'baselines {bits} bits/byte on the {where}')
+        self.progress.note(f'compiled  {what} in {format_seconds(seconds)}')
         return step_fn
 
     def _compile_ahead(self):

@@ -8,6 +8,8 @@ import shutil
 import numpy as np
 import pytest
 
+from moddepth_jax.data.compression_baselines import describe_measured_text, measure_baselines
+from moddepth_jax.data.corpus import load_corpus
 from moddepth_jax.data.mixture import RowSchedule, held_out_order
 from moddepth_jax.data.pipeline import check_fingerprint, make_dataset, make_held_out
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
@@ -78,7 +80,15 @@ def test_nothing_of_prepared_text_is_read_but_what_is_asked_for(folder, monkeypa
     streams = [*dataset.held_out_streams, *dataset._windows._streams]
     assert len(streams) == 4 and all(isinstance(stream, np.memmap) for stream in streams)
     assert type(dataset.train_batch(0)['tokens_BT']) is np.ndarray
-    assert len(dataset.corpus.train) > 10
+    assert len(dataset.corpus.train) > 10 and describe_measured_text(dataset.corpus)
+
+
+def test_baselines_of_a_mixture_weigh_its_members_by_share(folder, monkeypatch):
+    monkeypatch.setenv('XDG_CACHE_HOME', str(folder / 'cache'))
+    corpus = load_corpus(_data('mixture', f'{folder}/letters:3,{folder}/digits:1'))
+    share = -(0.75 * np.log2(0.75) + 0.25 * np.log2(0.25))
+    assert measure_baselines(corpus)['unigram'] == pytest.approx(2 + share, abs=0.02)
+    assert 'mixed by its shares' in describe_measured_text(corpus)
 
 
 def test_moving_the_folder_changes_nothing(folder, raw, alone, tmp_path):
