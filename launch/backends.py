@@ -17,7 +17,7 @@ from absl import flags
 
 from launch import cli, listing
 from moddepth_jax.hparams.checks import did_you_mean
-from moddepth_jax.training.tables import replace_between
+from moddepth_jax.training.tables import markdown_rows, replace_between
 
 PAGE = flags.DEFINE_string(
     'page', None, 'Write the table into this file, between its markers, and do not print it.'
@@ -96,13 +96,13 @@ def describe(shapes) -> str:
 def table(names: list[str]) -> str:
     """The table of the configs of these names in Markdown, and its notes."""
     notes, heads = {}, ('config', 'attention', *DEVICES)
-    lines = [f'| {" | ".join(heads)} |', '|---' * len(heads) + '|']
-    for name in names:
-        for shapes in attentions(name):
-            cells = [cell(shapes, device, notes) for device in DEVICES.values()]
-            lines.append(f'| {" | ".join([name, describe(shapes), *cells])} |')
-    lines += ['', *(f'{number}. {reason}' for reason, number in notes.items())]
-    return '\n'.join(lines)
+    rows = [
+        [name, describe(shapes), *(cell(shapes, device, notes) for device in DEVICES.values())]
+        for name in names
+        for shapes in attentions(name)
+    ]
+    reasons = [f'{number}. {reason}' for reason, number in notes.items()]
+    return '\n'.join([*markdown_rows(heads, *rows), '', *reasons])
 
 
 def main(argv):

@@ -79,13 +79,6 @@ def define_config(default: str | None = None) -> flags.FlagHolder:
     return holder
 
 
-def config_source() -> str | None:
-    """The Python file of --config, after the flags are parsed; None: a run's, which kept none."""
-    from launch import config_file
-
-    return config_file.source(FLAGS['config'].config_filename)
-
-
 def config_name() -> str:
     """NAME of --config=configs/NAME.py[:TEXT] or NAME/config.json, after the flags are parsed."""
     path = pathlib.Path(os.path.abspath(FLAGS['config'].config_filename.split(':', 1)[0]))
@@ -168,13 +161,18 @@ def _parse(argv, positional, described):
         return rest
 
 
+def _value(name):
+    """The value of a flag; None if the command has no such flag."""
+    return FLAGS[name].value if name in FLAGS else None
+
+
 def _check_paths():
     for name in _PATHS:
-        if name in FLAGS and FLAGS[name].value == '':
+        if (path := _value(name)) == '':
             raise ValueError(f'--{name}=: is empty; must be a path: is a variable unset?')
-        if name in FLAGS and FLAGS[name].value:  # shells expand ~ at the start of words alone
-            FLAGS[name].value = os.path.expanduser(FLAGS[name].value)
-    path = FLAGS['json'].value if 'json' in FLAGS else None
+        if path:  # shells expand ~ at the start of words alone
+            FLAGS[name].value = os.path.expanduser(path)
+    path = _value('json')
     if path is None or path == '-' or not os.path.exists(path):
         return
     found = os.stat(path)  # a result replaces what was there before, which a pipe cannot do
@@ -287,7 +285,7 @@ def check_run(workdir: str, looks_ahead: bool = False):
     if not is_alone():
         return
     config, _ = run_dir.read_config(workdir)
-    routing, step = (FLAGS[name].value if name in FLAGS else None for name in ('routing', 'step'))
+    routing, step = map(_value, ('routing', 'step'))
     if step is not None and step not in run_dir.checkpoint_steps(workdir, 0):
         raise ValueError(run_dir.missing_step(workdir, step))
     if routing is not None:
@@ -314,12 +312,10 @@ def load_saved_run(workdir: str, mesh_of=None, say_remaining=True):
     from moddepth_jax.training.saved_run import load_run
 
     mesh = mesh_of and multihost.run_on_all(lambda: mesh_of(read_hparams(workdir)[0]))
-    step = FLAGS['step'].value if 'step' in FLAGS else None
+    step, loops, threshold = map(_value, ('step', 'loops', 'exit_threshold'))
     run = load_run(workdir, mesh, step)
-    if 'loops' in FLAGS and FLAGS['loops'].value is not None:
-        run = run.with_loops(FLAGS['loops'].value)
-    if 'exit_threshold' in FLAGS and FLAGS['exit_threshold'].value is not None:
-        run = run.with_exits(FLAGS['exit_threshold'].value)
+    run = run if loops is None else run.with_loops(loops)
+    run = run if threshold is None else run.with_exits(threshold)
     _notes.extend(run.notes if multihost.is_leader() else ())
     if say_remaining and step is None and 0 < run.step < run.num_steps and multihost.is_leader():
         remaining = run.num_steps - run.step
@@ -408,18 +404,6 @@ def show(*blocks):
     console = rich.console.Console(highlight=False, emoji=False)
     for block in blocks:
         console.print(block, soft_wrap=isinstance(block, str), markup=False)
-
-
-def table(rows: dict, first: str, *columns: str):
-    """A rich.table.Table of lists of cells by the name of their row, which is column `first`."""
-    import rich.table
-
-    made = rich.table.Table(first)
-    for name in columns:
-        made.add_column(name, justify='right')
-    for name, cells in rows.items():
-        made.add_row(name, *cells)
-    return made
 
 
 def make_directory(flag: str, path: str) -> pathlib.Path:

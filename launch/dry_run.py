@@ -26,14 +26,17 @@ MOST_DEVICES = 1024
 def run(hparams, mesh_spec: str):
     """Prints what the train step takes on the fake devices of --mesh, and writes it with --json.
 
-    Only the CPU is used. Raises ValueError for a mesh that does not fit the model or its batch.
+    Only the CPU is used. Raises ValueError for a vocabulary or a mesh that does not fit.
     """
     _fake_devices(mesh_spec)
     from moddepth_jax.compiled.dry_run import dry_run
     from moddepth_jax.compiled.dry_run_tables import print_result
+    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.model.transformer import check_dtype
     from moddepth_jax.training.mesh import check_mesh, make_mesh
+    from moddepth_jax.training.plan import check_vocabulary
 
+    check_vocabulary(hparams, tokenizer_of(hparams.data))
     check_dtype(hparams.model)
     mesh = make_mesh(mesh_spec)
     check_mesh(hparams, mesh)

@@ -19,6 +19,7 @@ import sys
 from absl import flags
 
 from launch import cli
+from moddepth_jax.hparams import checks
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 cli.define_step()
@@ -47,27 +48,19 @@ def _load_data(run):
     from moddepth_jax.data.domains import load_domains, name_flags
     from moddepth_jax.data.pipeline import make_held_out
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
-    from moddepth_jax.hparams import checks
     from moddepth_jax.hparams.rules import check_routing
 
     if ROUTING.value is not None:
         check_routing(run.hparams, ROUTING.value)
-        if PER_LAYER.value:
-            raise ValueError('--per_layer: the gap is that of the own rule; leave --routing out')
     if PER_LAYER.value and not run.hparams.model.routed_layers:
         raise ValueError('--per_layer: this run is dense, it has no routed block')
-    data, own = run.hparams.data, DATA.value is None and DOMAINS.value is None
-    for flag in (TEXT_FIELD, ENCODING) if own else ():
-        if flag.present:
-            found = f'--{flag.name}={flag.value}'
-            raise ValueError(f'{found}: belongs to --data or --domains, which is missing')
+    data = run.hparams.data
     tokenizer = tokenizer_of(data, WORKDIR.value)
-    if own:
+    if DATA.value is None and DOMAINS.value is None:
         right = 'if it was moved, or stayed on another machine, name a text: --data=TEXT'
         return {None: cli.load_own_data(run, tokenizer, right)}, {}
     if TEXT_FIELD.value is not None:
         data = dataclasses.replace(data, text_field=TEXT_FIELD.value)
-    checks.encoding('--encoding', ENCODING.value)
     data = dataclasses.replace(data, encoding=ENCODING.value)
     trained_on = {
         value for name, value in run.fingerprint.items() if name.startswith(('corpus_s', 'member_'))
@@ -115,9 +108,6 @@ def _measure(run, dataset, most):
             per_layer = num_batches * PER_LAYER.value
             measure = functools.partial(evaluate_causal, batches_per_layer=per_layer)
         result = measure(run.state.variables, hparams, batches, mesh, num_batches)
-    layers = {'routing': model.routed_layers}
-    if model.expert_layers:
-        layers['experts'] = model.expert_layers
     return {
         'data': dataset.corpus.name,
         'held_out': dataset.held_back,
@@ -125,7 +115,7 @@ def _measure(run, dataset, most):
         'batches': num_batches,
         'all_batches': dataset.num_held_out_batches,
         **result,
-        **{part: by_layer(of, result.get(part, {})) for part, of in layers.items()},
+        **by_layer(model, result),
     }
 
 
@@ -154,6 +144,7 @@ def _measure_domains(run, datasets, skipped, most):
 def _print_report(report, experts):
     """Prints the losses of one text, and what the routers and experts did."""
     from moddepth_jax.analysis.report import describe_gap, domain_table, expert_line, loss_table
+    from moddepth_jax.training.tables import Table, to_rich
 
     text = f'the held-out text of {report["data"]}' if report['held_out'] else report['data']
     cli.show(f'{_of_run(report)}, on {text}', loss_table(report, report['rule']))
@@ -175,7 +166,8 @@ def _print_report(report, experts):
             ]
             for name, layer in report['routing'].items()
         }
-        cli.show(cli.table(rows, 'layer', *(column.replace('_', ' ') for column in columns)))
+        heads = ['layer', *(column.replace('_', ' ') for column in columns)]
+        cli.show(to_rich(Table(None, heads, rows)))
         cli.show(f'precision and recall: of {report["compared"]} against the top C of each row')
         of_what = 'routed block, or loop but the first, selects'
         cli.show(f'dead tokens, which no {of_what}: {report["dead_tokens"]:.3f}')
@@ -184,7 +176,7 @@ def _print_report(report, experts):
     if 'loops_per_token' in report:
         found = f'{report["loops_per_token"]:.3f} of {report["loops"]} loops a token'
         cli.show(f'{found}; all loops are computed for every token')
-    if 'experts' in report:
+    if report['experts']:
         cli.show(expert_line(report['experts'], experts))
     batches, all_batches = report['batches'], report['all_batches']
     more = '; --num_batches=0 takes all of them' if batches < all_batches else ''
@@ -210,14 +202,27 @@ def _print_domains(report):
         print(f'skipped {name}: {reason}', file=sys.stderr)
 
 
+def _check_flags():
+    """Refuses flags that do not fit together, before the run is read."""
+    checks.encoding('--encoding', ENCODING.value)
+    if DATA.value is not None and DOMAINS.value is not None:
+        raise ValueError(f'--domains={DOMAINS.value}: not together with --data; leave one out')
+    own = DATA.value is None and DOMAINS.value is None
+    for flag in (TEXT_FIELD, ENCODING) if own else ():
+        if flag.present:
+            found = f'--{flag.name}={flag.value}'
+            raise ValueError(f'{found}: belongs to --data or --domains, which is missing')
+    if PER_LAYER.value and ROUTING.value is not None:
+        raise ValueError('--per_layer: the gap is that of the own rule; leave --routing out')
+
+
 def main(_):
     cli.check_run(WORKDIR.value, looks_ahead=True)
     from moddepth_jax.hparams.rules import causal_routing
     from moddepth_jax.training import multihost
 
-    if DATA.value is not None and DOMAINS.value is not None:
-        raise ValueError(f'--domains={DOMAINS.value}: not together with --data; leave one out')
     multihost.initialize()
+    multihost.run_on_all(_check_flags)
     run = cli.load_saved_run(WORKDIR.value, _mesh)
     datasets, skipped = multihost.run_on_all(lambda: _load_data(run))
     if multihost.is_leader():

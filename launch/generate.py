@@ -225,21 +225,17 @@ def _converse(run, tokenizer):
             print(f'error: {error}', file=sys.stderr)
 
 
-def _start(run):
-    """Writes what the flags ask for."""
+def _start(run, texts):
+    """Continues the texts, or without them what is typed."""
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.training import multihost
 
     def prepare():
         tokenizer = tokenizer_of(run.hparams.data, WORKDIR.value)
-        return tokenizer, None if interactive else _request(run, tokenizer, _read_prompts())
+        return tokenizer, texts and _request(run, tokenizer, texts)
 
-    given = PROMPT.value is not None or PROMPTS.value or multihost.is_initialized()
-    interactive = not given and sys.stdin and sys.stdin.isatty()
-    if CHAT.value and (not interactive or NUM_SAMPLES.value > 1):
-        raise ValueError('--chat: continues lines typed on a terminal, one sample of each')
     tokenizer, request = multihost.run_on_all(prepare)
-    _converse(run, tokenizer) if interactive else _write(run, tokenizer, **request)
+    _write(run, tokenizer, **request) if request else _converse(run, tokenizer)
 
 
 def main(_):
@@ -250,13 +246,19 @@ def main(_):
     from moddepth_jax.training import multihost
 
     multihost.initialize()
+    given = PROMPT.value is not None or PROMPTS.value or multihost.is_initialized()
+    interactive = not given and sys.stdin and sys.stdin.isatty()
+    if CHAT.value and (not interactive or NUM_SAMPLES.value > 1):
+        raise ValueError('--chat: continues lines typed on a terminal, one sample of each')
+    # Before the run, which may take minutes to read.
+    texts = None if interactive else multihost.run_on_all(_read_prompts)
     if MESH.value is None and not multihost.is_initialized():
-        return _start(cli.load_saved_run(WORKDIR.value))
+        return _start(cli.load_saved_run(WORKDIR.value), texts)
     # Rows need not divide over it.
     mesh_of = functools.partial(cli.checked_mesh, text=MESH.value or '')
     run = cli.load_saved_run(WORKDIR.value, mesh_of)
     with jax.set_mesh(run.state.step.sharding.mesh):
-        _start(run)
+        _start(run, texts)
 
 
 if __name__ == '__main__':

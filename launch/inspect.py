@@ -27,6 +27,7 @@ from absl import flags
 from launch import cli
 from moddepth_jax.hparams import checks
 from moddepth_jax.training.progress import printable
+from moddepth_jax.training.tables import Table, to_rich
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 cli.define_step()
@@ -204,8 +205,8 @@ def _describe_importance(out, about, found):
         costs = [f'{row[part]["cost"]:+.4f}' for part in ('block', 'attention', 'mlp')]
         routed = 'routed' if row['routed'] else ''
         rows[str(layer)] = [costs[0], f'{row["block"]["cost_bits"]:+.4f}', *costs[1:], routed]
-    columns = ('nats a token', 'bits/byte', 'attention alone', 'mlp alone', '')
-    cli.show(cli.table(rows, 'without layer', *columns))
+    heads = ['without layer', 'nats a token', 'bits/byte', 'attention alone', 'mlp alone', '']
+    cli.show(to_rich(Table(None, heads, rows)))
     targets = f'{found["targets"]:,} targets of held-out text in {about["batches"]} batches'
     cli.show(f'loss {found["loss"]:.4f} nats a token by {about["routing"]}, {targets}')
     cheapest = sorted(found['ranking'][: len(rows) // 2])

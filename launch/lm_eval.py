@@ -38,12 +38,6 @@ _NOISY = ('lm_eval', 'datasets', 'huggingface_hub', 'evaluate', 'fsspec', 'httpx
 _BARS = ('TQDM_DISABLE', 'HF_DATASETS_DISABLE_PROGRESS_BARS', 'HF_HUB_DISABLE_PROGRESS_BARS')
 
 
-def _check_installed():
-    if importlib.util.find_spec('lm_eval') is None:
-        right = "run: pip install 'moddepth-jax[lm_eval]'"
-        raise ValueError(f'--tasks: lm-evaluation-harness is not installed; {right}')
-
-
 def _import():
     """The modules that need lm_eval, with its logs and progress bars turned off."""
     for name in _BARS:
@@ -94,7 +88,9 @@ def main(_):
 
     if LIMIT.value is not None and not LIMIT.value > 0:
         raise ValueError(f'--limit={LIMIT.value:g}: must be above 0')
-    _check_installed()
+    if importlib.util.find_spec('lm_eval') is None:
+        right = "run: pip install 'moddepth-jax[lm_eval]'"
+        raise ValueError(f'--tasks: lm-evaluation-harness is not installed; {right}')
     cli.check_run(WORKDIR.value)
     harness, harness_tasks = _import()
     import lm_eval

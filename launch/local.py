@@ -74,7 +74,8 @@ def _run(arguments, stop, restarts) -> int:
 
     forwarded, dead, first_death, kill_at, running = False, None, math.inf, math.inf, True
     while running:
-        ended = {i: process.returncode for i, process in enumerate(processes) if _ended(process)}
+        polled = enumerate(process.poll() for process in processes)
+        ended = {i: status for i, status in polled if status is not None}
         now, running = time.monotonic(), len(ended) < len(processes)
         if stop.received and not forwarded:
             forwarded = True
@@ -112,10 +113,6 @@ def _start(arguments, index, port):
         preexec_fn=functools.partial(_die_with, os.getpid()) if linux else None,
         **pipes,
     )
-
-
-def _ended(process):
-    return process.poll() is not None
 
 
 def main(argv):

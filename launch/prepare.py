@@ -24,6 +24,7 @@ from absl import flags
 
 from launch import cli
 from moddepth_jax.training.progress import format_count, format_seconds, printable
+from moddepth_jax.training.tables import Table, to_rich
 
 INPUT = flags.DEFINE_list('input', None, 'Files, folders or globs, as a/**/*.py.', required=True)
 OUTPUT = flags.DEFINE_string('output', None, 'Directory, new or unfinished.', required=True)
@@ -107,7 +108,8 @@ def _print_summary(store, seconds, tokenized):
         num_bytes, documents, tokens = (counts[key] for key in ('bytes', 'documents', 'tokens'))
         share = f'{num_bytes / max(1, tokens - documents):.2f}'
         rows[side] = [f'{documents:,}', f'{tokens:,}', f'{num_bytes:,}', share]
-    cli.show(cli.table(rows, '', 'documents', 'tokens', 'bytes', 'bytes a token'))
+    heads = ['', 'documents', 'tokens', 'bytes', 'bytes a token']
+    cli.show(to_rich(Table(None, heads, rows)))
     for reason, entry in store.skipped.items():
         _show(f'left out, {reason}: {entry["count"]:,}, such as {entry["first"][0]}')
     if tokenized:

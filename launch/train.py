@@ -16,7 +16,7 @@ import signal
 
 from absl import flags
 
-from launch import cli, dry_run
+from launch import cli, config_file, dry_run
 from moddepth_jax.data import sources
 from moddepth_jax.hparams import check_values, flag_values, from_config
 
@@ -47,14 +47,14 @@ def main(_):
     from moddepth_jax.training.checkpoint import to_host
     from moddepth_jax.training.loop import train
 
+    hparams = from_config(CONFIG.value)
     if DRY_RUN.value:
-        return dry_run.run(_hparams(None), MESH.value)
+        return dry_run.run(hparams, MESH.value)
     profiled = None if PROFILE.value is None else flag_values.parse_steps(PROFILE.value)
     multihost.initialize(saves=True)
     workdir = WORKDIR.value or pathlib.Path('runs') / cli.config_name()
-    hparams = multihost.run_on_all(lambda: _hparams(workdir))
     cli.enable_compilation_cache(hparams)
-    source = cli.config_source()
+    source = config_file.source(flags.FLAGS['config'].config_filename)
     ahead = None if multihost.is_initialized() else report_programs
     run = train(hparams, workdir, MESH.value, profiled, WANDB.value, source, ahead)
     if run.signal is not None:
@@ -68,16 +68,6 @@ def main(_):
     state = run.state.replace(**jax.tree.map(to_host, model))
     multihost.run_on_leader(lambda: write_report(dataclasses.replace(run, state=state)))
     return 0
-
-
-def _hparams(workdir):
-    """The hyper-parameters of --config, which fit the tokenizer."""
-    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
-    from moddepth_jax.training.plan import check_vocabulary
-
-    hparams = from_config(CONFIG.value)
-    check_vocabulary(hparams, tokenizer_of(hparams.data, workdir))
-    return hparams
 
 
 if __name__ == '__main__':

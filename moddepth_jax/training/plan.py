@@ -98,10 +98,10 @@ def resolve_steps(hparams: Hparams) -> int:
     """
     if not hparams.flop_budget:
         return hparams.training.num_steps
-    costs = [_mean_step_flops(hparams, stage) for stage in hparams.stages]
     loops = hparams.training.loops or (0,)
-    cost = max(step_flops(hparams, stage, n) for stage in hparams.stages for n in loops)
-    if hparams.flop_budget < cost:
+    by_loops = [[step_flops(hparams, stage, n) for n in loops] for stage in hparams.stages]
+    costs = [sum(each) / len(loops) for each in by_loops]
+    if hparams.flop_budget < (cost := max(map(max, by_loops))):
         raise ValueError(
             f'flop_budget={hparams.flop_budget:g}: pays for no step; one step of '
             f'{hparams.data.batch_size} x {hparams.data.sequence_length} tokens costs {cost:.3g}'
@@ -121,11 +121,6 @@ def resolve_steps(hparams: Hparams) -> int:
     while run_flops(hparams, num_steps + 1) <= hparams.flop_budget:
         num_steps += 1
     return num_steps
-
-
-def _mean_step_flops(hparams, stage):
-    counts = hparams.training.loops or (0,)
-    return sum(step_flops(hparams, stage, loops) for loops in counts) / len(counts)
 
 
 def plan_extension(hparams: Hparams, workdir: str | os.PathLike) -> tuple[Hparams, int]:

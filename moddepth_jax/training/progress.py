@@ -135,16 +135,16 @@ class Progress:
 
 
 class Stopwatch:
-    """Wall-clock time of steps, without what happens inside `pause`, such as evaluations."""
+    """Wall-clock time of steps, without what happens inside `pause`, such as evaluations.
+
+    Attributes:
+      steps: since the last call of `rates`; the caller counts them.
+    """
 
     def __init__(self):
         self._begin = time.monotonic()
         self._total = self._waited = self._window = 0.0
-        self._steps = 0
-
-    def step_done(self):
-        """Counts one step."""
-        self._steps += 1
+        self.steps = 0
 
     @contextlib.contextmanager
     def waiting_for_data(self):
@@ -160,11 +160,6 @@ class Stopwatch:
         yield
         self._begin = time.monotonic()
 
-    @property
-    def steps(self) -> int:
-        """Steps since the last call of `rates`."""
-        return self._steps
-
     def rates(self, tokens_per_step: float, flops: float) -> dict[str, float]:
         """`tokens_per_second`, `flops_per_second` and `data_wait_fraction` since the last call.
 
@@ -173,11 +168,11 @@ class Stopwatch:
         self.seconds()
         seconds = max(self._window, 1e-9)
         rates = {
-            'tokens_per_second': self._steps * tokens_per_step / seconds,
+            'tokens_per_second': self.steps * tokens_per_step / seconds,
             'flops_per_second': flops / seconds,
             'data_wait_fraction': self._waited / seconds,
         }
-        self._window, self._waited, self._steps = 0.0, 0.0, 0
+        self._window, self._waited, self.steps = 0.0, 0.0, 0
         return rates
 
     def seconds(self) -> float:

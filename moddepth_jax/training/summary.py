@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 from kernels_pallas.backends import log_lines
 from kernels_pallas.xla import sequence
 from moddepth_jax.data.directory import check_fields, read_json, write_atomically
-from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.model.adapters import ADAPTER
 from moddepth_jax.training import devices
 from moddepth_jax.training.checkpoint import state_sha256
@@ -208,13 +208,18 @@ def step_flops_report(hparams: Hparams, num_steps: int) -> dict[str, float | Non
     }
 
 
-def by_layer(layers: tuple[int, ...], ratios: dict) -> dict[str, dict]:
-    """Ratios over these layers as plain numbers and lists of layer_00, layer_01, ..."""
+def by_layer(model: ModelHparams, ratios: dict) -> dict[str, dict]:
+    """`routing` and `experts` of `ratios` as plain numbers and lists of layer_00, layer_01, ..."""
+    layers = {'routing': model.routed_layers, 'experts': model.expert_layers}
     return {
-        f'layer_{layer:02d}': {
-            name: np.asarray(values[i]).tolist() for name, values in ratios.items()
+        group: {
+            f'layer_{layer:02d}': {
+                name: np.asarray(values[i]).tolist()
+                for name, values in ratios.get(group, {}).items()
+            }
+            for i, layer in enumerate(layers[group])
         }
-        for i, layer in enumerate(layers)
+        for group in layers
     }
 
 
@@ -222,10 +227,8 @@ def summarize(
     hparams: Hparams, state: TrainState, evaluation: dict, dataset, metadata: dict
 ) -> dict:
     """The content of summary.json, of `evaluate_causal` and the metadata of the last checkpoint."""
-    layers = {'routing': hparams.model.routed_layers, 'experts': hparams.model.expert_layers}
-    step, grouped = int(state.step), {*layers, 'domains'}
+    step, groups = int(state.step), by_layer(hparams.model, evaluation)
     total_flops = run_flops(hparams, state.num_steps, step)
-    groups = {name: by_layer(layers[name], evaluation.get(name, {})) for name in layers}
     if 'domains' in evaluation:
         shares, epochs = dataset.domains, dataset.domain_epochs(step)
         groups['domains'] = {
@@ -240,7 +243,7 @@ def summarize(
     return {
         'final_step': step,
         'train_loss': metadata['train_loss'],
-        'eval': {name: value for name, value in evaluation.items() if name not in grouped},
+        'eval': {name: value for name, value in evaluation.items() if name not in groups},
         **groups,
         'parameters': num_parameters(state.params),
         'active_parameters': active_parameters(hparams, state.params),

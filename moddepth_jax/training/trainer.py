@@ -228,7 +228,7 @@ class Trainer:
         while len(self.in_flight) > in_flight:
             step, metrics, targets_per_byte = self.in_flight.popleft()
             metrics = jax.device_get(metrics)
-            self.stopwatch.step_done()
+            self.stopwatch.steps += 1
             self.metadata['train_loss'] = float(metrics['loss'])
             self.metadata['learning_rate'] = float(metrics['learning_rate'])
             self._check_finite(step, metrics)
@@ -267,10 +267,7 @@ class Trainer:
 
     def _named(self, metrics):
         """Metrics as one dict; those of a layer or domain have names such as a/layer_01/b."""
-        model = self.hparams.model
-        layers = {'routing': model.routed_layers, 'experts': model.expert_layers}
-        parts = {name: by_layer(layers[name], metrics.get(name, {})) for name in layers}
-        parts['domains'] = metrics.get('domains', {})
+        parts = by_layer(self.hparams.model, metrics) | {'domains': metrics.get('domains', {})}
         named = {
             f'{group}/{part}/{name}': value
             for group in parts

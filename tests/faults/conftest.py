@@ -11,6 +11,7 @@ import pytest
 from moddepth_jax.hparams import from_config
 from tests import compilation_cache
 from tests.launch.commands import write_words
+from tests.training.conftest import cheap_reports  # noqa: F401  a fixture here, too
 
 NUM_STEPS = 6
 

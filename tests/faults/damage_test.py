@@ -1,7 +1,6 @@
 """Any damage to the newest checkpoint is reported, and the run resumes from another one."""
 
 import contextlib
-import re
 import shutil
 
 import jax
@@ -14,7 +13,6 @@ from moddepth_jax.training.train_step import init_state
 from tests.faults.runs import rows_of
 
 OLDER, NEWEST = 4, 6  # steps of the checkpoints of the run
-MANIFEST = 'manifest.json'
 pytestmark = pytest.mark.usefixtures('compiled_once')
 
 
@@ -56,13 +54,10 @@ class Saved:
 
     @contextlib.contextmanager
     def damaged(self, name, content):
-        """Inside, a file has another `content`; None: it is missing."""
+        """Inside, a file has another `content`."""
         path = self.newest / name
         original = path.read_bytes()
-        if content is None:
-            path.unlink()
-        else:
-            path.write_bytes(content)
+        path.write_bytes(content)
         try:
             yield
         finally:
@@ -84,27 +79,6 @@ def test_a_flipped_bit_is_found_and_named(saved, draw, tally, number):
         with saved.damaged(name, bytes(content)):
             saved.check_skipped(name, 'damaged')
         tally('flipped bits', 'found')
-    assert saved.restore()[1:] == (NEWEST, [])
-
-
-def replacements(content, draw):
-    """{kind: other content of a file; None: the file is missing}."""
-    return {
-        'missing': None,
-        'empty': b'',
-        'cut': content[: draw.randrange(1, len(content))],
-        'longer': content + b'\0',
-        'zeros': bytes(len(content)),
-    }
-
-
-def test_each_file_that_is_missing_or_has_other_bytes_is_named(saved, draw, tally):
-    assert len(saved.files) > 10 and MANIFEST in saved.files
-    for name in saved.files:
-        for kind, content in replacements((saved.newest / name).read_bytes(), draw).items():
-            with saved.damaged(name, content), pytest.raises(ValueError, match=re.escape(name)):
-                read_manifest(saved.newest)
-            tally('damaged files', kind)
     assert saved.restore()[1:] == (NEWEST, [])
 
 

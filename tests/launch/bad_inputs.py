@@ -45,15 +45,8 @@ COMMANDS = {
         ("'--config.data.source=text/*.parquet'", ['bad.parquet', 'parquet']),
         ("'--config.data.source=text/empty*.txt'", ['empty*.txt', 'no byte']),
         ('--config.data.source=text/short.txt', ['data.sequence_length=128']),
-        (
-            '--config.data.source=other/latin.md',
-            ['latin.md: byte 3 is 0xe9', 'data.encoding=latin'],
-        ),
+        ('--config.data.source=other/latin.md', ['byte 3 is 0xe9', 'data.encoding=latin']),
         ('--config.data.encoding=utf9', ["data.encoding='utf9': must be an encoding"]),
-        (
-            '--config.data.source=store --config.data.tokenizer=prepared',
-            ['store/train.bin: was changed', 'remove store and prepare again'],
-        ),
         ('--config.seed=7 --workdir=taken', ['taken', 'seed is 0', 'and 7']),
         ('--workdir=text', ['--workdir=', 'text', 'config.json']),
         ("'--workdir=a\nb'", [r"'a\nb'", 'without line ends']),
@@ -71,6 +64,9 @@ COMMANDS = {
         ('--config=run', ['--config=run:', 'did you mean run/config.json?']),
         ('--config=taken/metrics.jsonl', ['did you mean taken/config.json?']),
     ],
+    'train --config=configs/tiny.py --config.data.source=store': [
+        ('--config.data.tokenizer=prepared', ['store/train.bin: was changed', 'remove store and']),
+    ],
     'train --config=run/config.json --workdir=run': [
         ('--config.training.num_steps=2', ['num_steps=2: the run', 'has 4 steps; 4 resume it']),
         ('--config.training.num_steps=8 --config.seed=1', ['seed is 0', 'and 1 in this run']),
@@ -80,10 +76,7 @@ COMMANDS = {
         ('run', ['run: unexpected', 'mean --workdir=run?']),
         ('--config=configs/tiny.py', ['no such flag', 'the run of --workdir has']),
         ('--workdir=./runn', ['runn: holds no config.json', 'did you mean run?']),
-        (
-            '--workdir=run/checkpoints/4',
-            ['run/checkpoints/4: holds no config.json', 'did you mean run?'],
-        ),
+        ('--workdir=run/checkpoints/4', ['4: holds no config.json', 'did you mean run?']),
         ('--workdir=.', ['.: holds no config.json', 'of launch.train, such as run']),
         ('--workdir=other', ['--workdir=', 'other', 'config.json']),
     ],
@@ -103,20 +96,14 @@ COMMANDS = {
         ('--text_field=body', ['--text_field=body', '--data or --domains']),
         ("--domains=other '--data=*.txt'", ['--domains=', 'other', 'not together with --data']),
         ("'--data=text/?.txt' --num_batches=1 --json=no/a.json", ['no/a.json: No such file']),
-        (
-            "'--data=text/?.txt' --num_batches=1 --json=text",
-            ['text: Is a directory; must be a file'],
-        ),
+        ("'--data=text/?.txt' --num_batches=1 --json=text", ['Is a directory; must be a file']),
         ('--num_batches=1 --json=/dev/null', ['--json=/dev/null: must be a regular file, or -']),
         ('--num_batches=1 --json=/dev/stdout', ['--json=/dev/stdout: must be', '- for stdout']),
         ('--num_batches=1 --json=other/pipe', ['--json=other/pipe: must be a regular file']),
     ],
     'generate': [
         ('--workdir=taken', ['no finished checkpoint', 'launch.train']),
-        (
-            "'--workdir=a run'",
-            ['a run: holds no', "launch.train --config=FILE.py --workdir='a run'"],
-        ),
+        ("'--workdir=a run'", ['a run: holds no', "--config=FILE.py --workdir='a run'"]),
     ],
     'generate --workdir=run': [
         ('--prompt=abc --chat', ['--chat: continues lines typed on a terminal']),
@@ -128,10 +115,7 @@ COMMANDS = {
         ('--top_k=-1', ['top_k=-1: must be 0, for every token, or more']),
         ('--prompts=other/pipe', ['other/pipe: cannot be read (a pipe, not a regular file)']),
         ('--prompts=other/latin.md', ['latin.md: byte 3 is 0xe9', '--encoding=latin-1']),
-        (
-            '--prompts=other/windows.jsonl',
-            ["line 1: no field 'prompt'; set --text_field", "'body'"],
-        ),
+        ('--prompts=other/windows.jsonl', ["no field 'prompt'; set --text_field", "'body'"]),
         ('--prompts=text/0.txt --max_tokens=29', ['prompt 1 of ', ' to generate', 'shorten the']),
         ('--prompts=a.txt --prompt=a', ['--prompts=a.txt: not together with --prompt']),
         ('--num_tokens=100', ['--num_tokens=100: no such flag', '--max_tokens?']),
@@ -160,10 +144,7 @@ COMMANDS = {
         ("--workdir=run --out=no '--text=a b' --num_batches=3", ['--num_batches=3: belongs to']),
     ],
     'prepare --input=other/windows.jsonl': [  # its directory keeps a lock, and finished parts
-        (
-            '--output=cache/b --processes=1',
-            ["windows.jsonl, line 1: no field 'text'", 'set --text_field to one'],
-        ),
+        ('--output=cache/b --processes=1', ["line 1: no field 'text'", 'set --text_field to one']),
     ],
     'convert': [
         ('', ['--workdir and one of', 'nothing was given']),
@@ -174,19 +155,8 @@ COMMANDS = {
         ('--from_hf=hf --workdir=new --step=2', ['--step=2: belongs to a run']),
         ('--from_hf=hf --workdir=run', ['run: holds', 'new or empty']),
         ('--from_hf=small --workdir=new', ['has ids up to 261', 'model has 250']),
-        (
-            '--from_workdir=dense --workdir=new --config=dense/config.json --config.model.d_ff=32',
-            ['model.d_ff=32: is 64 in the run that is converted'],
-        ),
-        (
-            '--from_hf=meta/Llama --workdir=new',
-            ['no such folder', 'hf download meta/Llama --local-'],
-        ),
+        ('--from_hf=meta/Llama --workdir=new', ['no such folder', 'hf download meta/Llama --l']),
         ('--from_hf=gpt2 --workdir=new', ['no such folder', 'hf download gpt2 --local-dir gpt2']),
-        (
-            '--from_hf=https://huggingface.co/meta/Llama/tree/main --workdir=new',
-            ['no such folder', 'hf download meta/Llama --local-dir Llama'],
-        ),
         ('--from_hf=run --workdir=new', ['--from_hf=run: is a run; write --from_workdir=run']),
         ('--from_workdir=hf --workdir=new', ['is a Hugging Face model; write --from_hf=hf']),
         ('--workdir=run --to_hf=run', ['--to_hf=run: holds', 'new or empty']),
@@ -198,10 +168,8 @@ COMMANDS = {
         ('--from_workdir=runn --workdir=new --config=run/config.json', ['--from_workdir=runn: ho']),
     ],
     'convert --from_workdir=dense --workdir=new --config=dense/config.json': [
-        (
-            '--from_layers=one',
-            ['=one: must be average, first, last, or 2 layers (model.num_layers'],
-        ),
+        ('--config.model.d_ff=32', ['model.d_ff=32: is 64 in the run that is converted']),
+        ('--from_layers=one', ['=one: must be average, first, last, or 2 layers']),
         ('--from_layers=0,7', ['--from_layers=0,7: must be', 'from 0 to 1']),
         ('--config.model.num_layers=1', ['blocks from layers of a dense run by --from_layers']),
         ('--config.training.distill_from=gone', ["distill_from='gone': holds no config.json"]),
@@ -212,6 +180,14 @@ COMMANDS = {
         ('--from_layers=first', ['--from_layers=first: belongs to --from_workdir']),
         ('--config.model.d_model=32', ['d_model=32: is 16 in', 'leave it out']),
         ('--config.model.routing.router=learned', ['comes in dense; --from_workdir adds routing']),
+    ],
+    'convert --workdir=new': [  # `exported`: folders that were exported from here
+        ('--from_hf=exported/none', ["none/config.json: holds no 'knobs'; must be an object"]),
+        ('--from_hf=https://huggingface.co/meta/Llama/tree/main', ['meta/Llama --local-dir Llama']),
+        ('--from_hf=exported/typed', ['model.num_layers']),
+        ('--from_hf=exported/grouped', ['model.routing']),
+        ('--from_hf=exported/unknown', ['unheard_of']),
+        ('--from_hf=exported/wide --config.model.d_model=32', ['=32: is 64 in exported/wide/']),
     ],
     'compare': [
         ('', ['RUN: missing', 'one run or more']),
@@ -366,10 +342,7 @@ TOY = {
         ('--workdir =', ['--workdir =: has a space next to "="; write --workdir=VALUE']),
         ('--config.seed = 1', ['--config.seed = 1: has a space', 'write --config.seed=1']),
         ('--config.model.use_bias = true', ['write --config.model.use_bias=true']),
-        (
-            '--act=def main',
-            ['main: unexpected after --act=def; an option starts with --', 'quoted'],
-        ),
+        ('--act=def main', ['main: unexpected after --act=def; an option starts', 'quoted']),
         ('--act=1e9, 2e9', ['--act=1e9, 2e9: has a space inside; write --act=1e9,2e9']),
         ('--act=size=1 steps=2', ['has a space inside; write --act=size=1,steps=2']),
         ('workdir=x', ['workdir=x: unexpected; did you mean --workdir=x?']),
@@ -391,6 +364,15 @@ def snapshot(folder: pathlib.Path) -> dict:
         for path in [folder, *folder.rglob('*')]
         if not path.is_relative_to(folder / 'cache')
     }
+
+
+EXPORTED = {  # what a bad config.json of a folder that was exported from here holds
+    'none': {},
+    'typed': {'knobs': {'num_layers': 'two'}},
+    'grouped': {'knobs': {'routing': 3}},
+    'unknown': {'knobs': {'routing': {'unheard_of': 3}}},
+    'wide': {'knobs': {'d_model': 64}},
+}
 
 
 def make_folder(folder, tiny_config):
@@ -426,7 +408,9 @@ def _make_runs(folder, tiny_config):
     open_workdir(folder / 'dense', dataclasses.asdict(from_config(tiny_config())))
     (folder / 'taken' / 'metrics.jsonl').write_text('{"step": 1, "loss": 5.5}\n')
     changes = {
+        'model.num_layers': 1,
         'model.routing.router': 'learned',
+        'model.routing.layers': '0',
         'data.source': str(folder / 'text' / '?.txt'),
         'data.held_out_fraction': 0.3,
     }
@@ -435,7 +419,11 @@ def _make_runs(folder, tiny_config):
 
 
 def _make_hugging_face(folder, texts):
-    """`hf`: a checkpoint; `small`: one with too small a vocabulary."""
+    """`hf`: a checkpoint; `small`: one with too few ids; `exported`: those of EXPORTED."""
+    for name, content in EXPORTED.items():
+        (folder / 'exported' / name).mkdir(parents=True)
+        config = {'model_type': 'moddepth', 'max_position_embeddings': 32} | content
+        (folder / 'exported' / name / 'config.json').write_text(json.dumps(config))
     shutil.copytree(ROOT / 'tests/conversion/golden/olmo2', folder / 'hf')
     train_bpe(iter(texts), 262).save(folder / 'tokenizer')
     shutil.copy(folder / 'tokenizer' / 'tokenizer.json', folder / 'hf')

@@ -40,7 +40,7 @@ def toy(folder):
 
 
 RUNS = [
-    ([BASE], 'base 6 (0,) False'),
+    ([BASE], 'base 6 (0,) False None'),
     (['--config', 'configs/base.py', '--config.model.num_layers', '3'], 'base 3 (0,) False'),
     ([BASE, '--config.model.num_layers=3', '--config.model.use_bias'], 'base 3 (0,) True'),
     ([BASE, '--config.model.windows=(8, 0)', '--noconfig.model.use_bias'], 'base 6 (8, 0) F'),
@@ -59,18 +59,39 @@ def test_flags_and_overrides_reach_main(toy, folder):
         assert done.stdout.startswith(printed) and done.stdout.endswith('False\n'), line
 
 
-def test_a_bug_has_its_traceback(toy):
+LINES = {
+    'status': [BASE, '--act=status'],
+    'bug': [BASE, '--act=bug'],
+    'buggy config': ['--config={}/buggy.py', '--traceback'],
+    'bad value': [BASE, '--act=bad value', '--traceback'],
+    'help': ['--help'],
+    'short help': ['--act=bug', '-h'],
+    'help first': ['--zzz', '--help'],
+    'printed': [BASE, '--print_config', '--config.flop_budget=1e12', '--act=bug'],
+    'quiet': [BASE, '--act=noise'],
+    'verbose': [BASE, '--act=noise', '--verbosity=0'],
+}
+
+
+@pytest.fixture(scope='module')
+def done(toy):
+    """What became of each of LINES."""
+    return dict(zip(LINES, toy(*LINES.values()), strict=True))
+
+
+@pytest.mark.parametrize(
+    ('name', 'status', 'error'),
+    [
+        ('bug', 1, 'RuntimeError: a bug'),
+        ('buggy config', 2, 'error: --config='),
+        ('bad value', 2, 'error: model.num_layers=0: must be 1'),
+    ],
+)
+def test_a_bug_has_its_traceback(done, name, status, error):
     """An exception that is no user's mistake has it, as any has with --traceback."""
-    cases = [
-        ([BASE, '--act=bug'], 1, 'RuntimeError: a bug'),
-        (['--config={}/buggy.py', '--traceback'], 2, 'error: --config='),
-        ([BASE, '--act=bad value', '--traceback'], 2, 'error: model.num_layers=0: must be 1'),
-    ]
-    *found, last = toy(*(line for line, _, _ in cases), [BASE, '--act=status'])
-    for (_, status, error), done in zip(cases, found, strict=True):
-        assert done.status == status and 'Traceback' in done.stderr
-        assert done.stderr.splitlines()[-1].startswith(error)
-    assert (last.status, last.stderr) == (3, '')
+    assert done[name].status == status and 'Traceback' in done[name].stderr
+    assert done[name].stderr.splitlines()[-1].startswith(error)
+    assert (done['status'].status, done['status'].stderr) == (3, '')
 
 
 @pytest.mark.parametrize(
@@ -165,37 +186,35 @@ def test_interrupt_is_one_line(folder):
     assert process.returncode == 130
 
 
-def test_help_shows_the_docstring_and_own_flags(toy):
+@pytest.mark.parametrize('name', ['help', 'short help', 'help first'])
+def test_help_shows_the_docstring_and_own_flags(done, name):
     """With status 0, and without the flags of libraries."""
-    for done in toy(['--help'], ['--act=bug', '-h'], ['--zzz', '--help']):
-        assert (done.status, done.stderr) == (0, '')
-        assert done.stdout.startswith('A toy command.\n')
-        assert 'python -m launch.toy --config=configs/base.py' in done.stdout
-        named = [line.split()[0] for line in done.stdout.splitlines() if line.startswith('  --')]
-        assert {'--config', '--[no]print_config', '--workdir', '--routing'} <= set(named)
-        assert len(named) == 8
+    status, shown, stderr = done[name]
+    assert (status, stderr) == (0, '')
+    assert shown.startswith('A toy command.\n')
+    assert 'python -m launch.toy --config=configs/base.py' in shown
+    named = [line.split()[0] for line in shown.splitlines() if line.startswith('  --')]
+    assert {'--config', '--[no]print_config', '--workdir', '--routing'} <= set(named)
+    assert len(named) == 8
 
 
-def test_print_config_is_the_resolved_config(toy):
-    (done,) = toy([BASE, '--print_config', '--config.flop_budget=1e12', '--act=bug'])
-    assert (done.status, done.stderr) == (0, '')
-    printed = json.loads(done.stdout)
+def test_print_config_is_the_resolved_config(done):
+    status, shown, stderr = done['printed']
+    assert (status, stderr) == (0, '')
+    printed = json.loads(shown)
     assert (printed['flop_budget'], printed['model']['num_layers']) == (1e12, 6)
 
 
-@pytest.mark.parametrize(
-    ('devices', 'nproc', 'expected'), [(1, '', 'None'), (4, '', '8'), (4, '3', '3')]
-)
-def test_fake_devices_get_two_threads_each(toy, devices, nproc, expected, monkeypatch):
+@pytest.mark.parametrize(('nproc', 'expected'), [('', '8'), ('3', '3')])
+def test_fake_devices_get_two_threads_each(toy, nproc, expected, monkeypatch):
     monkeypatch.delenv('NPROC', raising=False)
     environment = {'NPROC': nproc} if nproc else {}
-    flags = f'--xla_force_host_platform_device_count={devices}'
-    (done,) = toy([BASE], XLA_FLAGS=flags, **environment)
+    (done,) = toy([BASE], XLA_FLAGS='--xla_force_host_platform_device_count=4', **environment)
     assert done.stdout.split()[-2] == expected
 
 
-def test_logs_of_libraries_are_quiet(toy):
+def test_logs_of_libraries_are_quiet(done):
     """Their notes and warnings are dropped; ours are not, and with --verbosity=0 none is."""
-    quiet, verbose = toy([BASE, '--act=noise'], [BASE, '--act=noise', '--verbosity=0'])
-    assert 'quiet' not in quiet.stderr and quiet.stderr.count('to be seen') == 1
-    assert verbose.stderr.count('quiet') == 3
+    quiet, verbose = done['quiet'].stderr, done['verbose'].stderr
+    assert 'quiet' not in quiet and quiet.count('to be seen') == 1
+    assert verbose.count('quiet') == 3

@@ -10,6 +10,7 @@ import pytest
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import loop
 from tests.launch.commands import write_words
+from tests.training.conftest import skip_reports
 
 
 @pytest.fixture(scope='session')
@@ -40,18 +41,21 @@ def _train(tiny_config, folder):
         ''.join(json.dumps({'body': 'to be or not ' * 5}) + '\n' for _ in range(4))
     )
     changes = {
+        'model.num_layers': 1,
         'model.routing.router': 'learned',
+        'model.routing.layers': '0',
         'model.routing.capacity': 0.25,
         'data.source': str(folder / '*.txt'),
         'data.held_out_fraction': 0.3,
         'evaluation.every': 0,
     }
     before = jax.config.values['jax_disable_most_optimizations']
+    jax.config.update('jax_disable_most_optimizations', True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv('XDG_CACHE_HOME', str(folder / 'cache'))
-        jax.config.update('jax_disable_most_optimizations', True)
+        skip_reports(patch)
         loop.train(from_config(tiny_config(**changes)), folder / 'run')
-        jax.config.update('jax_disable_most_optimizations', before)
+    jax.config.update('jax_disable_most_optimizations', before)
 
 
 @pytest.fixture(scope='session')

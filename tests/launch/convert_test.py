@@ -146,26 +146,6 @@ def test_a_routed_run_goes_out_and_comes_back_as_it_was(tiny_config, tmp_path):
     assert generation['suppress_tokens'] == [257, 258, 259]
 
 
-def test_a_folder_from_here_with_other_knobs_is_refused(tiny_config, tmp_path):
-    """In one line that names the knob, whatever its config.json says."""
-    folder = tmp_path / 'hf'
-    folder.mkdir()
-    for knobs, overrides, words in (
-        (None, (), "hf/config.json: holds no 'knobs'; must be an object"),
-        ({'num_layers': 'two'}, (), 'model.num_layers'),
-        ({'routing': 3}, (), 'model.routing'),
-        ({'routing': {'unheard_of': 3}}, (), 'unheard_of'),
-        ({'d_model': 64}, ('--config.model.d_model=32',), '=32: is 64 in hf/config.json; leave'),
-    ):
-        config = {'model_type': 'moddepth', 'max_position_embeddings': 32}
-        config |= {} if knobs is None else {'knobs': knobs}
-        (folder / 'config.json').write_text(json.dumps(config))
-        done = call('convert', '--from_hf=hf', '--workdir=new', *overrides, cwd=tmp_path)
-        assert done.status != 0 and words in done.stderr and 'Traceback' not in done.stderr
-        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert not (tmp_path / 'new').exists()
-
-
 @pytest.mark.slow
 def test_adapters_are_merged_on_the_way_out(folder):
     """A run of the imported model with trained adapters is exported, and converted, as one model.

@@ -74,11 +74,11 @@ def test_it_repeats_the_last_evaluation_of_the_run(trained, done):
     assert {'loss', 'loss_top_c', 'routing_gap', 'bits_per_byte'} <= set(summary['eval'])
     assert (report['rule'], report['step'], report['num_steps']) == ('predictor', 4, 4)
     assert report['corpus_sha256'] == summary['corpus_sha256'] and report['held_out']
-    assert report['batches'] == 2 and set(report['routing']) == {'layer_01'}
+    assert report['batches'] == 2 and set(report['routing']) == {'layer_00'}
     for name in ('selected_fraction', 'recall'):
-        value = summary['routing']['layer_01'][name]
-        assert report['routing']['layer_01'][name] == pytest.approx(value, abs=1e-6)
-    dead = 1 - summary['routing']['layer_01']['selected_fraction']
+        value = summary['routing']['layer_00'][name]
+        assert report['routing']['layer_00'][name] == pytest.approx(value, abs=1e-6)
+    dead = 1 - summary['routing']['layer_00']['selected_fraction']
     assert 0 < report['dead_tokens'] == pytest.approx(dead, abs=1e-6)
 
 
@@ -87,11 +87,11 @@ def test_a_rule_by_name_is_measured_alone(out, done):
     stdout, report = done['dense'].stdout, json.loads((out / 'dense.json').read_text())
     assert (report['rule'], report['batches'], report['targets']) == ('dense', 1, 4 * LENGTH)
     assert 'loss_top_c' not in report and 'routing_gap' not in report
-    layer = report['routing']['layer_01']
+    layer = report['routing']['layer_00']
     assert layer['selected_fraction'] == 1 and layer['recall'] == 1
     loss = rf'dense +│ +{report["loss"]:.4f} │ +{report["bits_per_byte"]:.4f}'
     assert re.search(loss, stdout)
-    assert re.search(r'01 +│ +1\.000 │ +0\.250 │ +1\.000', stdout)
+    assert re.search(r'00 +│ +1\.000 │ +0\.250 │ +1\.000', stdout)
     assert re.search(r'dead tokens, .*: 0\.000', stdout)
     assert f'128 targets in 1 of {report["all_batches"]} batches' in stdout
     assert 'the held-out text of' in stdout and done['dense'].stderr == ''

@@ -6,7 +6,7 @@ import re
 from tests.faults.runs import Runs
 from tests.forked_commands import run_commands
 
-FIRST_CHECKPOINT, NUM_STEPS = 20, 120
+FIRST_CHECKPOINT, NUM_STEPS = 10, 60
 
 # launch.train that gets a signal some seconds after it has begun a step, and has a checkpoint.
 SIGNALLED = """
@@ -44,9 +44,10 @@ def test_killed_then_terminated_it_ends_bit_equal(tmp_path):
     print(f'kills drawn from seed {seed}')  # a failure shows it
     draw = random.Random(seed)
     changes = {'model__routing__router': 'none', 'training__num_steps': NUM_STEPS}
+    changes |= {'training__checkpoint_every': FIRST_CHECKPOINT, 'evaluation__every': 25}
     runs = Runs(tmp_path, devices=0, **changes)
     (tmp_path / 'signalled.py').write_text(SIGNALLED)
-    kill, stop = draw.randrange(FIRST_CHECKPOINT, 50), draw.randrange(60, 90)
+    kill, stop = draw.randrange(FIRST_CHECKPOINT, 25), draw.randrange(30, 45)
     broken = [f'--config={runs.config}', '--workdir=broken']
     lines = [
         ['train', f'--config={runs.config}', '--workdir=unbroken'],
@@ -59,7 +60,7 @@ def test_killed_then_terminated_it_ends_bit_equal(tmp_path):
     assert 'resuming' not in killed.stdout
     assert stopped.status == 128 + 15
     assert stopped.stderr == 'SIGTERM: stopping after this step, then saving\n'
-    stops = r'SIGTERM: stopped and saved at step (\d+) of 120; the same'
+    stops = r'SIGTERM: stopped and saved at step (\d+) of 60; the same'
     (last,) = re.findall(stops, stopped.stdout)
     assert stop <= int(last) < NUM_STEPS
     assert FIRST_CHECKPOINT <= resumed_step(stopped) < NUM_STEPS

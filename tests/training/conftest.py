@@ -1,8 +1,6 @@
 """Fixtures of tests that run the train loop: compiled programs and one finished run are shared."""
 
-import functools
 import os
-import random
 import signal
 
 import pytest
@@ -11,19 +9,29 @@ from moddepth_jax.data.pipeline import Dataset
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training import loop, summary, trainer
+from moddepth_jax.training.teacher import step_flops
 from tests import compilation_cache
+from tests.launch.commands import write_words
 
 NUM_STEPS = 7  # of the finished run
 
 
 @pytest.fixture(scope='session', autouse=True)
 def cheap_reports():
-    """Runs skip what costs seconds and is tested elsewhere: baselines, FLOPs of equal models."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, 'measure_baselines', lambda corpus: {'unigram': 3.0})
-        report = functools.cache(summary.step_flops_report)
-        patch.setattr(summary, 'step_flops_report', lambda *given: dict(report(*given)))
+        skip_reports(patch)
         yield
+
+
+def skip_reports(patch):
+    """Runs skip what costs seconds and is tested elsewhere: baselines, and XLA's count of FLOPs."""
+
+    def counted_flops(hparams, num_steps):
+        return {'flops_per_step': step_flops(hparams), 'flops_per_step_xla': None}
+
+    patch.setattr(trainer, 'measure_baselines', lambda corpus: {'unigram': 3.0})
+    for module in (summary, trainer):
+        patch.setattr(module, 'step_flops_report', counted_flops)
 
 
 @pytest.fixture(scope='session')
@@ -41,11 +49,8 @@ def compiled_once(programs):
 @pytest.fixture(scope='session')
 def corpus(tmp_path_factory):
     """Six files of words; returns their glob."""
-    words, draw = ['to ', 'be, ', 'or ', 'not\n'], random.Random(0)
     folder = tmp_path_factory.mktemp('text')
-    for i in range(6):
-        text = ''.join(draw.choice(words) for _ in range(400))
-        (folder / f'{i}.txt').write_text(text)
+    write_words(folder)
     return str(folder / '*.txt')
 
 
@@ -53,7 +58,9 @@ def corpus(tmp_path_factory):
 def run_hparams(tiny_config, corpus):
     """Of the finished run: routed, with a budget that pays for 7.5 steps."""
     changes = {
+        'model.num_layers': 1,
         'model.routing.router': 'learned',
+        'model.routing.layers': '0',
         'model.routing.capacity': 0.25,
         'data.source': corpus,
         'data.held_out_fraction': 0.3,

@@ -1,12 +1,11 @@
-"""Steps of training with experts: the same in parts, and from the first to the thirtieth."""
+"""Steps of training with experts are the same in parts."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moddepth_jax.data.pipeline import make_dataset
-from moddepth_jax.training.train_step import TrainState, _gradients, init_state, train_step
+from moddepth_jax.training.train_step import TrainState, _gradients
 from tests.model.cases import (
     HALF_ROUTED,
     experts,
@@ -62,15 +61,3 @@ def test_micro_batches_do_not_change_the_step(name, tiny_config):
         np.testing.assert_allclose(
             two, one, rtol=1e-4, atol=1e-5 * most, err_msg=jax.tree_util.keystr(path)
         )
-
-
-def test_the_threshold_of_an_expert_is_an_average_of_the_lowest_scores_it_took(tiny_config):
-    """From 0, as tests/training/threshold_test.py has it for routers."""
-    knobs = {'model.vocab_size': 257, 'model.num_layers': 1, 'model.routing.layers': '0'}
-    chosen = experts(choice='expert', threshold_decay=0.05)
-    hparams = two_layer_hparams(tiny_config, chosen, **knobs)
-    batch = make_dataset(hparams.data, hparams.seed).train_batch(0)
-    after, metrics = jax.jit(lambda: train_step(init_state(hparams, 30), batch))()
-    expected_XE = 0.95 * metrics['experts']['lowest_taken']
-    np.testing.assert_allclose(after.averages['expert_thresholds_XE'], expected_XE, rtol=1e-5)
-    assert (expected_XE > 0).all()

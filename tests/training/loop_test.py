@@ -21,10 +21,9 @@ from moddepth_jax.training.plan import loops_at, run_flops
 from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.summary import describe
 from tests.data.prepared_text import prepare, write_texts
-from tests.model.cases import parameters
+from tests.faults.runs import TIMES, rows_of
 from tests.training.conftest import NUM_STEPS
 
-TIMES = {'tokens_per_second', 'flops_per_second', 'data_wait_fraction', 'peak_memory_bytes'}
 ROUTING = {'selected_fraction', 'precision', 'recall'}
 STAGED = {
     'model.routing.router': 'learned',
@@ -33,16 +32,14 @@ STAGED = {
     'model.routing.train_rule': 'threshold',
     'model.routing.threshold_warmup': 0.4,
 }
+LOOPED = {'model.looped_layers': 'all', 'model.loops': 2, 'training.loops': (1, 3), 'seed': 2}
+DROPPING = {'choice': 'token', 'num_noop': 2, 'row_capacity': 4}
 pytestmark = pytest.mark.usefixtures('compiled_once')
 
 
 @pytest.fixture
 def copied(finished, tmp_path):
     return shutil.copytree(finished.workdir, tmp_path / 'copied')
-
-
-def rows_of(workdir):
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(workdir)]
 
 
 def changed(hparams, group, **knobs):
@@ -58,8 +55,8 @@ def test_summary_has_every_promised_field(finished, run_hparams):
         'routing',
     }  # fmt: skip
     assert promised <= set(summary)
-    assert list(summary['routing']) == ['layer_01']
-    assert ROUTING <= set(summary['routing']['layer_01'])
+    assert list(summary['routing']) == ['layer_00']
+    assert ROUTING <= set(summary['routing']['layer_00'])
     assert summary['final_step'] == NUM_STEPS
     assert summary['state_sha256'] == state_sha256(finished.state)
     assert summary['flop_budget'] == run_hparams.flop_budget
@@ -85,12 +82,12 @@ def test_metrics_have_a_row_for_each_logged_step_and_evaluation(finished):
     assert [row['step'] for row in evaluated] == [4, 7]
     names = {'loss', 'learning_rate', 'grad_norm'} | TIMES
     for row in trained:
-        assert names | {f'routing/layer_01/{name}' for name in ROUTING} <= set(row)
+        assert names | {f'routing/layer_00/{name}' for name in ROUTING} <= set(row)
         assert row['loss'] > 0 and row['tokens_per_second'] > 0
         assert 0 <= row['data_wait_fraction'] <= 1
     for row in evaluated:
         assert {'eval/loss', 'eval/loss_top_c', 'eval/routing_gap', 'eval/bits_per_byte'} < set(row)
-        assert {f'eval/routing/layer_01/{name}' for name in ROUTING} < set(row)
+        assert {f'eval/routing/layer_00/{name}' for name in ROUTING} < set(row)
     assert trained[-1]['loss'] == finished.summary['train_loss']
     assert evaluated[-1]['eval/loss'] == finished.summary['eval']['loss']
 
@@ -132,36 +129,31 @@ def test_a_run_stopped_by_signals_ends_as_if_it_had_not_been(
     assert rows_of(resumed.workdir) == rows_of(finished.workdir)
 
 
-OPTIMIZERS = {
-    'muon': {'name': 'muon', 'schedule': 'wsd'},
-    'lion': {'name': 'lion', 'schedule': 'wsd'},
-    'a part by muon': {'name': 'muon', 'trainable': ('*/router/*', '*/mlp/*')},
-}
-
-
-@pytest.mark.parametrize('name', parameters(('a part by muon',), OPTIMIZERS))
-def test_every_optimizer_resumes_to_the_bit(name, run_hparams, tmp_path, signals):
-    hparams = changed(run_hparams, 'optimizer', **OPTIMIZERS[name])
-    signals[4] = 'SIGTERM'
-    assert loop.train(hparams, tmp_path / 'broken').state.step == 5
-    resumed = loop.train(hparams, tmp_path / 'broken')
-    whole = loop.train(hparams, tmp_path / 'whole')
-    assert resumed.summary['state_sha256'] == whole.summary['state_sha256']
-
-
-STREAMS = {
+KINDS = {
+    'muon': {'optimizer.name': 'muon', 'optimizer.schedule': 'wsd'},
+    'lion': {'optimizer.name': 'lion', 'optimizer.schedule': 'wsd'},
+    'a part by muon': {
+        'optimizer.name': 'muon',
+        'optimizer.trainable': ('*/router/*', '*/mlp/*'),
+        'model.routing.router': 'learned',
+    },
     'hyper-connections': {'model.depth.stream': 'hyper_connections'},
     'mhc': {'model.depth.stream': 'hyper_connections', 'model.depth.hyper_form': 'constrained'},
     'attention residual': {'model.depth.stream': 'attention_residual'},
     'mudd': {'model.depth.stream': 'mudd'},
     'value residual': {'model.depth.stream': 'value_residual'},
+    'stages': STAGED,
+    'drawn loops': LOOPED,
+    'experts': {f'model.experts.{name}': value for name, value in DROPPING.items()},
+    'experts that choose': {'model.experts.choice': 'expert'},
 }
 
 
+# Fast: saved_run_test.py, where the state of Muon on a part comes back to the bit.
 @pytest.mark.slow
-@pytest.mark.parametrize('name', STREAMS)
-def test_every_stream_resumes_to_the_bit(name, tiny_config, tmp_path, signals):
-    hparams = from_config(tiny_config(**STREAMS[name]))
+@pytest.mark.parametrize('name', KINDS)
+def test_every_kind_of_run_resumes_to_the_bit(name, tiny_config, tmp_path, signals):
+    hparams = from_config(tiny_config(**KINDS[name]))
     signals[2] = 'SIGTERM'
     assert loop.train(hparams, tmp_path / 'broken').state.step == 3
     resumed = loop.train(hparams, tmp_path / 'broken')
@@ -343,27 +335,21 @@ def test_a_mixture_resumes_from_moved_folders(
 
 
 @pytest.mark.slow
-def test_each_step_trains_by_its_stage_also_after_a_signal(tiny_config, corpus, tmp_path, signals):
-    """Two steps at capacity 1 by top-C, three at 1/4 by the threshold; stopped in between."""
+def test_each_step_trains_by_its_stage(tiny_config, corpus, tmp_path):
+    """Two steps at capacity 1 by top-C, three at 1/4 by the threshold."""
     changes = STAGED | {
         'data.source': corpus,
         'data.held_out_fraction': 0.3,
         'training.num_steps': 5,
-        'training.checkpoint_every': 5,
         'evaluation.every': 0,
     }
     hparams = from_config(tiny_config(**changes))
-    signals[1] = 'SIGTERM'
-    stopped = loop.train(hparams, tmp_path / 'broken')
-    assert (stopped.signal, int(stopped.state.step)) == ('SIGTERM', 2)
-    assert stopped.state.averages['thresholds_R'].shape == (1,)
-    resumed, unbroken = (loop.train(hparams, tmp_path / name) for name in ('broken', 'unbroken'))
-    assert resumed.summary['state_sha256'] == unbroken.summary['state_sha256']
-    rows = [row for row in read_metrics(unbroken.workdir) if 'loss' in row]
+    run = loop.train(hparams, tmp_path / 'run')
+    rows = [row for row in read_metrics(run.workdir) if 'loss' in row]
     fractions = [row['routing/layer_01/selected_fraction'] for row in rows]
     assert fractions[:2] == [1.0] * 2
     assert all(fraction <= 12 / 32 for fraction in fractions[2:])
-    summary = json.loads((unbroken.workdir / 'summary.json').read_text())
+    summary = json.loads((run.workdir / 'summary.json').read_text())
     stages = [(s['first_step'], s['capacity'], s['routing']) for s in summary['stages']]
     assert stages == [(0, 1.0, 'top_c'), (2, 0.25, 'threshold')]
     costs = [stage['flops_per_step'] for stage in summary['stages']]
@@ -372,48 +358,40 @@ def test_each_step_trains_by_its_stage_also_after_a_signal(tiny_config, corpus, 
 
 
 @pytest.mark.slow
-def test_each_step_trains_by_the_loops_that_it_draws(tiny_config, corpus, tmp_path, signals):
-    """Also after a signal; it is evaluated with those of the model, and each step is counted."""
-    changes = {'data.source': corpus, 'data.held_out_fraction': 0.3, 'evaluation.every': 0}
-    changes |= {'model.looped_layers': 'all', 'model.loops': 2, 'training.loops': (1, 3)}
-    changes |= {'seed': 2}
-    hparams = from_config(tiny_config(**changes, **{'training.num_steps': 6}))
-    drawn = [loops_at(hparams, 6, step) for step in range(6)]
-    assert set(drawn[:3]) == set(drawn[3:]) == {1, 3}
-    signals[2] = 'SIGTERM'
-    assert loop.train(hparams, tmp_path / 'broken').signal == 'SIGTERM'
-    resumed, unbroken = (loop.train(hparams, tmp_path / name) for name in ('broken', 'unbroken'))
-    assert resumed.summary['state_sha256'] == unbroken.summary['state_sha256']
-    assert resumed.summary['eval'] == unbroken.summary['eval']
-    costs = [train_step_flops(hparams, loops=loops) for loops in drawn]
-    assert unbroken.summary['total_flops'] == sum(costs)
-    assert unbroken.summary['flops_per_step'] == train_step_flops(hparams, loops=2)
-    fixed = from_config(tiny_config(**changes | {'training.loops': (), 'training.num_steps': 6}))
+def test_each_step_trains_by_the_loops_that_it_draws(tiny_config, corpus, tmp_path):
+    """It is evaluated with those of the model, and each step is counted."""
+    changes = LOOPED | {'data.source': corpus, 'data.held_out_fraction': 0.3, 'evaluation.every': 0}
+    hparams = from_config(tiny_config(**changes))
+    drawn = [loops_at(hparams, 4, step) for step in range(4)]
+    assert set(drawn) == {1, 3}
+    run = loop.train(hparams, tmp_path / 'run')
+    assert run.summary['total_flops'] == sum(train_step_flops(hparams, loops=n) for n in drawn)
+    assert run.summary['flops_per_step'] == train_step_flops(hparams, loops=2)
+    fixed = from_config(tiny_config(**changes | {'training.loops': ()}))
     other = loop.train(fixed, tmp_path / 'fixed')
-    assert other.summary['state_sha256'] != unbroken.summary['state_sha256']
+    assert other.summary['state_sha256'] != run.summary['state_sha256']
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     'changes',
     [
-        {'experts.choice': 'token', 'experts.num_noop': 2, 'experts.row_capacity': 4},
-        {'experts.choice': 'expert'},
-        {'experts.choice': 'token', 'routing.router': 'learned', 'routing.causal_rule': 'dense'},
+        KINDS['experts'],
+        KINDS['experts that choose'],
+        {
+            'model.experts.choice': 'token',
+            'model.routing.router': 'learned',
+            'model.routing.causal_rule': 'dense',
+        },
     ],
 )
-def test_a_run_with_experts_reports_their_loads(tiny_config, corpus, tmp_path, signals, changes):
-    changes = {f'model.{name}': value for name, value in changes.items()}
-    changes |= {'data.source': corpus, 'data.held_out_fraction': 0.3}
+def test_a_run_with_experts_reports_their_loads(tiny_config, tmp_path, changes):
     hparams = from_config(tiny_config(**changes))
-    signals[1] = 'SIGTERM'
-    assert loop.train(hparams, tmp_path / 'broken').signal == 'SIGTERM'
-    broken, unbroken = (loop.train(hparams, tmp_path / name) for name in ('broken', 'unbroken'))
-    assert broken.summary['state_sha256'] == unbroken.summary['state_sha256']
+    run = loop.train(hparams, tmp_path / 'run')
     for layer in ('layer_00', 'layer_01'):
-        values = unbroken.summary['experts'][layer]
+        values = run.summary['experts'][layer]
         assert np.sum(values['load']) == pytest.approx(1)
-        for row in read_metrics(unbroken.workdir):
+        for row in read_metrics(run.workdir):
             prefix = 'eval/' if 'eval/loss' in row else ''
             assert {f'{prefix}experts/{layer}/{name}' for name in values} <= row.keys()
-    assert ('routing_gap' in unbroken.summary['eval']) == hparams.model.looks_ahead
+    assert ('routing_gap' in run.summary['eval']) == hparams.model.looks_ahead

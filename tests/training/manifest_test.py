@@ -7,6 +7,7 @@ import os
 import pytest
 
 from moddepth_jax.training import manifest
+from tests.data.prepared_text import refusal
 
 CASE_BIT = 5  # of ASCII letters
 CONTENT = {'step': 3, 'names': ['ä'], 'seconds': 1.0000000000000002, 'rate': 2e-05, 'loss': None}
@@ -47,3 +48,23 @@ def test_every_bit_of_data_and_manifest_counts(tmp_path):
                 manifest.read_manifest(directory)
         path.write_bytes(content)
     assert manifest.read_manifest(directory) == CONTENT
+
+
+OTHERS = {
+    'missing': None,
+    'empty': lambda content: b'',
+    'cut': lambda content: content[:-1],
+    'longer': lambda content: content + b'\0',
+    'zeros': lambda content: bytes(len(content)),
+}
+
+
+@pytest.mark.parametrize('kind', OTHERS)
+def test_a_file_that_is_missing_or_has_other_bytes_is_named(kind, tmp_path):
+    directory = make_directory(tmp_path / 'a')
+    for name in ('d/data', 'manifest.json'):
+        path = directory / name
+        content = path.read_bytes()
+        path.write_bytes(OTHERS[kind](content)) if OTHERS[kind] else path.unlink()
+        assert name in refusal(manifest.read_manifest, directory)
+        path.write_bytes(content)

@@ -17,9 +17,7 @@ from tests.data.prepared_text import refusal
     ('spec', 'words'),
     [
         (',', 'AXIS=SIZE'),
-        ('data=0', 'AXIS=SIZE'),
         ('data=²', 'AXIS=SIZE'),
-        ('data=1,model=1', 'an axis of data, fsdp, tensor, expert'),
         ('expert=1,data=1,expert=1', 'names expert twice'),
         ('data=1000', 'needs 1000 devices, 1 are here'),
     ],

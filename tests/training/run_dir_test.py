@@ -18,14 +18,6 @@ from tests.data import tokenizer_files
 from tests.data.prepared_text import refusal
 
 ROOT = pathlib.Path(__file__).parents[2]
-CONFIG = {'seed': 0, 'model': {'d_model': 32, 'windows': (0, 16), 'across_documents': False}}
-CONFIG['model'] |= {'looped_layers': 'none', 'loops': 1, 'loop_order': 'cycle'}
-CONFIG['model'] |= {'loop_norms': 'shared', 'loop_embeddings': 'none', 'loop_exit_threshold': 0.0}
-CONFIG['model'] |= {'embedding_residual': 'none', 'rope_scaling': 'none', 'attention_bias': 'none'}
-CONFIG['model'] |= {'value_embeddings': 'none'}
-CONFIG['training'] = {'log_every': 10, 'max_unsharded': 0.05, 'loss_chunk': 0, 'extended_from': 0}
-CONFIG['training'] |= {'loops': [], 'distill_from': ''}
-CONFIG['training'] |= {'distill_weight': 0.5, 'distill_temperature': 1.0}
 # No cap on selected tokens, and no bound on what is unsharded.
 OLD = {'model.routing.overflow': 'grow', 'training.max_unsharded': 1.0}
 # The knobs of the first version, whose runs have no others. This list never grows: a knob that was
@@ -81,53 +73,62 @@ def first_knobs():
     return names
 
 
-def test_config_is_written_once_and_read_back(tmp_path):
+@pytest.fixture(scope='module')
+def config(tiny_config):
+    return dataclasses.asdict(from_config(tiny_config(**{'model.windows': (0, 16)})))
+
+
+def test_config_is_written_once_and_read_back(tmp_path, config):
     path = tmp_path / 'runs' / 'a'
-    run_dir.open_workdir(path, CONFIG)
+    run_dir.open_workdir(path, config)
     text = (path / 'config.json').read_text()
-    expected = CONFIG | {'model': CONFIG['model'] | {'windows': [0, 16]}}
+    expected = json.loads(json.dumps(config))
     assert json.loads(text) == {'schema_version': 1, 'config': expected}
     assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + '\n'
     assert run_dir.read_config(path) == (expected, [])
     (path / 'metrics.jsonl').write_text('{}\n')
     before = contents(path)
-    assert run_dir.open_workdir(path, CONFIG) == []
+    assert run_dir.open_workdir(path, config) == []
     assert contents(path) == before and sorted(before) == ['config.json', 'lock', 'metrics.jsonl']
 
 
 @pytest.mark.parametrize(
-    ('config', 'field', 'values'),
+    ('field', 'old', 'new'),
     [
-        (changed(CONFIG, 'model.d_model', 64), 'model.d_model', ('32', '64')),
-        (changed(CONFIG, 'model.windows', (0, 8)), 'model.windows', ('[0, 16]', '[0, 8]')),
-        (changed(CONFIG, 'model.remat', 'block'), 'model.remat', ("'absent'", "'block'")),
-        (without(CONFIG, ['training.log_every']), 'training.log_every', ('10', "'absent'")),
+        ('model.d_model', 32, 64),
+        ('model.windows', [0, 16], [0, 8]),
+        ('model.remat', 'absent', 'block'),
+        ('training.log_every', 1, 'absent'),
     ],
 )
-def test_another_config_is_refused_by_field(tmp_path, config, field, values):
-    run_dir.open_workdir(tmp_path, CONFIG)
+def test_another_config_is_refused_by_field(tmp_path, config, field, old, new):
+    sides = [
+        without(config, [field]) if value == 'absent' else changed(config, field, value)
+        for value in (old, new)
+    ]
+    run_dir.open_workdir(tmp_path, sides[0])
     before = contents(tmp_path)
-    message = refusal(run_dir.open_workdir, tmp_path, config, volatile=('seed',))
-    assert f'{field} is {values[0]} in its config.json and {values[1]} in this run' in message
+    message = refusal(run_dir.open_workdir, tmp_path, sides[1], volatile=('seed',))
+    assert f'{field} is {old!r} in its config.json and {new!r} in this run' in message
     assert 'use another --workdir' in message
     assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize('volatile', ['training.log_every', 'training'])
-def test_volatile_fields_may_differ(tmp_path, volatile):
-    run_dir.open_workdir(tmp_path, CONFIG)
-    config = changed(CONFIG, 'training.log_every', 1)
-    run_dir.open_workdir(tmp_path, config, volatile=(volatile,))
-    run_dir.update_config(tmp_path, config)
-    assert run_dir.read_config(tmp_path)[0]['training']['log_every'] == 1
+def test_volatile_fields_may_differ(tmp_path, config, volatile):
+    run_dir.open_workdir(tmp_path, config)
+    other = changed(config, 'training.log_every', 7)
+    run_dir.open_workdir(tmp_path, other, volatile=(volatile,))
+    run_dir.update_config(tmp_path, other)
+    assert run_dir.read_config(tmp_path)[0]['training']['log_every'] == 7
     with pytest.raises(ValueError, match=r'training\.log_every'):
-        run_dir.open_workdir(tmp_path, CONFIG, volatile=('train',))
+        run_dir.open_workdir(tmp_path, config, volatile=('train',))
 
 
-def test_a_run_killed_while_it_wrote_its_config_leaves_a_usable_directory(tmp_path):
+def test_a_run_killed_while_it_wrote_its_config_leaves_a_usable_directory(tmp_path, config):
     (tmp_path / 'lock').touch()
     (tmp_path / 'config.json.host-7.tmp').write_text('{"sche')
-    run_dir.open_workdir(tmp_path, CONFIG)
+    run_dir.open_workdir(tmp_path, config)
     assert run_dir.read_config(tmp_path)[0]['seed'] == 0
 
 
@@ -250,7 +251,7 @@ sys.stdin.read()
 """
 
 
-def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
+def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path, config):
     """Two processes never hold one directory, and a kill -9 leaves no lock behind."""
     pipe = subprocess.PIPE
     command = [sys.executable, '-c', HOLD, str(tmp_path)]
@@ -258,7 +259,7 @@ def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
         assert process.stdout.readline() == 'held\n'
         words = [f'--workdir={tmp_path}: in use by process {process.pid} on ', 'another --workdir']
         assert_refused(lambda: run_dir.lock_directory(tmp_path), words)
-        assert_refused(lambda: run_dir.open_workdir(tmp_path, CONFIG), words)
+        assert_refused(lambda: run_dir.open_workdir(tmp_path, config), words)
         assert os.listdir(tmp_path) == ['lock']
         process.kill()
     with run_dir.lock_directory(tmp_path):

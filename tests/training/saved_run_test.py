@@ -17,9 +17,10 @@ from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training import checkpoint
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
 from moddepth_jax.training.run_dir import open_workdir
-from moddepth_jax.training.saved_run import load_run
+from moddepth_jax.training.saved_run import SavedRun, load_run
 from moddepth_jax.training.train_step import init_state
-from tests.saved_run import save_run
+from tests.data.prepared_text import refusal
+from tests.launch.bad_inputs import snapshot
 
 NUM_STEPS = 4
 FINGERPRINT = {'corpus_sha256': 'f00d', 'seed': 0}
@@ -27,7 +28,10 @@ FINGERPRINT = {'corpus_sha256': 'f00d', 'seed': 0}
 
 @pytest.fixture(scope='module')
 def hparams(tiny_config):
-    changes = {'model.routing.router': 'learned', 'model.routing.capacity_stages': '1:0.5'}
+    """Of a part by Muon, whose state has the most kinds of leaves."""
+    changes = {'model.num_layers': 1, 'model.routing.router': 'learned'}
+    changes |= {'model.routing.layers': '0', 'model.routing.capacity_stages': '1:0.5'}
+    changes |= {'optimizer.name': 'muon', 'optimizer.trainable': ('*/router/*', '*/mlp/*')}
     return from_config(tiny_config(**changes))
 
 
@@ -57,13 +61,6 @@ def original(hparams, state, tmp_path_factory):
 @pytest.fixture
 def workdir(original, tmp_path):
     return shutil.copytree(original, tmp_path / 'run')
-
-
-def snapshot(folder):
-    return {
-        path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
-        for path in [folder, *folder.rglob('*')]
-    }
 
 
 def test_a_run_is_read_as_it_was_saved(original, hparams, state):
@@ -146,21 +143,27 @@ def test_an_older_run_is_read_with_what_it_has(workdir, state):
 
 
 LOOPED = {'model.looped_layers': 'all', 'model.loops': 2, 'model.routing.router': 'learned'}
+LOOPED_FORMS = {
+    'blocks': {},
+    'threshold': {'model.routing.causal_rule': 'threshold'},
+    'recursions': {'model.routing.layers': 'loops'},
+    'mudd': {'model.routing.router': 'none', 'model.depth.stream': 'mudd'},
+    'own norms': {'model.routing.router': 'none', 'model.loop_norms': 'own'},
+    'not looped': {'model.looped_layers': 'none', 'model.loops': 1},
+}
 
 
-def test_a_looped_run_is_read_with_other_loops(tiny_config, tmp_path, original):
-    """The weights as they are; not where each loop has thresholds or weights, or none is looped."""
-    forms = {rule: {'model.routing.causal_rule': rule} for rule in ('predictor', 'threshold')}
-    forms['recursions'] = {'model.routing.layers': 'loops'}
-    forms['mudd'] = {'model.routing.router': 'none', 'model.depth.stream': 'mudd'}
-    forms['own norms'] = {'model.routing.router': 'none', 'model.loop_norms': 'own'}
-    for name, knobs in forms.items():
-        hparams = from_config(tiny_config(**LOOPED | knobs))
-        open_workdir(tmp_path / name, dataclasses.asdict(hparams))
-        shapes = jax.eval_shape(lambda h=hparams: init_state(h, NUM_STEPS))
-        made = jax.tree.map(lambda leaf: jax.numpy.ones(leaf.shape, leaf.dtype), shapes)
-        save(tmp_path / name, made, [4])
-    run = load_run(tmp_path / 'predictor')
+def run_of(hparams, state=None):
+    """The SavedRun of a state, by default one without arrays."""
+    return SavedRun(hparams, state, NUM_STEPS, NUM_STEPS, FINGERPRINT, ())
+
+
+def test_a_looped_run_is_read_with_other_loops(tiny_config):
+    """The weights as they are, without averages, which are of each loop."""
+    hparams = from_config(tiny_config(**LOOPED))
+    shapes = jax.eval_shape(lambda: init_state(hparams, NUM_STEPS))
+    state = jax.tree.map(lambda leaf: jax.numpy.ones(leaf.shape, leaf.dtype), shapes)
+    run = run_of(hparams, state)
     more = run.with_loops(5)
     assert run.with_loops(2) is run
     assert (run.hparams.model.num_blocks, more.hparams.model.num_blocks) == (4, 10)
@@ -168,49 +171,55 @@ def test_a_looped_run_is_read_with_other_loops(tiny_config, tmp_path, original):
     apply = jax.jit(Transformer(more.hparams_of_stage).apply, static_argnames='routing')
     logits_BTV, records = apply(more.state.variables, np.ones((1, 32), int), routing='predictor')
     assert np.isfinite(logits_BTV).all() and records.routing.selected_BT.shape[0] == 5
-    with pytest.raises(ValueError, match='--loops=3: must be 2: thresholds are averages'):
-        load_run(tmp_path / 'threshold').with_loops(3)
-    with pytest.raises(
-        ValueError, match='--loops=3: must be 2: the mudd stream has weights for so'
-    ):
-        load_run(tmp_path / 'mudd').with_loops(3)
-    with pytest.raises(ValueError, match='--loops=3: must be 2: there are routers for so many'):
-        load_run(tmp_path / 'recursions').with_loops(3)
-    own = load_run(tmp_path / 'own norms')
-    with pytest.raises(ValueError, match='--loops=3: must be at most 2: each loop has norms'):
-        own.with_loops(3)
-    assert own.with_loops(1).hparams.model.loops == 1
-    with pytest.raises(ValueError, match='--loops=3: no block of this run is looped'):
-        load_run(original).with_loops(3)
-    assert own.with_exits(0.5).hparams.model.loop_exit_threshold == 0.5
-    for given, threshold, message in (
-        (original, 0.5, '--exit_threshold=0.5: no block of this run is looped'),
-        (tmp_path / 'mudd', 0.5, "--exit_threshold=0.5: model.depth.stream='mudd': must be resid"),
+
+
+@pytest.mark.parametrize(
+    ('form', 'change', 'line'),
+    [
+        ('threshold', {'loops': 3}, '--loops=3: must be 2: thresholds are averages'),
+        ('mudd', {'loops': 3}, '--loops=3: must be 2: the mudd stream has weights for so many'),
+        ('recursions', {'loops': 3}, '--loops=3: must be 2: there are routers for so many'),
+        ('own norms', {'loops': 3}, '--loops=3: must be at most 2: each loop has norms'),
+        ('not looped', {'loops': 3}, '--loops=3: no block of this run is looped'),
+        ('not looped', {'threshold': 0.5}, '--exit_threshold=0.5: no block of this run is looped'),
+        ('mudd', {'threshold': 0.5}, "--exit_threshold=0.5: model.depth.stream='mudd': must be"),
         (
-            tmp_path / 'recursions',
-            0.5,
+            'recursions',
+            {'threshold': 0.5},
             "--exit_threshold=0.5: model.routing.router='learned': must be",
         ),
-        (tmp_path / 'own norms', float('nan'), '--exit_threshold=nan: must be 0 or more'),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_run(given).with_exits(threshold)
+        ('own norms', {'threshold': float('nan')}, '--exit_threshold=nan: must be 0 or more'),
+    ],
+)
+def test_loops_that_do_not_fit_are_refused(form, change, line, tiny_config):
+    """Where each loop has thresholds or weights, or none is looped."""
+    run = run_of(from_config(tiny_config(**LOOPED | LOOPED_FORMS[form])))
+    method = run.with_loops if 'loops' in change else run.with_exits
+    assert refusal(method, **change).startswith(line)
 
 
-def test_a_merged_run_has_the_logits_of_its_adapters(tiny_config, tmp_path):
+def test_fewer_loops_and_exits_need_no_more_weights(tiny_config):
+    hparams = from_config(tiny_config(**LOOPED | LOOPED_FORMS['own norms']))
+    run = run_of(hparams, jax.eval_shape(lambda: init_state(hparams, NUM_STEPS)))
+    assert run.with_loops(1).hparams.model.loops == 1
+    assert run.with_exits(0.5).hparams.model.loop_exit_threshold == 0.5
+
+
+def test_a_merged_run_has_the_logits_of_its_adapters(tiny_config):
     """To 1e-5, in a model without adapters; a run without them is itself."""
     knobs = {'model.adapters.rank': 2, 'model.adapters.params': ('*/query/*', '*/mlp/*')}
+    knobs |= {'model.num_layers': 1}
     hparams = from_config(tiny_config(**knobs))
-    save_run(tmp_path / 'run', hparams)
-    run, tokens_BT = load_run(tmp_path / 'run'), np.arange(12)[None]
+    state = jax.jit(lambda: init_state(hparams, NUM_STEPS))()
     params = traverse_util.path_aware_map(
-        lambda path, leaf: leaf + 0.1 * (path[-1] == 'b'), run.state.params
+        lambda path, leaf: leaf + 0.1 * (path[-1] == 'b'), state.params
     )
-    run = dataclasses.replace(run, state=run.state.replace(params=params))
-    merged = run.merged
+    run = run_of(hparams, state.replace(params=params))
+    merged, tokens_BT = run.merged, np.arange(12)[None]
     assert merged.hparams == from_config(tiny_config(**knobs | {'model.adapters.rank': 0}))
     before_BTV, after_BTV = (
-        Transformer(of.hparams).apply(of.state.variables, tokens_BT)[0] for of in (run, merged)
+        jax.jit(Transformer(of.hparams).apply)(of.state.variables, tokens_BT)[0]
+        for of in (run, merged)
     )
     np.testing.assert_allclose(before_BTV, after_BTV, atol=1e-5)
     assert merged.merged is merged

@@ -10,13 +10,14 @@ import pytest
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import summary
+from moddepth_jax.training.summary import step_flops_report
 from moddepth_jax.training.train_step import init_state
 
 
 def test_the_estimate_of_xla_has_no_recomputation_and_no_loop_counted_once(tiny_config):
     """It exceeds the count by elementwise work and masked pairs only."""
     config = tiny_config(**{'model.routing.router': 'learned', 'data.sequence_length': 320})
-    flops = summary.step_flops_report(from_config(config), 4)
+    flops = step_flops_report(from_config(config), 4)
     assert 1 < flops['flops_per_step_xla'] / flops['flops_per_step'] < 2
 
 

@@ -34,11 +34,7 @@ from tests.training.toy_steps import NUM_STEPS, ROUTED, forward, initial, make_b
 pytestmark = pytest.mark.usefixtures('compiled_once')
 SMALL = {'model.d_model': 16, 'model.num_layers': 1, 'seed': 3}
 WIDE = {'model.routing.router': 'position', 'training.max_unsharded': 1.0}
-HALVES = {
-    'training.distill_weight': 1.0,
-    'training.distill_temperature': 2.0,
-    'training.accumulate_steps': 2,
-}
+SOFT = {'training.distill_weight': 1.0, 'training.distill_temperature': 2.0}
 step = jax.jit(train_step)
 
 
@@ -62,11 +58,8 @@ def teacher(dense):
 
 
 def test_the_loss_pulls_towards_the_teacher(tiny_config, dense, teacher):
-    """Also at a weight of 1, which ignores the text; the metric is T^2 KL, its mean over targets.
-
-    In two micro-batches, which sum up to the batch.
-    """
-    hparams, batch = taught(tiny_config, dense, **HALVES), make_batch(0, padded=True)
+    """Also at a weight of 1, which ignores the text; the metric is T^2 KL, its mean over targets."""
+    hparams, batch = taught(tiny_config, dense, **SOFT), make_batch(0, padded=True)
     state = initial(hparams)
     logits_BTV, _ = forward(hparams, state.variables, batch)
     other_BTV, _ = forward(teacher.hparams, teacher.variables, batch, 'dense')
@@ -82,7 +75,7 @@ def test_the_loss_pulls_towards_the_teacher(tiny_config, dense, teacher):
 def test_micro_batches_teach_as_the_batch_does(tiny_config, dense, teacher):
     found = []
     for parts in (1, 2):
-        hparams = taught(tiny_config, dense, **HALVES | {'training.accumulate_steps': parts})
+        hparams = taught(tiny_config, dense, **SOFT | {'training.accumulate_steps': parts})
         found.append(trained(initial(hparams), make_batch(0, padded=True), teacher, 4)[0])
     np.testing.assert_allclose(*found, rtol=1e-4)
 
@@ -96,7 +89,9 @@ def trained(state, batch, teacher, num_steps=12):
     return found, metrics
 
 
-@pytest.mark.parametrize('parts', [1, pytest.param(2, marks=pytest.mark.slow)])
+# Fast: the test above, and tests/model/cross_entropy_test.py, which has the gradient.
+@pytest.mark.slow
+@pytest.mark.parametrize('parts', [1, 2])
 def test_a_model_that_is_its_teacher_learns_nothing(tiny_config, dense, parts):
     """No divergence and no gradient, but for rounding."""
     knobs = {'training.distill_weight': 1.0, 'optimizer.z_loss': 0.0, 'model.remat': 'block'}

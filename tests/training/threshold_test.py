@@ -7,6 +7,7 @@ import pytest
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.train_step import StepCounts, loss_and_metrics
+from tests.model.cases import experts
 from tests.training.toy_steps import (
     DECAY,
     ROUTED,
@@ -19,7 +20,8 @@ from tests.training.toy_steps import (
 
 @pytest.fixture(scope='module')
 def state(tiny_config):
-    return initial(from_config(tiny_config(**ROUTED)))
+    """Of a routed block whose experts choose their tokens."""
+    return initial(from_config(tiny_config(**ROUTED | experts(choice='expert'))))
 
 
 def records_of(state, batch, routing):
@@ -39,9 +41,9 @@ def lowest_scores(records, batch):
 def test_average_is_the_recursion_in_numpy(state):
     """a = d a + (1 - d) lowest, with d = min(decay, (n+1)/(n+10)) after n steps, from 0.
 
-    The lowest score is that of the parameters before the step.
+    The lowest score is that of the parameters before the step. So are the thresholds of experts.
     """
-    average_R = np.zeros(1)
+    average_R, average_XE = np.zeros(1), np.zeros((1, 5))
     np.testing.assert_array_equal(state.averages['thresholds_R'], average_R)
     decays = []
     for n in range(30):
@@ -54,8 +56,13 @@ def test_average_is_the_recursion_in_numpy(state):
             np.testing.assert_allclose(lowest_R, expected_R, rtol=1e-4)
         average_R = decays[-1] * average_R + (1 - decays[-1]) * lowest_R
         np.testing.assert_allclose(after.averages['thresholds_R'], average_R, rtol=1e-4)
+        decay = (n + 1) / (n + 10)
+        average_XE = decay * average_XE + (1 - decay) * metrics['experts']['lowest_taken']
+        found_XE = after.averages['expert_thresholds_XE']
+        np.testing.assert_allclose(found_XE, average_XE, rtol=1e-4)
         state = after
     assert decays[0] == 0.1 and decays[-1] == DECAY and (np.abs(average_R) > 0.1).all()
+    assert (average_XE > 0).all()
 
 
 def test_a_batch_of_padding_does_not_move_the_average(state):
@@ -64,7 +71,7 @@ def test_a_batch_of_padding_does_not_move_the_average(state):
     batch = make_batch(1)
     batch['segment_ids_BT'][:] = 0
     after, _ = step(state, batch)
-    np.testing.assert_array_equal(after.averages['thresholds_R'], state.averages['thresholds_R'])
+    jax.tree.map(np.testing.assert_array_equal, after.averages, state.averages)
 
 
 @pytest.fixture(scope='module')

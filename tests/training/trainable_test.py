@@ -16,7 +16,7 @@ from tests.training.toy_steps import NUM_STEPS, ROUTED, make_batch, step
 
 ROUTERS = ('*/router/*',)
 SOME = ('*/router/*', 'stack/*_norm/scale', 'embedding')
-DECAYED = {'optimizer.weight_decay': 0.5, 'model.num_layers': 2, 'model.routing.layers': '1'}
+DECAYED = {'optimizer.weight_decay': 0.5}
 
 
 def some_hparams(tiny_config, patterns, **changes):
@@ -65,8 +65,9 @@ def test_frozen_parameters_keep_their_bits(name, parts, tiny_config):
     assert np.signbit(after['final_norm/scale'][0])
 
 
-@pytest.mark.parametrize('pattern', ['*/router/*', '*/predictor/*', '*/mlp/w?/kernel', 'head/*'])
-@pytest.mark.parametrize(('name', 'moments'), [('adamw', 2), ('lion', 1)])
+@pytest.mark.parametrize(
+    ('pattern', 'name', 'moments'), [('*/router/*', 'adamw', 2), ('*/mlp/w?/kernel', 'lion', 1)]
+)
 def test_moments_are_of_what_trains(pattern, name, moments, tiny_config):
     """So many numbers as the optimizer keeps, and nothing else but its counters."""
     hparams = some_hparams(tiny_config, (pattern,), **{'optimizer.name': name})
@@ -102,24 +103,18 @@ def test_gradients_are_those_of_training_all(tiny_config):
         np.testing.assert_allclose(moment, some[path] / 4, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize('patterns', [(), ('*',)])
-def test_all_is_the_program_without_a_choice(patterns, tiny_config):
-    params = jax.eval_shape(lambda: init_state(some_hparams(tiny_config, patterns), 1)).params
-    trainable, frozen = split_params(params, patterns)
-    assert trainable is params and frozen == {} and merge_params(trainable, frozen) is params
-
-
-def test_a_split_is_undone(tiny_config):
+def test_a_split_is_undone_and_all_is_none(tiny_config):
     params = jax.eval_shape(lambda: init_state(some_hparams(tiny_config, SOME), 1)).params
     assert merge_params(*split_params(params, SOME)) == params
+    for patterns in ((), ('*',)):
+        trainable, frozen = split_params(params, patterns)
+        assert trainable is params and frozen == {} and merge_params(trainable, frozen) is params
 
 
 @pytest.mark.parametrize(
     ('pattern', 'near'),
     [
         ('*/ruoter/*', '/router/w'),
-        ('router', '/router/w'),
-        ('*/mlp/w4/*', '/mlp/w'),
         ('Head/*', 'head/k'),
     ],
 )
@@ -132,21 +127,21 @@ def test_a_pattern_without_parameters_names_the_nearest(pattern, near, tiny_conf
         message.startswith(f'optimizer.trainable={pattern!r}: no parameter') and '\n' not in message
     )
     assert near in message.split(' the nearest are ')[1].split(',')[0]
-    check_trainable(some_hparams(tiny_config, SOME))
-    for glob, right in (('*/router/*', True), ('*/mlp/*', False), (pattern, False)):
-        of_some = some_hparams(tiny_config, SOME, **{'optimizer.rate_factors': (f'{glob}:2',)})
-        if right:
-            check_trainable(of_some)
-        else:  # frozen, or there is no such parameter
-            with pytest.raises(ValueError, match=r'^optimizer.rate_factors=.*: no parameter .*$'):
-                check_trainable(of_some)
+
+
+def test_a_factor_of_a_frozen_parameter_is_refused(tiny_config):
+    def with_factor(glob):
+        return some_hparams(tiny_config, SOME, **{'optimizer.rate_factors': (f'{glob}:2',)})
+
+    check_trainable(with_factor('*/router/*'))
+    with pytest.raises(ValueError, match=r'^optimizer.rate_factors=.*: no parameter .*$'):
+        check_trainable(with_factor('*/mlp/*'))
 
 
 def products(hparams):
-    """FLOPs of a compiled step by XLA's count, in which a loop counts once."""
+    """FLOPs of a step by XLA's count before optimization, in which a loop counts once."""
     state = jax.eval_shape(lambda: init_state(hparams, NUM_STEPS))
-    compiled = jax.jit(train_step).lower(state, make_batch(0)).compile()
-    return compiled.cost_analysis()['flops']
+    return jax.jit(train_step).lower(state, make_batch(0)).cost_analysis()['flops']
 
 
 @pytest.mark.parametrize('layer_loop', ['scan', 'unrolled'])
