@@ -58,7 +58,7 @@ def teacher(dense):
 
 
 def test_the_loss_pulls_towards_the_teacher(tiny_config, dense, teacher):
-    """Also at a weight of 1, which ignores the text; the metric is T^2 KL, its mean over targets."""
+    """Also at a weight of 1, which ignores the text; the metric is T^2 KL, mean over targets."""
     hparams, batch = taught(tiny_config, dense, **SOFT), make_batch(0, padded=True)
     state = initial(hparams)
     logits_BTV, _ = forward(hparams, state.variables, batch)
