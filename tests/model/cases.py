@@ -54,7 +54,7 @@ ROOMY = {'model.routing.cache_capacity': 2.0}  # no token is dropped
 LOOPED = {'model.looped_layers': 'middle:1:1', 'model.loops': 3}
 ALL_LOOPED = {'model.looped_layers': 'all', 'model.loops': 2, 'model.loop_order': 'sequence'}
 OWN_NORMS, OF_LOOPS = {'model.loop_norms': 'own'}, {'model.loop_embeddings': 'learned'}
-TWO = {'model.routing.layers': '1,2'}
+TWO, LAST = ({'model.routing.layers': layers} for layers in ('1,2', '2'))
 OF_ATTENTION, OF_MLP = ({'model.routing.part': part} for part in ('attention', 'mlp'))
 ADAPTERS = {'model.adapters.rank': 3, 'model.adapters.alpha': 2.0}
 RECURSIONS = LOOPED | {
@@ -109,7 +109,7 @@ CASES = {
     'aux_loss grows': (routed_by('learned', 'aux_loss') | GROWS, 'aux_loss'),
     'threshold': (routed_by('learned', 'threshold') | TWO | HEAD_NORM, 'threshold'),
     'dense rule': (routed_by('learned', 'dense'), 'dense'),
-    'norm threshold grows': (routed_by('norm', 'threshold') | TWO | GROWS, 'threshold'),
+    'norm threshold grows': (routed_by('norm', 'threshold') | LAST | GROWS, 'threshold'),
     'norm dense': (routed_by('norm', 'dense') | POST, 'dense'),
     'norm predictor': (routed_by('norm', 'predictor'), 'predictor'),
     'random': (routed_by('random', 'threshold') | UNROLLED, 'threshold'),
@@ -122,7 +122,7 @@ CASES = {
     'straight through, aux_loss': (routed_by('straight_through', 'aux_loss'), 'aux_loss'),
     'straight through, positive': (routed_by('straight_through', 'positive'), 'positive'),
     'attention routed': (
-        routed_by('learned', 'predictor') | OF_ATTENTION | TWO | WINDOWS | HEAD_NORM,
+        routed_by('learned', 'predictor') | OF_ATTENTION | LAST | WINDOWS | HEAD_NORM,
         'predictor',
     ),
     'attention routed, aux_loss': (
@@ -217,7 +217,7 @@ CASES = {
     'looped': (LOOPED | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
     'looped threshold': (LOOPED | routed_by('learned', 'threshold') | GROWS, 'threshold'),
     'recursions': (
-        RECURSIONS | ROOMY | HEAD_NORM | {'model.num_layers': 4},
+        RECURSIONS | ROOMY | HEAD_NORM | {'model.num_layers': 4, 'model.loops': 2},
         'predictor',
     ),
     'recursions, aux_loss': (
@@ -260,7 +260,17 @@ CASES = {
         'predictor',
     ),
     'looped, loop embeddings': (LOOPED | OF_LOOPS | POST | EMBEDDED, 'dense'),
-    'looped, exits': (LOOPED | {'model.loop_exit_threshold': 0.7} | HEAD_NORM, 'dense'),
+    'looped, exits': (
+        LOOPED
+        | {'model.loop_exit_threshold': 0.5}
+        | OWN_NORMS
+        | OF_LOOPS
+        | EMBEDDED
+        | HEAD_NORM
+        | SCALED
+        | QKV_BIAS,
+        'dense',
+    ),
     'looped, exits of a block with all': (
         LOOPED
         | {'model.loop_exit_threshold': 1.2, 'model.looped_layers': 'middle:0:1'}

@@ -96,7 +96,7 @@ FORMS = {
 }
 
 
-FAST = ('mod and moda', 'attention residual, blocks of 2')
+FAST = ('mod and moda',)
 
 
 @pytest.mark.parametrize('form', parameters(('both',), FORMS))
