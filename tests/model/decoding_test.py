@@ -76,16 +76,18 @@ DROPS += ('mlp routed, threshold',)
 
 @functools.cache
 def programs(hparams, routing):
-    """Jitted (prefill, a step, an extension), the last two also update the cache."""
+    """Jitted (prefill, a step of one token, an extension); the last two also update the cache."""
     how = {'hparams': hparams, 'routing': routing}
     capacity = None if hparams.model.routing.overflow == 'grow' else cache_size(hparams, routing)
     first = functools.partial(prefill, **how, capacity=LENGTH, routed_capacity=capacity)
 
-    def step(unrolled, cache, token_B, begins_B, active_B):
-        inputs = unrolled, cache, token_B, begins_B, active_B
-        logits_BV, updates, dropped_BT = decode_step(*inputs, **how)
-        of_update = updates, begins_B[:, None], dropped_BT, active_B[:, None]
-        return logits_BV, kv_cache.update_cache(cache, *of_update)
+    def step(unrolled, cache, *inputs):  # [B, 1] each
+        logits_BV, updates, dropped_BT = decode_step(
+            unrolled, cache, *(side_B1[:, 0] for side_B1 in inputs), **how
+        )
+        _, begins_BT, active_BT = inputs
+        cache = kv_cache.update_cache(cache, updates, begins_BT, dropped_BT, active_BT)
+        return logits_BV[:, None], cache
 
     def several(unrolled, cache, tokens_BT, begins_BT, active_BT):
         inputs = unrolled, cache, tokens_BT, begins_BT, active_BT
@@ -118,47 +120,27 @@ def start(model, rows=ROWS):
     return unrolled, logits_BV, cache
 
 
-def decode(model, rows=ROWS):
-    """Logits of a prompt's last token and of each token after it, NaN before, and the cache."""
-    unrolled, logits_BV, cache = start(model, rows)
-    _, step, _ = programs(model.hparams, model.routing)
-    begins_BT = rows.begins_BT
-    position_B, each = rows.prompts_B.copy(), np.arange(len(rows.prompts_B))
-    out = np.full((*rows.tokens_BT.shape, model.hparams.model.vocab_size), np.nan, np.float32)
-    out[each, position_B - 1] = logits_BV
-    while (position_B < LENGTH).any():
-        active_B = position_B < LENGTH
-        at = each, np.minimum(position_B, LENGTH - 1)
-        logits_BV, cache = step(
-            unrolled, cache, rows.tokens_BT[at], begins_BT[at] & active_B, active_B
-        )
-        out[each[active_B], position_B[active_B]] = np.asarray(logits_BV)[active_B]
-        position_B += active_B
-        if model.hparams.model.routing.overflow == 'grow':
-            used = kv_cache.longest_routed_row(cache)
-            routed = [layer for layer in cache.layers if layer.lengths_B is not None]
-            if routed and used == routed[0].capacity:
-                cache = kv_cache.resize_cache(cache, used + 4)
-    return out, cache
+def decode(model, rows=ROWS, in_chunks=False):
+    """Logits of a prompt's last token and of each token after it, NaN before, and the cache.
 
-
-def decode_chunks(model, rows=ROWS):
-    """As `decode`, by `chunks_B` tokens at a time."""
+    One by one, or by `chunks_B` tokens at a time.
+    """
     unrolled, logits_BV, cache = start(model, rows)
-    *_, several = programs(model.hparams, model.routing)
+    _, step, several = programs(model.hparams, model.routing)
+    run, size = (several, CHUNK) if in_chunks else (step, 1)
     begins_BT = rows.begins_BT
     position_B, each = rows.prompts_B.copy(), np.arange(len(rows.prompts_B))
     out = np.full((*rows.tokens_BT.shape, model.hparams.model.vocab_size), np.nan, np.float32)
     out[each, position_B - 1] = logits_BV
     while (position_B < LENGTH).any():
         if model.hparams.model.routing.overflow == 'grow':
-            most = kv_cache.longest_routed_row(cache) + CHUNK
-            cache = kv_cache.resize_cache(cache, max(most, 12))
-        taken_B = np.minimum(LENGTH - position_B, rows.chunks_B)
-        active_BT = np.arange(CHUNK)[None] < taken_B[:, None]
-        at_BT = each[:, None], np.minimum(position_B[:, None] + np.arange(CHUNK), LENGTH - 1)
+            cache = grown(cache, size)
+        taken_B = np.minimum(LENGTH - position_B, rows.chunks_B if in_chunks else 1)
+        active_BT = np.arange(size)[None] < taken_B[:, None]
+        at_BT = each[:, None], np.minimum(position_B[:, None] + np.arange(size), LENGTH - 1)
         tokens_BT = np.where(active_BT, rows.tokens_BT[at_BT], 7)
-        logits_BTV, cache = several(unrolled, cache, tokens_BT, begins_BT[at_BT], active_BT)
+        begins = begins_BT[at_BT] & active_BT
+        logits_BTV, cache = run(unrolled, cache, tokens_BT, begins, active_BT)
         for row, taken in enumerate(taken_B):
             now = slice(position_B[row], position_B[row] + taken)
             out[row, now] = logits_BTV[row, :taken]
@@ -166,9 +148,17 @@ def decode_chunks(model, rows=ROWS):
     return out, cache
 
 
+def grown(cache, more):
+    """The cache with room for more tokens in routed blocks, if it has less: for all."""
+    used = kv_cache.longest_routed_row(cache)
+    routed = [layer for layer in cache.layers if layer.lengths_B is not None]
+    too_small = routed and used + more > routed[0].capacity
+    return kv_cache.resize_cache(cache, LENGTH) if too_small else cache
+
+
 def decode_both(model, rows=ROWS):
-    """As `decode_chunks`, whose logits are those of `decode` to 1e-5."""
-    (in_chunks_BTV, cache), (by_steps_BTV, _) = decode_chunks(model, rows), decode(model, rows)
+    """As `decode` in chunks, whose logits are those of single steps to 1e-5."""
+    (in_chunks_BTV, cache), (by_steps_BTV, _) = decode(model, rows, True), decode(model, rows)
     np.testing.assert_allclose(in_chunks_BTV, by_steps_BTV, rtol=0, atol=1e-5)
     return in_chunks_BTV, cache
 
@@ -203,7 +193,8 @@ def test_several_tokens_at_a_time_equal_steps_and_the_full_forward(name, tiny_co
     monkeypatch.setattr('kernels_pallas.decode._block', lambda: (5, 3))
     monkeypatch.setattr('kernels_pallas.decode._IN_PLACE', 1)
     rows = FOUR_ROWS if 'token choice' in name or 'exits' in name else ROWS
-    decoded = decode_both if name in FAST_IN_CHUNKS else decode_chunks
+    in_chunks = functools.partial(decode, in_chunks=True)
+    decoded = decode_both if name in FAST_IN_CHUNKS else in_chunks
     check_decoding(name, tiny_config, decoded, rows)
 
 
@@ -302,7 +293,7 @@ def test_a_step_changes_no_bit_of_an_inactive_row(tiny_config):
     unrolled, _, before = start(model)
     active_B, no_B = np.array([True, False, False]), np.zeros(BATCH, bool)
     _, step, _ = programs(model.hparams, model.routing)
-    _, after = step(unrolled, before, TOKENS_BT[:, 12], no_B, active_B)
+    _, after = step(unrolled, before, TOKENS_BT[:, 12:13], no_B[:, None], active_B[:, None])
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(old[~active_B], new[~active_B])
     np.testing.assert_array_equal(after.lengths_B - before.lengths_B, active_B)
