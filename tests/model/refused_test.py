@@ -7,18 +7,21 @@ from tests.model.cases import (
     ALL_LOOPED,
     ATTENTION,
     AVERAGE,
+    BLOCK_SLOT,
     DENSE,
     EMBEDDED,
     FIRST_KEYS,
     GROWS,
     HYPER,
     LOOPED,
+    MASKED,
     MIXED,
     MODA,
     MUDD,
     OF_LOOPS,
     OF_MLP,
     OWN_NORMS,
+    OWN_SLOT,
     POST,
     RECURSIONS,
     ROUTED,
@@ -51,6 +54,22 @@ MANY = {'model.loops': 10**4}
 ROUTED_LOOPS = LOOPED | {'model.routing.router': 'learned'} | layers('loops')
 # Four layers: (knobs, words of the message).
 DEPTH = (
+    (depth(stream='modal'), "stream='modal': must be one of "),
+    (depth(stream='modal'), '; did you mean moda?'),
+    (MODA | depth(slots='none'), "slots='none': must be one of auto, attention"),
+    (depth(slots='block'), "slots='block': must be auto: the residual stream has no such knob"),
+    (depth(slot_keys='rotated'), "slot_keys='rotated': must be auto: "),
+    (depth(slot_keys='rotated'), '; use stream moda'),
+    (depth(skipped_slots='masked'), "skipped_slots='masked': must be auto"),
+    (MODA | MASKED, "skipped_slots='masked': must be auto: no block is routed"),
+    (depth(slot_window=2), 'slot_window=2: must be 0: the residual stream has no slots'),
+    (OWN_SLOT, 'slot_projection=True: must be False'),
+    (
+        MODA | BLOCK_SLOT | OWN_SLOT,
+        'slot_projection=True: must be False: slots block of stream moda are not attention',
+    ),
+    (depth(stream='dense'), "layer_loop='scan': must be unrolled: layers of the dense"),
+    (ATTENTION | {'model.head_dim': 8}, 'model.d_model=16: must be num_heads x head_dim = 32'),
     (SOURCES | POST, "model.norm_placement='post': must be pre or reordered: post norms"),
     (SOURCES | depth(sublayers_per_source=9), 'sublayers_per_source=9: must be at most 8, the sub'),
     (
@@ -149,6 +168,24 @@ TABLES = (
         "model.value_embeddings='all': must be none under value_mix shared: later layers",
     ),
 )
+BY_THRESHOLD = {'model.routing.train_rule': 'threshold'}
+EXPERTS = (
+    (
+        experts(choice='expert', num_noop=2),
+        'experts.num_noop=2: must be 0 where experts choose',
+    ),
+    (
+        experts(choice='expert', row_capacity=9),
+        'experts.row_capacity=9: must be 0 where experts',
+    ),
+    (experts() | {'model.use_bias': True}, 'use_bias=True: must be False: experts have no biases'),
+    (experts(row_capacity=9) | ROUTED, 'experts.row_capacity=9: must be 0 where blocks are'),
+    (
+        experts(choice='expert') | ROUTED | BY_THRESHOLD,
+        "routing.train_rule='threshold': must be top_c where experts",
+    ),
+    (experts(layers='0,4'), "experts.layers='0,4': must be every:N, middle:FIRST:LAST or a list"),
+)
 LOOPS = (
     ({'model.loops': 0}, 'model.loops=0: must be'),
     ({'model.loops': 2}, 'model.loops=2: must be 1: no block is looped'),
@@ -204,7 +241,7 @@ ROUTED_LOOPS_ALONE = (
     (FIRST_KEYS | layers('every:1'), "loop_keys='first': must be own: no loop is routed"),
     (loops(2, 3), 'training.loops=(2, 3): must be ()'),
 )
-ROWS = (*DEPTH, *TABLES, *LOOPS)
+ROWS = (*DEPTH, *TABLES, *EXPERTS, *LOOPS)
 ROWS += tuple((RECURSIONS | GROWS | knobs, words) for knobs, words in ROUTED_LOOPS_ALONE)
 
 
