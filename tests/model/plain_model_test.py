@@ -64,7 +64,8 @@ FIRST_VALUES = {'weights': [0, 1]}, ()
 QUERIES = {'query': 0}, ('scale',)
 START_OF_WAYS = None, ('inner',)  # W_1 waits for W_2
 START_OF_STREAMS = None, ('read_scale', 'mix_scale', 'add_scale')  # of projections that are 0
-START_OF_MEANS = None, None  # which the last mixture keeps: not looked at
+# The last mixture keeps the mean, the only thing that is read; weights are rounded to float32.
+START_OF_MEANS = None, None
 # name: (knobs of both models, those of the feature, how it is turned off)
 FEATURES = {
     'embedding residual': (HEAD_NORM, EMBEDDED, BLEND),
@@ -122,7 +123,8 @@ def test_what_is_turned_off_changes_nothing(name, tiny_config):
         shared, new = transfer_params(other.model, variables['params'], plain)
         assert not new
         if off is None:
-            check_convertible(plain, other)
+            if not plain.model.routed_layers:
+                check_convertible(plain, other)
             params, _ = transfer_params(plain.model, shared, other)
             params = jax.tree.map(np.float64, params)
         else:
@@ -130,10 +132,12 @@ def test_what_is_turned_off_changes_nothing(name, tiny_config):
         expected_BTV, expected = gradient(plain, variables | {'params': shared})
         logits_BTV, slopes = gradient(other, variables | {'params': params})
     real_BT = SMALL_SEGMENTS_BT > 0
-    np.testing.assert_allclose(logits_BTV[real_BT], expected_BTV[real_BT], rtol=1e-9, atol=1e-9)
+    exact = 1e-5 if waiting is None else 1e-9
+    np.testing.assert_allclose(logits_BTV[real_BT], expected_BTV[real_BT], rtol=exact, atol=exact)
     slopes, expected = by_name(other, slopes), by_name(plain, expected)
+    close = {'rtol': 100 * exact, 'atol': exact / 100}
     for key, leaf in expected.items():
-        np.testing.assert_allclose(slopes.pop(key), leaf, rtol=1e-7, atol=1e-12, err_msg=str(key))
+        np.testing.assert_allclose(slopes.pop(key), leaf, **close, err_msg=str(key))
     assert slopes
     for (block, end), leaf in slopes.items() if waiting is not None else ():
         # The first sublayer of attention residuals finds one source, whose weight is 1.
