@@ -31,7 +31,7 @@ EXPERTS = ('moe', 'mode_staged', 'mode_integrated')
 ISOFLOP = [name for name in EXPERIMENTS if name.endswith('_isoflop') or name in EXPERTS]
 # Each differs only in sizes from another experiment, or from two of them.
 SIMILAR = (
-    *('dense_700m', 'depth_average', 'imported', 'mod_isoflop_gpu', 'mod_isoflop_paper'),
+    *('depth_average', 'imported', 'mod_isoflop_gpu', 'mod_isoflop_paper'),
     *('moda_24l', 'moda_48l', 'moda_700m', 'moda_1b5', 'mode_staged', 'openmythos_moda', 'study'),
 )
 # Of many layers that are not a scan, or of many parts: seconds. tests/model traces these parts.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from typing import Annotated, NamedTuple
 
 from moddepth_jax.hparams import checks
@@ -120,31 +121,28 @@ class ModelHparams:
         self.check_values()
         self.depth.stream_class.check(self)
 
+    def _require(self, needed: dict, why: str):
+        """Refuse knobs, by their names after `model.`, with another value than the needed one."""
+        for name, right in needed.items():
+            value = operator.attrgetter(name)(self)
+            if value != right:
+                refuse(f'model.{name}', value, f'must be {right}{why}')
+
     def _check_stream(self):
-        stated = self.depth.stated
-        if not stated.scans and self.layer_loop == 'scan':
-            stream = self.depth.stream
-            right = f'must be unrolled: layers of the {stream} stream differ in what they read'
-            refuse('model.layer_loop', self.layer_loop, right)
-        if not stated.scans and self.looped:
-            stream = self.depth.stream
-            right = f'must be none: layers of the {stream} stream differ in what they read'
-            refuse('model.looped_layers', self.looped_layers, right)
-        if self.depth.skipped_slots == 'masked' and not self.routed_layers:
+        stated, stream = self.depth.stated, self.depth.stream
+        if not stated.scans:
+            why = f': layers of the {stream} stream differ in what they read'
+            self._require({'layer_loop': 'unrolled', 'looped_layers': 'none'}, why)
+        if not self.routed_layers and self.depth.skipped_slots == 'masked':
             right = 'must be auto: no block is routed, so no token skips one'
             refuse('model.depth.skipped_slots', self.depth.skipped_slots, right)
-        if self.embedding_residual != 'none' and not stated.keeps_sum:
-            right = f'must be none: the {self.depth.stream} stream carries no single running sum '
-            right += 'between blocks; use stream residual'
-            refuse('model.embedding_residual', self.embedding_residual, right)
-        if self.loop_embeddings != 'none' and not stated.keeps_sum:
-            right = f'must be none: the {self.depth.stream} stream carries no single running sum '
-            right += 'between blocks; use stream residual'
-            refuse('model.loop_embeddings', self.loop_embeddings, right)
-        if self.value_embeddings != 'none' and self.depth.value_mix == 'shared':
-            right = 'must be none under value_mix shared: later layers have no values of their own '
-            right += 'to add to; use value_mix learned'
-            refuse('model.value_embeddings', self.value_embeddings, right)
+        if not stated.keeps_sum:
+            why = f': the {stream} stream carries no single running sum between blocks; '
+            why += 'use stream residual'
+            self._require({'embedding_residual': 'none', 'loop_embeddings': 'none'}, why)
+        if self.depth.value_mix == 'shared':
+            why = ' under value_mix shared: later layers have no values of their own to add to; '
+            self._require({'value_embeddings': 'none'}, why + 'use value_mix learned')
 
     def _check_routed_part(self):
         for field, value, right in (
@@ -156,49 +154,24 @@ class ModelHparams:
                 refuse('model.routing.part', self.routing.part, why)
 
     def _check_exits(self):
-        needed = {
-            'loop_order': (self.loop_order, 'cycle'),
-            'depth.stream': (self.depth.stream, 'residual'),
-            'routing.router': (self.routing.router, 'none'),
-            'experts.choice': (self.experts.choice, 'none'),
-        }
-        for field, (value, right) in needed.items():
-            if value != right:
-                found = f'{self.loop_exit_threshold:g}'
-                refuse(
-                    f'model.{field}', value, f'must be {right} under loop_exit_threshold={found}'
-                )
+        needed = {'loop_order': 'cycle', 'depth.stream': 'residual'}
+        needed |= {'routing.router': 'none', 'experts.choice': 'none'}
+        self._require(needed, f' under loop_exit_threshold={self.loop_exit_threshold:g}')
 
     def _check_routed_loops(self):
-        # field: (value, what it must be, why)
-        needed = {
-            'looped_layers': (self.looped_layers, self.looped, 'all or middle:FIRST:LAST'),
-            'loops': (self.loops, self.loops > 1, '2 or more'),
-            'loop_order': (self.loop_order, self.loop_order == 'cycle', 'cycle'),
-            'loop_norms': (self.loop_norms, self.loop_norms == 'shared', 'shared'),
-            'loop_embeddings': (self.loop_embeddings, self.loop_embeddings == 'none', 'none'),
-            'experts.choice': (self.experts.choice, self.experts.choice == 'none', 'none'),
-            'depth.stream': (self.depth.stream, self.depth.stream == 'residual', 'residual'),
-            'embedding_residual': (
-                self.embedding_residual,
-                self.embedding_residual == 'none',
-                'none',
-            ),
-            'routing.select_per': (
-                self.routing.select_per,
-                self.routing.select_per == 'row',
-                'row',
-            ),
-            'routing.part': (self.routing.part, self.routing.part == 'block', 'block'),
-            'routing.router': (
-                self.routing.router,
-                not self.routing.stated.is_control,
-                'learned, norm or straight_through',
-            ),
-        }
-        for field, (value, fits, right) in needed.items():
-            if not fits:
-                refuse(f'model.{field}', value, f'must be {right} where model.routing.layers=loops')
+        why = ' where model.routing.layers=loops'
+        if not self.looped:
+            right = f'must be all or middle:FIRST:LAST{why}'
+            refuse('model.looped_layers', self.looped_layers, right)
+        if self.loops < 2:
+            refuse('model.loops', self.loops, f'must be 2 or more{why}')
+        needed = {'loop_order': 'cycle', 'loop_norms': 'shared', 'loop_embeddings': 'none'}
+        needed |= {'experts.choice': 'none', 'depth.stream': 'residual'}
+        needed |= {'embedding_residual': 'none'}
+        self._require(needed | {'routing.select_per': 'row', 'routing.part': 'block'}, why)
+        if self.routing.stated.is_control:
+            right = f'must be learned, norm or straight_through{why}'
+            refuse('model.routing.router', self.routing.router, right)
 
     def _check_loops(self):
         first, last = self._loop
@@ -206,15 +179,10 @@ class ModelHparams:
             right = f'must be at most {(MAX_LAYERS - self.num_layers) // (last - first) + 1}: '
             right += f'{self.num_blocks} blocks would run, {MAX_LAYERS} may'
             refuse('model.loops', self.loops, right)
-        if not self.looped and self.loops > 1:
-            right = 'must be 1: no block is looped; set model.looped_layers to all'
-            refuse('model.loops', self.loops, right)
-        plain = {'loop_order': 'cycle', 'loop_norms': 'shared', 'loop_embeddings': 'none'}
-        plain |= {'loop_exit_threshold': 0}
-        for field, value in plain.items() if not self.looped else ():
-            if getattr(self, field) != value:
-                right = f'must be {value}: no block is looped; set model.looped_layers to all'
-                refuse(f'model.{field}', getattr(self, field), right)
+        if not self.looped:
+            plain = {'loops': 1, 'loop_order': 'cycle', 'loop_norms': 'shared'}
+            plain |= {'loop_embeddings': 'none', 'loop_exit_threshold': 0}
+            self._require(plain, ': no block is looped; set model.looped_layers to all')
 
     @functools.cached_property
     def _loop(self):

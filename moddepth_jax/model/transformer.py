@@ -78,13 +78,17 @@ class Transformer(nn.Module):
         shape = (model.vocab_size, model.d_model)
         embedding_VD = self.param('embedding', initializer(model.embedding_init_std), shape)
         x_BTD = embed(embedding_VD, tokens_BT, model.dtype)
-        params, args = self._stack(), self._layer_args(routing, causal_layers_R)
+        length = min(self.hparams.data.sequence_length, MAX_INIT_LENGTH)
+        params = self._stored('stack', init_stack, model, length)
+        args = self._layer_args(routing, causal_layers_R)
         if model.loop_embeddings == 'learned':
-            params = params | {EMBEDDINGS: self._loop_embeddings()}
+            shape = model.loops, model.d_model
+            params = params | {EMBEDDINGS: self._stored(EMBEDDINGS, nn.initializers.zeros, shape)}
         stream = model.depth.stream_class
         x_BTD = stream.enter(model, x_BTD)
         if model.routing.routes_loops:
-            params = {'stack': params, 'loop_routers': self._loop_routers()}
+            routers = self._stored('loop_routers', init_loop_routers, self.hparams, length)
+            params = {'stack': params, 'loop_routers': routers}
             x_BTD, record = run_recursions(
                 self.hparams, routing, params, tokens, args.routing, x_BTD
             )
@@ -107,25 +111,14 @@ class Transformer(nn.Module):
         averages = {name: self.get_variable('averages', name) for name in known}
         return layer_args(self.hparams.model, averages, routing, causal_layers_R)
 
-    def _stack(self):
-        # Read the parameter once it exists: `self.param` would retrace the initializer every time.
-        if self.has_variable('params', 'stack'):
-            return self.get_variable('params', 'stack')
-        length = min(self.hparams.data.sequence_length, MAX_INIT_LENGTH)
-        return self.param('stack', init_stack, self.hparams.model, length)
+    def _stored(self, name, initializer, *arguments):
+        """A parameter; once it exists it is only read.
 
-    def _loop_embeddings(self):
-        # Of fewer loops than in training it has more rows, which `self.param` would refuse.
-        if self.has_variable('params', EMBEDDINGS):
-            return self.get_variable('params', EMBEDDINGS)
-        shape = (self.hparams.model.loops, self.hparams.model.d_model)
-        return self.param(EMBEDDINGS, nn.initializers.zeros, shape)
-
-    def _loop_routers(self):
-        if self.has_variable('params', 'loop_routers'):
-            return self.get_variable('params', 'loop_routers')
-        length = min(self.hparams.data.sequence_length, MAX_INIT_LENGTH)
-        return self.param('loop_routers', init_loop_routers, self.hparams, length)
+        `self.param` would retrace the initializer every time, and refuse the rows of more loops.
+        """
+        if self.has_variable('params', name):
+            return self.get_variable('params', name)
+        return self.param(name, initializer, *arguments)
 
 
 def abstract_variables(hparams: Hparams) -> dict:

@@ -1,4 +1,4 @@
-"""The knobs of depth streams: what `auto` stands for, and what is refused."""
+"""The knobs of depth streams: what `auto` stands for; tests/model/refused_test.py has the rest."""
 
 import pytest
 
@@ -42,30 +42,3 @@ def test_dense_and_narrow_models_that_fit(tiny_config):
     narrow = depth(tiny_config, {'stream': 'attention'}, num_heads=2, head_dim=16)
     assert narrow.depth.stream == 'attention' and not narrow.depth.stream_class.reads_outputs
     assert depth(tiny_config, {'stream': 'moda'}, num_heads=2).depth.slots == 'attention+ffn'
-
-
-@pytest.mark.parametrize(
-    ('changes', 'model', 'line'),
-    [
-        ({'stream': 'modal'}, {}, "stream='modal': must be one of .*did you mean moda"),
-        (MODA | {'slots': 'none'}, {}, "slots='none': must be one of auto, attention"),
-        ({'slots': 'block'}, {}, "slots='block': must be auto: the residual stream has no such"),
-        ({'slot_keys': 'rotated'}, {}, "slot_keys='rotated': must be auto: .*use stream moda"),
-        ({'skipped_slots': 'masked'}, {}, "skipped_slots='masked': must be auto"),
-        (MODA | {'skipped_slots': 'masked'}, {}, "skipped_slots='masked': .*no block is routed"),
-        ({'slot_window': 2}, {}, 'slot_window=2: must be 0: the residual stream has no slots'),
-        ({'attention_slot_projection': True}, {}, 'slot_projection=True: must be False'),
-        (
-            MODA | {'slots': 'block', 'attention_slot_projection': True},
-            {},
-            'slot_projection=True: must be False: slots block of stream moda are not attention',
-        ),
-        ({'stream': 'dense'}, {}, "layer_loop='scan': must be unrolled: layers of the dense"),
-        ({'stream': 'attention'}, {'head_dim': 4}, 'model.d_model=32: must be .* = 16'),
-    ],
-)
-def test_what_does_not_fit_is_refused(changes, model, line, tiny_config):
-    """By a line that names the knob, its value, and what would be right or the nearest name."""
-    with pytest.raises(ValueError, match=line) as error:
-        depth(tiny_config, changes, **model)
-    assert str(error.value).startswith('model.') and '\n' not in str(error.value)

@@ -59,27 +59,6 @@ def test_top_k_is_at_most_the_number_of_experts(model, num_noop):
         model(knobs | {'top_k': most + 1})
 
 
-THRESHOLD = {'routing.train_rule': 'threshold', 'routing.causal_rule': 'threshold'}
-
-
-@pytest.mark.parametrize(
-    ('changes', 'more', 'line'),
-    [
-        (EXPERT | {'num_noop': 2}, {}, 'experts.num_noop=2: must be 0 where experts choose'),
-        (EXPERT | {'row_capacity': 9}, {}, 'experts.row_capacity=9: must be 0 where experts'),
-        (TOKEN, {'use_bias': True}, 'use_bias=True: must be False: experts have no biases'),
-        (TOKEN | {'row_capacity': 9}, ROUTED, 'experts.row_capacity=9: must be 0 where blocks are'),
-        (EXPERT, ROUTED | THRESHOLD, "routing.train_rule='threshold': must be top_c where experts"),
-        (TOKEN | {'layers': '0,2'}, {}, "experts.layers='0,2': must be every:N, .* layers below 2"),
-    ],
-)
-def test_what_does_not_fit_is_refused(model, changes, more, line):
-    """By one line that names the knob, its value, and what would be right or the nearest name."""
-    with pytest.raises(ValueError, match=f'^model.{line}') as error:
-        model(changes, **more)
-    assert '\n' not in str(error.value)
-
-
 def test_values_that_fit_are_accepted(model):
     """What is refused with one value of another knob is right with another."""
     for more in ({}, ROUTED):

@@ -240,7 +240,7 @@ COMMANDS = {
     ],
     'backends': [
         ('tiny --page=page.md', ['page without its markers: must hold <!-- backends:']),
-        ('tinny', ['tinny: must be one of attnres, base, dense_700m', 'did you mean tiny?']),
+        ('tinny', ['tinny: must be one of attnres, base, dense_isoflop', 'did you mean tiny?']),
     ],
     'dry_run': [
         ('', ['no argument', 'table or again, then one FILE']),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import Hparams, from_config
+from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.transformer import Transformer
 
 # Knobs, merged with |.
@@ -54,7 +55,7 @@ ROOMY = {'model.routing.cache_capacity': 2.0}  # no token is dropped
 LOOPED = {'model.looped_layers': 'middle:1:1', 'model.loops': 3}
 ALL_LOOPED = {'model.looped_layers': 'all', 'model.loops': 2, 'model.loop_order': 'sequence'}
 OWN_NORMS, OF_LOOPS = {'model.loop_norms': 'own'}, {'model.loop_embeddings': 'learned'}
-TWO = {'model.routing.layers': '1,2'}
+TWO, LAST = ({'model.routing.layers': layers} for layers in ('1,2', '2'))
 OF_ATTENTION, OF_MLP = ({'model.routing.part': part} for part in ('attention', 'mlp'))
 ADAPTERS = {'model.adapters.rank': 3, 'model.adapters.alpha': 2.0}
 RECURSIONS = LOOPED | {
@@ -96,6 +97,8 @@ SIZES = {
     'data.sequence_length': LENGTH,
 }
 # Every place of every row has a token of its own, so that its row of the embedding is its input.
+SMALL_BT = np.random.default_rng(1).integers(0, 32, (2, 12)).astype(np.int32)
+SMALL_SEGMENTS_BT = np.array([[1] * 7 + [2] * 5, [1] * 10 + [0] * 2], np.int32)
 TOKENS_BT = np.random.default_rng(1).permutation(BATCH * LENGTH).reshape(BATCH, LENGTH)
 OTHER_BT = TOKENS_BT + BATCH * LENGTH
 
@@ -109,7 +112,7 @@ CASES = {
     'aux_loss grows': (routed_by('learned', 'aux_loss') | GROWS, 'aux_loss'),
     'threshold': (routed_by('learned', 'threshold') | TWO | HEAD_NORM, 'threshold'),
     'dense rule': (routed_by('learned', 'dense'), 'dense'),
-    'norm threshold grows': (routed_by('norm', 'threshold') | TWO | GROWS, 'threshold'),
+    'norm threshold grows': (routed_by('norm', 'threshold') | LAST | GROWS, 'threshold'),
     'norm dense': (routed_by('norm', 'dense') | POST, 'dense'),
     'norm predictor': (routed_by('norm', 'predictor'), 'predictor'),
     'random': (routed_by('random', 'threshold') | UNROLLED, 'threshold'),
@@ -122,7 +125,7 @@ CASES = {
     'straight through, aux_loss': (routed_by('straight_through', 'aux_loss'), 'aux_loss'),
     'straight through, positive': (routed_by('straight_through', 'positive'), 'positive'),
     'attention routed': (
-        routed_by('learned', 'predictor') | OF_ATTENTION | TWO | WINDOWS | HEAD_NORM,
+        routed_by('learned', 'predictor') | OF_ATTENTION | LAST | WINDOWS | HEAD_NORM,
         'predictor',
     ),
     'attention routed, aux_loss': (
@@ -217,7 +220,7 @@ CASES = {
     'looped': (LOOPED | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
     'looped threshold': (LOOPED | routed_by('learned', 'threshold') | GROWS, 'threshold'),
     'recursions': (
-        RECURSIONS | ROOMY | HEAD_NORM | {'model.num_layers': 4},
+        RECURSIONS | ROOMY | HEAD_NORM | {'model.num_layers': 4, 'model.loops': 2},
         'predictor',
     ),
     'recursions, aux_loss': (
@@ -260,7 +263,17 @@ CASES = {
         'predictor',
     ),
     'looped, loop embeddings': (LOOPED | OF_LOOPS | POST | EMBEDDED, 'dense'),
-    'looped, exits': (LOOPED | {'model.loop_exit_threshold': 0.7} | HEAD_NORM, 'dense'),
+    'looped, exits': (
+        LOOPED
+        | {'model.loop_exit_threshold': 0.5}
+        | OWN_NORMS
+        | OF_LOOPS
+        | EMBEDDED
+        | HEAD_NORM
+        | SCALED
+        | QKV_BIAS,
+        'dense',
+    ),
     'looped, exits of a block with all': (
         LOOPED
         | {'model.loop_exit_threshold': 1.2, 'model.looped_layers': 'middle:0:1'}
@@ -351,6 +364,50 @@ def initial_params(hparams, seed=0):
     """The parameters with which a Transformer starts, compiled once in a session."""
     init = jax.jit(Transformer(hparams).init)
     return jax.device_get(init(jax.random.key(seed), np.zeros((1, 8), int))['params'])
+
+
+def with_leaves(params, ends):
+    """The parameters, of which those whose paths have these ends are filled with their values."""
+
+    def fill(path, leaf):
+        name = '/' + '/'.join(key.key for key in path)
+        values = [value for end, value in ends.items() if name.endswith(f'/{end}')]
+        return np.broadcast_to(np.float32(values[0]), leaf.shape) if values else leaf
+
+    return jax.tree_util.tree_map_with_path(fill, params)
+
+
+@functools.cache
+def _value_and_slopes(hparams):
+    shape = *SMALL_BT.shape, hparams.model.vocab_size
+    weights_BTV = np.random.default_rng(7).normal(size=shape)
+
+    def loss(params, rest):
+        variables = rest | {'params': params}
+        logits_BTV, _ = Transformer(hparams).apply(variables, SMALL_BT, SMALL_SEGMENTS_BT)
+        return (logits_BTV * weights_BTV).mean(), logits_BTV
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def gradient(hparams, variables):
+    """Logits of the small tokens, and the gradient of a loss by the parameters."""
+    rest = {name: side for name, side in variables.items() if name != 'params'}
+    (_, logits_BTV), slopes = _value_and_slopes(hparams)(variables['params'], rest)
+    return jax.device_get((logits_BTV, slopes))
+
+
+def by_name(hparams, params):
+    """Leaves by the number of their block, 'exit', or None outside the stack, and their name."""
+    layers = list(unstack_layers(Stack(hparams.model, 'top_c'), params['stack']))
+    parts = [*enumerate(layer for kind, layer in layers if kind.part == 'block')]
+    parts += [('exit', layer) for kind, layer in layers if kind.part == 'exit']
+    parts.append((None, {name: leaf for name, leaf in params.items() if name != 'stack'}))
+    return {
+        (i, jax.tree_util.keystr(path)): leaf
+        for i, part in parts
+        for path, leaf in jax.tree_util.tree_leaves_with_path(part)
+    }
 
 
 class Model(NamedTuple):

@@ -62,6 +62,7 @@ def check_the_future(model):
 
 
 FAST = ('dense', 'dense rule', 'aux_loss', 'norm dense', 'threshold', 'random', 'position')
+FAST += ('recursions, aux_loss',)
 
 
 @pytest.mark.parametrize('name', parameters((*FAST, 'mod and moda', 'experts choose')))

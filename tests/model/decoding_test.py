@@ -23,9 +23,12 @@ from tests.model.cases import (
     BATCH,
     CASES,
     DENSE,
+    EMBEDDED,
     HEAD_NORM,
     LENGTH,
+    LOOKED_UP,
     LOOPED,
+    MIXED,
     MODA,
     MUDD,
     RECURSIONS,
@@ -43,7 +46,7 @@ from tests.model.cases import (
 
 # A document ends in row 0 after its prompt, in row 2 within it.
 SEGMENTS_BT = np.array([[1] * 8 + [2] * 8, [1] * LENGTH, [1] * 2 + [2] * 14])
-CHUNK = 5
+CHUNK = 4
 
 
 class Rows(NamedTuple):
@@ -59,13 +62,13 @@ class Rows(NamedTuple):
         return np.diff(self.segments_BT, axis=1, prepend=1) > 0
 
 
-ROWS = Rows(TOKENS_BT, SEGMENTS_BT, np.array([3, 1, 5]), np.array([4, 5, 2]))
+ROWS = Rows(TOKENS_BT, SEGMENTS_BT, np.array([3, 1, 4]), np.array([3, 4, 2]))
 # A batch whose buckets are not of every size: three rows are computed as four.
 FOUR_ROWS = Rows(
     np.concatenate([TOKENS_BT, TOKENS_BT[:1, ::-1]]),
     np.concatenate([SEGMENTS_BT, SEGMENTS_BT[1:2]]),
-    np.array([3, 1, 5, 8]),
-    np.array([4, 5, 2, 3]),
+    np.array([3, 1, 4, 4]),
+    np.array([3, 4, 2, 3]),
 )
 # Cases in which some tokens find no place in the cache.
 DROPS = ('aux_loss', 'threshold', 'attention routed, aux_loss', 'mlp routed')
@@ -74,16 +77,18 @@ DROPS += ('mlp routed, threshold',)
 
 @functools.cache
 def programs(hparams, routing):
-    """Jitted (prefill, a step, an extension), the last two also update the cache."""
+    """Jitted (prefill, a step of one token, an extension); the last two also update the cache."""
     how = {'hparams': hparams, 'routing': routing}
     capacity = None if hparams.model.routing.overflow == 'grow' else cache_size(hparams, routing)
     first = functools.partial(prefill, **how, capacity=LENGTH, routed_capacity=capacity)
 
-    def step(unrolled, cache, token_B, begins_B, active_B):
-        inputs = unrolled, cache, token_B, begins_B, active_B
-        logits_BV, updates, dropped_BT = decode_step(*inputs, **how)
-        of_update = updates, begins_B[:, None], dropped_BT, active_B[:, None]
-        return logits_BV, kv_cache.update_cache(cache, *of_update)
+    def step(unrolled, cache, *inputs):  # [B, 1] each
+        logits_BV, updates, dropped_BT = decode_step(
+            unrolled, cache, *(side_B1[:, 0] for side_B1 in inputs), **how
+        )
+        _, begins_BT, active_BT = inputs
+        cache = kv_cache.update_cache(cache, updates, begins_BT, dropped_BT, active_BT)
+        return logits_BV[:, None], cache
 
     def several(unrolled, cache, tokens_BT, begins_BT, active_BT):
         inputs = unrolled, cache, tokens_BT, begins_BT, active_BT
@@ -116,47 +121,27 @@ def start(model, rows=ROWS):
     return unrolled, logits_BV, cache
 
 
-def decode(model, rows=ROWS):
-    """Logits of a prompt's last token and of each token after it, NaN before, and the cache."""
-    unrolled, logits_BV, cache = start(model, rows)
-    _, step, _ = programs(model.hparams, model.routing)
-    begins_BT = rows.begins_BT
-    position_B, each = rows.prompts_B.copy(), np.arange(len(rows.prompts_B))
-    out = np.full((*rows.tokens_BT.shape, model.hparams.model.vocab_size), np.nan, np.float32)
-    out[each, position_B - 1] = logits_BV
-    while (position_B < LENGTH).any():
-        active_B = position_B < LENGTH
-        at = each, np.minimum(position_B, LENGTH - 1)
-        logits_BV, cache = step(
-            unrolled, cache, rows.tokens_BT[at], begins_BT[at] & active_B, active_B
-        )
-        out[each[active_B], position_B[active_B]] = np.asarray(logits_BV)[active_B]
-        position_B += active_B
-        if model.hparams.model.routing.overflow == 'grow':
-            used = kv_cache.longest_routed_row(cache)
-            routed = [layer for layer in cache.layers if layer.lengths_B is not None]
-            if routed and used == routed[0].capacity:
-                cache = kv_cache.resize_cache(cache, used + 4)
-    return out, cache
+def decode(model, rows=ROWS, in_chunks=False):
+    """Logits of a prompt's last token and of each token after it, NaN before, and the cache.
 
-
-def decode_chunks(model, rows=ROWS):
-    """As `decode`, by `chunks_B` tokens at a time."""
+    One by one, or by `chunks_B` tokens at a time.
+    """
     unrolled, logits_BV, cache = start(model, rows)
-    *_, several = programs(model.hparams, model.routing)
+    _, step, several = programs(model.hparams, model.routing)
+    run, size = (several, CHUNK) if in_chunks else (step, 1)
     begins_BT = rows.begins_BT
     position_B, each = rows.prompts_B.copy(), np.arange(len(rows.prompts_B))
     out = np.full((*rows.tokens_BT.shape, model.hparams.model.vocab_size), np.nan, np.float32)
     out[each, position_B - 1] = logits_BV
     while (position_B < LENGTH).any():
         if model.hparams.model.routing.overflow == 'grow':
-            most = kv_cache.longest_routed_row(cache) + CHUNK
-            cache = kv_cache.resize_cache(cache, max(most, 12))
-        taken_B = np.minimum(LENGTH - position_B, rows.chunks_B)
-        active_BT = np.arange(CHUNK)[None] < taken_B[:, None]
-        at_BT = each[:, None], np.minimum(position_B[:, None] + np.arange(CHUNK), LENGTH - 1)
+            cache = grown(cache, size)
+        taken_B = np.minimum(LENGTH - position_B, rows.chunks_B if in_chunks else 1)
+        active_BT = np.arange(size)[None] < taken_B[:, None]
+        at_BT = each[:, None], np.minimum(position_B[:, None] + np.arange(size), LENGTH - 1)
         tokens_BT = np.where(active_BT, rows.tokens_BT[at_BT], 7)
-        logits_BTV, cache = several(unrolled, cache, tokens_BT, begins_BT[at_BT], active_BT)
+        begins = begins_BT[at_BT] & active_BT
+        logits_BTV, cache = run(unrolled, cache, tokens_BT, begins, active_BT)
         for row, taken in enumerate(taken_B):
             now = slice(position_B[row], position_B[row] + taken)
             out[row, now] = logits_BTV[row, :taken]
@@ -164,9 +149,17 @@ def decode_chunks(model, rows=ROWS):
     return out, cache
 
 
+def grown(cache, more):
+    """The cache with room for more tokens in routed blocks, if it has less: for all."""
+    used = kv_cache.longest_routed_row(cache)
+    routed = [layer for layer in cache.layers if layer.lengths_B is not None]
+    too_small = routed and used + more > routed[0].capacity
+    return kv_cache.resize_cache(cache, LENGTH) if too_small else cache
+
+
 def decode_both(model, rows=ROWS):
-    """As `decode_chunks`, whose logits are those of `decode` to 1e-5."""
-    (in_chunks_BTV, cache), (by_steps_BTV, _) = decode_chunks(model, rows), decode(model, rows)
+    """As `decode` in chunks, whose logits are those of single steps to 1e-5."""
+    (in_chunks_BTV, cache), (by_steps_BTV, _) = decode(model, rows, True), decode(model, rows)
     np.testing.assert_allclose(in_chunks_BTV, by_steps_BTV, rtol=0, atol=1e-5)
     return in_chunks_BTV, cache
 
@@ -177,10 +170,8 @@ IN_FLOAT64 = ('attention stream', 'value embeddings, hyper-connections', 'value 
 IN_FLOAT64 += ('adapters, looped moda', 'looped', 'recursions, aux_loss', 'token choice')
 IN_FLOAT64 += ('embedding residual, values', 'looped, exits of a block with all')
 IN_FLOAT64 += ('token choice, gated exit',)
-FAST = ('dense', 'scaled rope', 'norm threshold grows', 'mod and moda', 'mudd')
-FAST += ('value residual', 'shared values', 'value attention, recent', 'experts choose')
-FAST += ('value embeddings, attention residual', 'looped, own norms', 'looped, loop embeddings')
-FAST += ('looped, exits',)
+FAST = ('norm threshold grows', 'mudd', 'shared values', 'value attention, recent')
+FAST += ('experts choose', 'value embeddings, attention residual')
 
 
 @pytest.mark.parametrize('name', parameters(FAST))
@@ -188,33 +179,30 @@ def test_prompt_and_steps_equal_the_full_forward(name, tiny_config):
     check_decoding(name, tiny_config, decode)
 
 
-BY_ROWS = [name for name, (knobs, _) in CASES.items() if 'loops' in knobs.values()]
-BY_ROWS += [name for name in CASES if 'exits' in name]
-
-
-@pytest.mark.parametrize('name', parameters(('token choice, first keys',), BY_ROWS))
-def test_loops_of_some_of_four_rows_equal_the_full_forward(name, tiny_config):
-    """Where a loop computes more rows than have a token in it."""
-    check_decoding(name, tiny_config, decode, FOUR_ROWS)
-
-
 FAST_IN_CHUNKS = ('dense', 'aux_loss', 'mod and moda', 'recursions', 'row capacity')
 FAST_IN_CHUNKS += ('attention routed', 'mlp routed', 'token choice, first keys')
+FAST_IN_CHUNKS += ('looped, exits',)
 
 
 @pytest.mark.parametrize('name', parameters(FAST_IN_CHUNKS))
 def test_several_tokens_at_a_time_equal_steps_and_the_full_forward(name, tiny_config, monkeypatch):
-    """Models of `make test` are compared with steps too; of others both equal the full forward."""
+    """Models of `make test` are compared with steps too; of others both equal the full forward.
+
+    A loop of four rows computes more than have a token in it.
+    """
     # Several blocks of keys, the last of which the capacity cuts off.
     monkeypatch.setattr('kernels_pallas.decode._block', lambda: (5, 3))
     monkeypatch.setattr('kernels_pallas.decode._IN_PLACE', 1)
-    check_decoding(name, tiny_config, decode_both if name in FAST_IN_CHUNKS else decode_chunks)
+    by_loops = 'loops' in CASES[name][0].values() or 'exits' in name
+    in_chunks = functools.partial(decode, in_chunks=True)
+    decoded = decode_both if name in FAST_IN_CHUNKS else in_chunks
+    check_decoding(name, tiny_config, decoded, FOUR_ROWS if by_loops else ROWS)
 
 
 BRANCHES_BT = np.array([[1, 1, 2, 2, 2, 3, 0], [1, 2, 2, 2, 2, 3, 3], [1, 1, 1, 2, 3, 3, 3]])
 
 
-@pytest.mark.parametrize('name', parameters(('dense', 'aux_loss', 'mod and moda', 'recursions')))
+@pytest.mark.parametrize('name', parameters(('aux_loss', 'mod and moda')))
 def test_branches_go_on_from_the_cache_each_alone(name, tiny_config):
     """Also where a branch fills a routed block's cache."""
     model = build(tiny_config, name)
@@ -302,11 +290,11 @@ def check_routed(name, model, record, cache, rows):
 
 def test_a_step_changes_no_bit_of_an_inactive_row(tiny_config):
     """Rows that have ended keep their cache bit for bit while others go on."""
-    model = build(tiny_config, 'scaled rope')
+    model = build(tiny_config, 'aux_loss')
     unrolled, _, before = start(model)
     active_B, no_B = np.array([True, False, False]), np.zeros(BATCH, bool)
     _, step, _ = programs(model.hparams, model.routing)
-    _, after = step(unrolled, before, TOKENS_BT[:, 12], no_B, active_B)
+    _, after = step(unrolled, before, TOKENS_BT[:, 12:13], no_B[:, None], active_B[:, None])
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(old[~active_B], new[~active_B])
     np.testing.assert_array_equal(after.lengths_B - before.lengths_B, active_B)
@@ -320,8 +308,8 @@ def test_buckets_are_few_and_hold_any_number():
     assert batch_buckets(10) == (0, 2, 3, 5, 10)
 
 
-def shapes_of_programs(hparams, capacity, batch=8):
-    """(function, abstract arguments) of prefill, decode_step and update_cache."""
+def shapes_of_prefill(hparams, capacity, batch):
+    """prefill and its abstract arguments, and the Cache that it returns."""
     routing = causal_routing(hparams)
     how = {'hparams': hparams, 'routing': routing}
     routed_capacity = hparams.model.routing.cache_size(capacity, routing)
@@ -331,13 +319,20 @@ def shapes_of_programs(hparams, capacity, batch=8):
     prompts = jax.ShapeDtypeStruct((batch, 8), 'int32')
     first = functools.partial(prefill, **how, capacity=capacity, routed_capacity=routed_capacity)
     _, cache = jax.eval_shape(first, unrolled, prompts, prompts)
+    return first, (unrolled, prompts, prompts), cache
+
+
+def shapes_of_programs(hparams, capacity, batch=8):
+    """(function, abstract arguments) of prefill, decode_step and update_cache."""
+    first, inputs, cache = shapes_of_prefill(hparams, capacity, batch)
+    how = {'hparams': hparams, 'routing': causal_routing(hparams)}
     row, flag = (jax.ShapeDtypeStruct((batch,), dtype) for dtype in ('int32', 'bool'))
     flag_B1 = jax.ShapeDtypeStruct((batch, 1), 'bool')
-    step, of_step = functools.partial(decode_step, **how), (unrolled, cache, row, flag, flag)
+    step, of_step = functools.partial(decode_step, **how), (inputs[0], cache, row, flag, flag)
     _, updates, dropped_B1 = jax.eval_shape(step, *of_step)
     of_update = (cache, updates, flag_B1, dropped_B1, flag_B1)
     return (
-        (first, (unrolled, prompts, prompts)),
+        (first, inputs),
         (step, of_step),
         (kv_cache.update_cache, of_update),
     )
@@ -376,16 +371,17 @@ def test_a_step_computes_the_rows_that_a_loop_has(name, tiny_config):
 
 @pytest.mark.parametrize('routing', [{}, pytest.param(ROUTED, marks=pytest.mark.slow)])
 def test_no_slot_outlives_its_token(routing, tiny_config):
-    """The cache of every stream is that of the residual model: slots are read at once, or never."""
+    """The cache is that of the plain model: slots are read at once, or never."""
 
     def shapes(*stream):
         hparams = small_hparams(tiny_config, {'model.num_layers': 2}, routing, *stream)
-        _, (_, (_, cache, *_)), _ = shapes_of_programs(hparams, 16, batch=3)
+        *_, cache = shapes_of_prefill(hparams, 16, batch=3)
         return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(cache)]
 
     expected = shapes()
     dense_only = () if routing else (MUDD, MUDD | UNROLLED)
-    for stream in (ATTENTION, AVERAGE, DENSE, MODA, SOURCES, SOURCES_OF_3, *dense_only):
+    kept = ATTENTION, AVERAGE, DENSE, MODA, SOURCES, SOURCES_OF_3, MIXED, EMBEDDED, LOOKED_UP
+    for stream in (*kept, *dense_only):
         assert shapes(stream) == expected
 
 
@@ -405,11 +401,10 @@ def test_no_program_copies_a_cache(tiny_config):
     assert updating.memory_analysis().temp_size_in_bytes < 8 * 2 * 8 * 226 * 4
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_programs_lower_for_gpus(dtype, tiny_config, monkeypatch):
+def test_programs_lower_for_gpus(tiny_config, monkeypatch):
     """Prefill, step and update become StableHLO for CUDA, in the forms that are not for CPUs."""
     monkeypatch.setattr('jax.default_backend', lambda: 'gpu')
-    config = tiny_config(**{'model.routing.router': 'learned', 'model.dtype': dtype})
+    config = tiny_config(**{'model.routing.router': 'learned', 'model.dtype': 'bfloat16'})
     for function, arguments in shapes_of_programs(from_config(config), 32):
         lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=('cuda',))
         assert 'stablehlo' in lowered.as_text()

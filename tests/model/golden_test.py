@@ -197,7 +197,7 @@ def parameters_of(hparams, name, connection, leaves):
     return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
-@pytest.mark.parametrize('name', parameters(('mudd', 'mhc'), MODELS))
+@pytest.mark.parametrize('name', parameters(('mudd', 'hyper_connections'), MODELS))
 def test_logits_and_gradients_are_those_of_public_code(name, tiny_config):
     """Both in float64: to 1e-6, and each gradient by a public parameter to 1e-6 of its largest."""
     knobs, connection = MODELS[name]

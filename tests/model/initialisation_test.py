@@ -32,7 +32,7 @@ def truncated(stddev):
     return stddev * 0.98658
 
 
-@pytest.mark.parametrize('scale_residual_init', [True, False])
+@pytest.mark.parametrize('scale_residual_init', cases.parameters((True,), (True, False)))
 def test_weights_have_the_spread_of_the_knobs(scale_residual_init, tiny_config):
     """Matrices are normal, cut at 3 sigma; those that write to the residual 1/sqrt(2 L) of that."""
     knobs = {'model.num_layers': 8, 'model.d_model': 64, 'model.qk_norm': 'full'}
@@ -115,6 +115,7 @@ PAIRS = {
     'reordered': ({}, cases.REORDERED | cases.TIED, ALL),
     'experts': ({}, cases.experts(), (6, 6, 6, 6)),
     'staged': (cases.experts(), cases.experts() | cases.ROUTED, (13, 13, 13, 13)),
+    'recursions': (cases.LOOPED, cases.RECURSIONS, ALL),
 }
 
 
@@ -132,7 +133,7 @@ def by_layer(hparams, params):
     return found
 
 
-@pytest.mark.parametrize('name', cases.parameters(('mod', 'moda', 'shallow', 'slots'), PAIRS))
+@pytest.mark.parametrize('name', cases.parameters(('mod', 'moda', 'shallow'), PAIRS))
 def test_models_of_one_seed_start_alike(name, tiny_config):
     """Parameters of one layer, name and shape have the same draw; the spread is that of the knobs.
 
@@ -166,7 +167,7 @@ GATES = {
 }
 
 
-@pytest.mark.parametrize('name', cases.parameters(('deep', 'post', 'reordered'), GATES))
+@pytest.mark.parametrize('name', cases.parameters(('deep', 'post'), GATES))
 def test_selected_gates_average_about_one_in_every_layer(name, tiny_config):
     """At step 0 the mean raw gate of the selected tokens lies between 0.5 and 2, layer by layer."""
     num_layers, capacity, knobs = GATES[name]

@@ -14,13 +14,8 @@ from moddepth_jax.training.mesh import make_mesh
 from tests.model.cases import (
     HEAD_NORM,
     LOOPED,
-    MODA,
-    RECURSIONS,
-    ROUTED,
-    TOKEN_CHOICE,
     TOKENS_BT,
     build,
-    experts,
     random_variables,
     small_hparams,
 )
@@ -78,22 +73,3 @@ def test_evaluation_counts_the_loops_of_real_tokens(tiny_config):
             )
             found[threshold] = result.get('loops_per_token')
     assert found[0.0] is None and found[1e9] == 1 and 1 < found[0.5] < 3
-
-
-@pytest.mark.parametrize(
-    ('knobs', 'message'),
-    [
-        ({}, 'model.loop_exit_threshold=0.1: must be 0: no block is looped'),
-        (LOOPED | {'model.loop_order': 'sequence'}, "'sequence': must be cycle under loop_exit_th"),
-        (LOOPED | MODA, "stream='moda': must be residual under loop_exit_threshold=0.1"),
-        (LOOPED | ROUTED, "router='learned': must be none under loop_exit_threshold=0.1"),
-        (RECURSIONS, "router='learned': must be none under loop_exit_threshold=0.1"),
-        (TOKEN_CHOICE, "router='token_choice': must be none under loop_exit_threshold=0.1"),
-        (LOOPED | experts(), "choice='token': must be none under loop_exit_threshold=0.1"),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_one_line(knobs, message, tiny_config):
-    knobs = {'model.num_layers': 4, 'model.loop_exit_threshold': 0.1} | knobs
-    with pytest.raises(ValueError, match=r'^[^\n]*$') as error:
-        from_config(tiny_config(**knobs))
-    assert message in str(error.value)

@@ -148,7 +148,7 @@ CASES = {
 }
 SLOTS = routed(rule='threshold', layers='1') | {'num_layers': 3}
 MASKED = {'depth.skipped_slots': 'masked'}
-# name: (knobs, the routing of the pass); each is also differentiated.
+# name: (knobs, the routing of the pass)
 ROUTED_CASES = {
     'exits from loops': (LOOPED | {'loop_exit_threshold': 0.6} | PRE | HEAD | WINDOWS, 'dense'),
     'more places than tokens': (routed(capacity=0.875) | PRE, 'top_c'),
@@ -378,9 +378,9 @@ def test_model_equals_the_oracle(tiny_config, case):
         assert share_Z.max() < 1 and np.mean(share_Z > 0) > 0.7, share_Z
 
 
-FAST = ('windows', 'segments', 'threshold', 'predictor', 'straight through', 'masked')
-FAST += ('value residual', 'value attention', 'embedding residual', 'value embeddings, moda')
-FAST += ('token choice', 'exits from loops', 'attention routed', 'recursions, first keys')
+FAST = ('segments', 'threshold', 'predictor', 'value residual', 'value attention')
+FAST += ('embedding residual', 'value embeddings, moda', 'exits from loops', 'attention routed')
+FAST += ('recursions, first keys',)
 
 
 # JAX warns of int32 and int64 indices in float64, which no model is trained in.
@@ -393,7 +393,7 @@ def test_routed_blocks_equal_the_oracle(case, tiny_config):
     """
     knobs, routing = ROUTED_CASES[case]
     config = tiny_config(**{f'model.{name}': value for name, value in (SIZES | knobs).items()})
-    _, run = compare(config, routing, gradients=True)
+    _, run = compare(config, routing, gradients=case != 'exits from loops')  # which none trains
     choices = list(run.choices.values())
     if case == 'exits from loops':
         assert {1, 2, 3} <= {*np.ravel(run.loops)}

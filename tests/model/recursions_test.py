@@ -18,29 +18,30 @@ from tests.model.cases import (
     FIRST_KEYS,
     GROWS,
     LOOPED,
-    MODA,
     RECURSIONS,
+    SMALL_BT,
+    SMALL_SEGMENTS_BT,
     TOKEN_CHOICE,
-    build,
     equations,
-    experts,
-    initial_params,
     random_variables,
     small_hparams,
 )
 
-B, T = 2, 12
-TOKENS_BT = np.random.default_rng(1).integers(0, 32, (B, T))
-SEGMENTS_BT = np.array([[1] * 7 + [2] * 5, [1] * 10 + [0] * 2])
+B, T = SMALL_BT.shape
 AUX = {'model.routing.causal_rule': 'aux_loss'}
 ALL_TOKENS = {'model.routing.capacity': 1.0, 'model.routing.gate': 'none'}
 FLOAT64 = {'model.dtype': 'float64'}
 
 
-def apply(hparams, *inputs, method='__call__'):
+@functools.cache
+def jitted(hparams, method):
+    return jax.jit(functools.partial(Transformer(hparams).apply, method=method))
+
+
+def apply(hparams, variables, tokens_BT, segments_BT=None, method='__call__'):
     """What a method of the model gives, in NumPy."""
-    run = jax.jit(functools.partial(Transformer(hparams).apply, method=method))
-    return jax.device_get(run(*inputs))
+    segments_BT = np.ones_like(SMALL_SEGMENTS_BT) if segments_BT is None else segments_BT
+    return jax.device_get(jitted(hparams, method)(variables, tokens_BT, segments_BT))
 
 
 def test_all_tokens_through_all_loops_are_the_looped_model(tiny_config):
@@ -49,12 +50,14 @@ def test_all_tokens_through_all_loops_are_the_looped_model(tiny_config):
     with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
         routed = small_hparams(tiny_config, RECURSIONS, AUX, change, FLOAT64)
         looped = small_hparams(tiny_config, LOOPED, FLOAT64)
-        variables = random_variables(routed, TOKENS_BT)
+        variables = random_variables(routed, SMALL_BT)
         weights_BTV = np.random.default_rng(7).normal(size=(B, T, 32))
-        weights_BTV *= (SEGMENTS_BT > 0)[..., None]  # padding goes through no loop
+        weights_BTV *= (SMALL_SEGMENTS_BT > 0)[..., None]  # padding goes through no loop
 
         def loss(params, hparams):
-            logits_BTV, _ = Transformer(hparams).apply({'params': params}, TOKENS_BT, SEGMENTS_BT)
+            logits_BTV, _ = Transformer(hparams).apply(
+                {'params': params}, SMALL_BT, SMALL_SEGMENTS_BT
+            )
             return jnp.sum(jnp.tanh(logits_BTV) * weights_BTV)
 
         params = variables['params']
@@ -69,7 +72,7 @@ def test_all_tokens_through_all_loops_are_the_looped_model(tiny_config):
 
 def restacked(source, target, params):
     """The parameters of one model in the runs of another, of equal layers, without routers."""
-    shapes = jax.eval_shape(Transformer(target).init, jax.random.key(0), TOKENS_BT)['params']
+    shapes = jax.eval_shape(Transformer(target).init, jax.random.key(0), SMALL_BT)['params']
     sources, places = (Stack(hparams.model, 'top_c').places for hparams in (source, target))
     stack = jax.tree.map(lambda leaf: np.zeros(leaf.shape), shapes['stack'])
     for place, other in zip(places, sources, strict=True):
@@ -81,28 +84,21 @@ def restacked(source, target, params):
     }
 
 
-def test_it_starts_as_the_looped_model_of_its_seed(tiny_config):
-    """Bit for bit, but for the routers."""
-    routed, looped = (small_hparams(tiny_config, some) for some in (RECURSIONS, LOOPED))
-    found = restacked(routed, looped, initial_params(routed))
-    jax.tree.map(np.testing.assert_array_equal, found, initial_params(looped))
-
-
 def test_the_papers_update_adds_the_whole_output(tiny_config):
     """x + f(x) for each of two loops of one block, with gates of 1 for all tokens."""
     sizes = {'model.num_layers': 1, 'model.looped_layers': 'all', 'model.loops': 2}
     hparams = small_hparams(tiny_config, RECURSIONS, AUX, ALL_TOKENS, sizes)
-    variables = random_variables(hparams, TOKENS_BT)
+    variables = random_variables(hparams, SMALL_BT)
     params = variables['params']
-    found_BTD, _ = apply(hparams, variables, TOKENS_BT, SEGMENTS_BT, method='hidden_states')
+    found_BTD, _ = apply(hparams, variables, SMALL_BT, SMALL_SEGMENTS_BT, method='hidden_states')
     stack = Stack(hparams.model, 'top_c')
     ((kind, of_layer), _) = unstack_layers(stack, params['stack'])
-    tokens = token_info(hparams, jnp.asarray(TOKENS_BT), jnp.asarray(SEGMENTS_BT))
-    x_BTD = embed(params['embedding'], TOKENS_BT, 'float32')
+    tokens = token_info(hparams, jnp.asarray(SMALL_BT), jnp.asarray(SMALL_SEGMENTS_BT))
+    x_BTD = embed(params['embedding'], SMALL_BT, 'float32')
     for _ in range(2):
         x_BTD += stack.apply(kind, of_layer, x_BTD, None, tokens, LayerArgs()).x_BTD
     expected_BTD = rms_norm(x_BTD, params['final_norm']['scale'], hparams.model.norm_eps)
-    real_BT = SEGMENTS_BT > 0  # padding stays as it is
+    real_BT = SMALL_SEGMENTS_BT > 0  # padding stays as it is
     np.testing.assert_allclose(found_BTD[real_BT], expected_BTD[real_BT], rtol=1e-5, atol=1e-5)
 
 
@@ -112,26 +108,28 @@ def test_token_choice_is_its_definition(loop_update, tiny_config):
     sizes = {'model.num_layers': 1, 'model.looped_layers': 'all', 'model.loops': 2}
     knobs = sizes | {'model.routing.loop_update': loop_update}
     hparams = small_hparams(tiny_config, TOKEN_CHOICE, knobs)
-    variables = random_variables(hparams, TOKENS_BT)
-    params, real_BT = variables['params'], SEGMENTS_BT > 0
-    found_BTD, records = apply(hparams, variables, TOKENS_BT, SEGMENTS_BT, method='hidden_states')
+    variables = random_variables(hparams, SMALL_BT)
+    params, real_BT = variables['params'], SMALL_SEGMENTS_BT > 0
+    found_BTD, records = apply(
+        hparams, variables, SMALL_BT, SMALL_SEGMENTS_BT, method='hidden_states'
+    )
     stack = Stack(hparams.model, 'top_c')
     ((kind, of_layer), _) = unstack_layers(stack, params['stack'])
 
     def f(x_BTD, segment_ids_BT):
-        tokens = token_info(hparams, jnp.asarray(TOKENS_BT), jnp.asarray(segment_ids_BT))
+        tokens = token_info(hparams, jnp.asarray(SMALL_BT), jnp.asarray(segment_ids_BT))
         return stack.apply(kind, of_layer, x_BTD, None, tokens, LayerArgs()).x_BTD
 
-    x_BTD = first_BTD = embed(params['embedding'], TOKENS_BT, 'float32')
+    x_BTD = first_BTD = embed(params['embedding'], SMALL_BT, 'float32')
     scores_BTN = first_BTD @ params['loop_routers']['router']['w'].T
     goes_on_BT = scores_BTN[..., 1] > scores_BTN[..., 0]
     assert 0.2 < goes_on_BT[real_BT].mean() < 0.8
     g_BTN = 2 * jax.nn.softmax(scores_BTN)  # gate_scale is 2
-    one_BTD, goes_on_BT1 = f(x_BTD, SEGMENTS_BT), goes_on_BT[..., None]
+    one_BTD, goes_on_BT1 = f(x_BTD, SMALL_SEGMENTS_BT), goes_on_BT[..., None]
     gated_BTD = g_BTN[..., :1] * one_BTD
     through_BTD = gated_BTD if loop_update == 'gated_loops' else one_BTD
     x_BTD = jnp.where(goes_on_BT1, through_BTD, first_BTD + gated_BTD)
-    two_BTD = f(x_BTD, np.where(goes_on_BT, SEGMENTS_BT, 0))
+    two_BTD = f(x_BTD, np.where(goes_on_BT, SMALL_SEGMENTS_BT, 0))
     x_BTD = jnp.where(goes_on_BT1, first_BTD + g_BTN[..., 1:] * two_BTD, x_BTD)
     expected_BTD = rms_norm(x_BTD, params['final_norm']['scale'], hparams.model.norm_eps)
     np.testing.assert_allclose(found_BTD[real_BT], expected_BTD[real_BT], rtol=1e-4, atol=1e-5)
@@ -143,13 +141,15 @@ def test_later_loops_read_the_keys_of_the_first(tiny_config):
     sizes = {'model.num_layers': 1, 'model.looped_layers': 'all', 'model.loops': 3}
     knobs = sizes | FIRST_KEYS | GROWS | {'model.windows': (5,)}
     hparams = small_hparams(tiny_config, RECURSIONS, AUX, knobs)
-    variables = random_variables(hparams, TOKENS_BT)
+    variables = random_variables(hparams, SMALL_BT)
     params = variables['params']
-    found_BTD, records = apply(hparams, variables, TOKENS_BT, SEGMENTS_BT, method='hidden_states')
+    found_BTD, records = apply(
+        hparams, variables, SMALL_BT, SMALL_SEGMENTS_BT, method='hidden_states'
+    )
     stack = Stack(hparams.model, 'top_c')
     (kind, of_layer), *_ = unstack_layers(stack, params['stack'])
-    tokens = token_info(hparams, jnp.asarray(TOKENS_BT), jnp.asarray(SEGMENTS_BT))
-    x_BTD, keys = embed(params['embedding'], TOKENS_BT, 'float32'), None
+    tokens = token_info(hparams, jnp.asarray(SMALL_BT), jnp.asarray(SMALL_SEGMENTS_BT))
+    x_BTD, keys = embed(params['embedding'], SMALL_BT, 'float32'), None
     record = records.routing
     for gates_BT, selected_BT in zip(record.gates_BT, record.selected_BT, strict=True):
         first = None if keys is None else FirstKeys(keys, tokens)
@@ -158,9 +158,9 @@ def test_later_loops_read_the_keys_of_the_first(tiny_config):
         change_BTD = jnp.where(selected_BT[..., None], gates_BT[..., None] * made.x_BTD, 0)
         x_BTD = x_BTD + change_BTD
     sizes_R = record.selected_BT.sum(axis=(1, 2))
-    assert 0 < sizes_R[2] < sizes_R[1] < sizes_R[0] == (SEGMENTS_BT > 0).sum()
+    assert 0 < sizes_R[2] < sizes_R[1] < sizes_R[0] == (SMALL_SEGMENTS_BT > 0).sum()
     expected_BTD = rms_norm(x_BTD, params['final_norm']['scale'], hparams.model.norm_eps)
-    real_BT = SEGMENTS_BT > 0
+    real_BT = SMALL_SEGMENTS_BT > 0
     np.testing.assert_allclose(found_BTD[real_BT], expected_BTD[real_BT], rtol=1e-4, atol=1e-5)
 
 
@@ -169,8 +169,8 @@ def test_loops_select_among_those_of_the_loop_before(loops, tiny_config):
     """k_r = floor(c_r T) of T, not of the candidates, with c_r from 1 down to the capacity."""
     knobs = {'model.loops': loops, 'model.routing.capacity': 1 / loops}
     hparams = small_hparams(tiny_config, RECURSIONS, AUX, knobs)
-    variables = random_variables(hparams, TOKENS_BT)
-    record = apply(hparams, variables, TOKENS_BT)[1].routing
+    variables = random_variables(hparams, SMALL_BT)
+    record = apply(hparams, variables, SMALL_BT)[1].routing
     selected_RBT = record.selected_BT
     shares = (np.arange(loops, 0, -1)) / loops  # (N - r + 1) / N, as in the paper
     sizes_R1 = np.floor(shares * T + 1e-9).astype(int)[:, None]
@@ -184,31 +184,15 @@ def test_loops_select_among_those_of_the_loop_before(loops, tiny_config):
             assert scores_T[now].min() > scores_T[before & ~now].max(initial=-np.inf)
 
 
-def test_top_c_sees_the_future_and_the_rule_does_not(tiny_config):
-    """A token's neighbour on its right decides whether it goes on, in training alone."""
-    changed = {}
-    for routing in ('top_c', 'aux_loss'):
-        model = build(tiny_config, 'recursions, aux_loss', routing)
-        tokens_BT = np.random.default_rng(3).integers(0, 96, (8, 16))
-        other_BT = tokens_BT.copy()
-        other_BT[:, 8:] = (tokens_BT[:, 8:] + 41) % 96
-        first, second = (
-            model(side, np.ones_like(side))[1].routing.selected_BT[:, :, :8]
-            for side in (tokens_BT, other_BT)
-        )
-        changed[routing] = np.any(first != second)
-    assert changed == {'top_c': True, 'aux_loss': False}
-
-
 def test_no_bias_of_the_loss_by_those_who_cannot_be_chosen(tiny_config):
     """The rule's logits are certain where there is no choice, and have no gradient there."""
-    hparams = small_hparams(tiny_config, RECURSIONS, AUX)
-    variables = random_variables(hparams, TOKENS_BT)
-
-    record = apply(hparams, variables, TOKENS_BT, SEGMENTS_BT)[1].routing
+    knobs = {'model.loops': 5, 'model.routing.capacity': 1 / 5}
+    hparams = small_hparams(tiny_config, RECURSIONS, AUX, knobs)
+    variables = random_variables(hparams, SMALL_BT)
+    record = apply(hparams, variables, SMALL_BT, SMALL_SEGMENTS_BT)[1].routing
     logits_RBT = record.rule_logits_BT
     free_RBT = np.abs(logits_RBT) < 1e8
-    assert not free_RBT[0].any() and (logits_RBT[0] > 0).sum() == (SEGMENTS_BT > 0).sum()
+    assert not free_RBT[0].any() and (logits_RBT[0] > 0).sum() == (SMALL_SEGMENTS_BT > 0).sum()
     np.testing.assert_array_equal(free_RBT[1:], record.selected_BT[:-1])
 
 
@@ -225,10 +209,10 @@ def test_the_cache_is_as_large_as_the_loops_are(more, share, tiny_config):
     ):
         routed = bool(hparams.model.routed_layers)
         how = {'hparams': hparams, 'routing': 'aux_loss' if routed else 'dense'}
-        unrolled = unroll(random_variables(hparams, TOKENS_BT), hparams, how['routing'])
+        unrolled = unroll(random_variables(hparams, SMALL_BT), hparams, how['routing'])
         how |= {'capacity': size, 'routed_capacity': 1}
         _, cache = jax.eval_shape(
-            lambda u, h=how: prefill(u, TOKENS_BT, SEGMENTS_BT, **h), unrolled
+            lambda u, h=how: prefill(u, SMALL_BT, SMALL_SEGMENTS_BT, **h), unrolled
         )
         layers = [layer._replace(positions_BS=None, lengths_B=None) for layer in cache.layers]
         sizes.append(sum(map(cache_bytes, layers)))
@@ -243,12 +227,14 @@ def test_the_cache_is_as_large_as_the_loops_are(more, share, tiny_config):
 def test_a_document_does_not_see_another(more, tiny_config):
     """Under the causal rule: the first document does not change what the second computes."""
     hparams = small_hparams(tiny_config, RECURSIONS, AUX, GROWS, more)
-    variables = random_variables(hparams, TOKENS_BT)
-    other_BT = np.where(np.arange(T)[None] < 7, (TOKENS_BT + 5) % 32, TOKENS_BT)
+    variables = random_variables(hparams, SMALL_BT)
+    other_BT = np.where(np.arange(T)[None] < 7, (SMALL_BT + 5) % 32, SMALL_BT)
     run = jax.jit(
-        lambda tokens: Transformer(hparams).apply(variables, tokens, SEGMENTS_BT, 'aux_loss')[0]
+        lambda tokens: Transformer(hparams).apply(variables, tokens, SMALL_SEGMENTS_BT, 'aux_loss')[
+            0
+        ]
     )
-    one_BTV, other_BTV = run(TOKENS_BT), run(other_BT)
+    one_BTV, other_BTV = run(SMALL_BT), run(other_BT)
     # The first document decides where tokens of the second are gathered, and so their rounding.
     np.testing.assert_allclose(one_BTV[0, 7:], other_BTV[0, 7:], rtol=0, atol=1e-5)
     assert (one_BTV[1, 7:10] != other_BTV[1, 7:10]).any()
@@ -260,13 +246,13 @@ def test_bfloat16(tiny_config):
         small_hparams(tiny_config, RECURSIONS, AUX, ALL_TOKENS, {'model.dtype': dtype})
         for dtype in ('float32', 'bfloat16')
     )
-    variables = random_variables(wide, TOKENS_BT)
+    variables = random_variables(wide, SMALL_BT)
     (expected_BTV, _), (found_BTV, records) = (
-        apply(hparams, variables, TOKENS_BT) for hparams in (wide, narrow)
+        apply(hparams, variables, SMALL_BT) for hparams in (wide, narrow)
     )
     assert records.routing.scores_BT.dtype == np.float32
     hidden = functools.partial(Transformer(narrow).apply, method='hidden_states')
-    assert jax.eval_shape(hidden, variables, TOKENS_BT)[0].dtype == jnp.bfloat16
+    assert jax.eval_shape(hidden, variables, SMALL_BT)[0].dtype == jnp.bfloat16
     error = np.linalg.norm(found_BTV - expected_BTV) / np.linalg.norm(expected_BTV)
     assert error < 0.05
 
@@ -278,10 +264,10 @@ def test_the_program_grows_by_one_scan_for_each_loop(tiny_config):
     def count(loops, layers):
         knobs = {'model.loops': loops, 'model.num_layers': layers + 2}
         hparams = small_hparams(tiny_config, RECURSIONS, AUX, knobs)
-        variables = random_variables(hparams, TOKENS_BT)
+        variables = random_variables(hparams, SMALL_BT)
 
         def loss(params):
-            return jnp.sum(Transformer(hparams).apply({'params': params}, TOKENS_BT)[0])
+            return jnp.sum(Transformer(hparams).apply({'params': params}, SMALL_BT)[0])
 
         program = jax.make_jaxpr(jax.grad(loss))(variables['params']).jaxpr
         stored = sum(leaf.size for leaf in jax.tree.leaves(variables['params']['stack']))
@@ -290,34 +276,3 @@ def test_the_program_grows_by_one_scan_for_each_loop(tiny_config):
     (two, stored), (four, same), (six, _) = (count(loops, 3) for loops in (2, 4, 6))
     assert stored == same and six - four == four - two
     assert count(4, 9)[0] == four
-
-
-REFUSED = {
-    'no loops': ({'model.looped_layers': 'none', 'model.loops': 1}, 'looped_layers=.none.: must'),
-    'one loop': ({'model.loops': 1}, 'loops=1: must be 2 or more where model.routing.layers=loops'),
-    'in sequence': ({'model.loop_order': 'sequence'}, 'loop_order=.sequence.: must be cycle'),
-    'slots': (MODA, 'depth.stream=.moda.: must be residual where model.routing.layers=loops'),
-    'experts': (experts(), 'experts.choice=.token.: must be none where model.routing.layers=loops'),
-    'embedding residual': ({'model.embedding_residual': 'learned'}, 'embedding_residual=.learned.'),
-    'by document': ({'model.routing.select_per': 'segment'}, 'select_per=.segment.: must be row'),
-    'the mlp alone': ({'model.routing.part': 'mlp'}, 'routing.part=.mlp.: must be block where'),
-    'a control': ({'model.routing.router': 'random', 'model.routing.gate': 'auto'}, 'router=.rand'),
-    'first keys, no room': (
-        FIRST_KEYS | {'model.routing.overflow': 'skip'},
-        'overflow=.skip.: must be grow where loop_keys is first',
-    ),
-    'first keys, no loops': (
-        FIRST_KEYS | {'model.routing.layers': 'every:1'},
-        'loop_keys=.first.: must be own: no loop is routed',
-    ),
-    'drawn loops': ({'training.loops': (2, 3)}, r'training.loops=\(2, 3\): must be \(\)'),
-}
-
-
-@pytest.mark.parametrize('name', REFUSED)
-def test_what_does_not_fit_is_refused(name, tiny_config):
-    """By one line that names the knob, its value, and what would be right."""
-    knobs, line = REFUSED[name]
-    with pytest.raises(ValueError, match=line) as error:
-        small_hparams(tiny_config, RECURSIONS, GROWS, knobs)
-    assert '\n' not in str(error.value)

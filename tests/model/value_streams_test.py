@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moddepth_jax.conversion.transfer_params import transfer_params
 from moddepth_jax.model.attention import DepthSlots, KeysValues
 from moddepth_jax.model.decoding import prefill, unroll
 from moddepth_jax.model.flops import forward_breakdown
@@ -16,93 +15,19 @@ from moddepth_jax.model.routing import TokenInfo
 from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.streams.value_attention import mix_values
 from moddepth_jax.model.streams.value_residual import add_first_values
-from moddepth_jax.model.transformer import Transformer
 from tests.model.cases import (
     HEAD_NORM,
     MIXED,
-    RECENT,
-    ROUTED,
     SHARED,
-    SPARSE,
+    SMALL_BT,
+    SMALL_SEGMENTS_BT,
     VALUES,
-    parameters,
+    gradient,
     random_variables,
     small_hparams,
 )
 
-B, T = 2, 12
-TOKENS_BT = np.random.default_rng(1).integers(0, 32, (B, T)).astype(np.int32)
-SEGMENTS_BT = np.array([[1] * 7 + [2] * 5, [1] * 10 + [0] * 2])
-
-
-def with_leaves(params, **values):
-    """The parameters, those of these names filled with values."""
-
-    def fill(path, leaf):
-        value = values.get(path[-1].key)
-        return leaf if value is None else np.broadcast_to(np.float32(value), leaf.shape)
-
-    return jax.tree_util.tree_map_with_path(fill, params)
-
-
-def gradient(hparams, variables):
-    """Logits, and the gradient of a loss by the parameters."""
-    weights_BTV = np.random.default_rng(7).normal(size=(B, T, hparams.model.vocab_size))
-
-    def loss(params):
-        given = variables | {'params': params}
-        logits_BTV, _ = Transformer(hparams).apply(given, TOKENS_BT, SEGMENTS_BT)
-        return (logits_BTV * weights_BTV).mean(), logits_BTV
-
-    (_, logits_BTV), slopes = jax.jit(jax.value_and_grad(loss, has_aux=True))(variables['params'])
-    return jax.device_get((logits_BTV, slopes))
-
-
-def by_name(hparams, params):
-    """Leaves by the number of their block, None outside the stack, and their name there."""
-    layers = unstack_layers(Stack(hparams.model, 'top_c'), params['stack'])
-    parts = dict(enumerate(layer for kind, layer in layers if kind.part == 'block'))
-    parts[None] = {name: leaf for name, leaf in params.items() if name != 'stack'}
-    return {
-        (i, jax.tree_util.keystr(path)): leaf
-        for i, part in parts.items()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(part)
-    }
-
-
-def assert_equal_slopes(hparams, slopes, other, expected, **tolerance):
-    """Gradients of all that another model has too, also of embedding, head and final norm.
-
-    Reads along depth are left out. Returns gradients that it does not have, by `by_name`.
-    """
-    slopes, expected = by_name(hparams, slopes), by_name(other, expected)
-    ends = "['embedding']", "['final_norm']['scale']", "['head']['kernel']"
-    assert {(None, name) for name in ends} <= expected.keys()
-    for key, leaf in expected.items():
-        if 'stream' not in key[1]:
-            np.testing.assert_allclose(slopes.pop(key), leaf, **tolerance, err_msg=str(key))
-    return slopes
-
-
-# name: (knobs, leaves that turn the stream off)
-OFF = {'value residual': (VALUES, {'weights': [0, 1]})}
-FORMS = {'dense': HEAD_NORM, 'routed': ROUTED}
-
-
-@pytest.mark.parametrize('form', parameters(('routed',), FORMS))
-@pytest.mark.parametrize('name', OFF)
-def test_turned_off_it_is_the_plain_model(name, form, tiny_config):
-    """Logits to the bit, gradients of all that both models have to rounding."""
-    knobs, off = OFF[name]
-    plain, other = (small_hparams(tiny_config, FORMS[form], some) for some in ({}, knobs))
-    variables = random_variables(other, TOKENS_BT)
-    variables['params'] = with_leaves(variables['params'], **off)
-    shared, new = transfer_params(other.model, variables['params'], plain)
-    assert not new
-    expected_BTV, expected = gradient(plain, variables | {'params': shared})
-    logits_BTV, slopes = gradient(other, variables)
-    np.testing.assert_array_equal(logits_BTV, expected_BTV)
-    assert assert_equal_slopes(other, slopes, plain, expected, rtol=1e-4, atol=1e-6)
+B, T = SMALL_BT.shape
 
 
 def test_shared_values_are_the_first_layers_alone(tiny_config):
@@ -119,7 +44,7 @@ def test_shared_values_of_a_later_layer_do_not_depend_on_its_input(knobs, has_ow
     """Nor has it a projection to values; with queries of 0 attention shows values alone."""
     hparams = small_hparams(tiny_config, knobs)
     stack = Stack(hparams.model, 'dense')
-    params = random_variables(hparams, TOKENS_BT)['params']['stack']
+    params = random_variables(hparams, SMALL_BT)['params']['stack']
     kind, layer = [*unstack_layers(stack, params)][2]
     assert ('value' in layer['attention']) == has_own
     off = {'query': jax.tree.map(jnp.zeros_like, layer['attention']['query'])}
@@ -127,12 +52,12 @@ def test_shared_values_of_a_later_layer_do_not_depend_on_its_input(knobs, has_ow
     layer = layer | {'mlp': jax.tree.map(jnp.zeros_like, layer['mlp'])}
     rng, heads = np.random.default_rng(2), (hparams.model.num_kv_heads, hparams.model.head_dim)
     depth = DepthSlots(jnp.float32(rng.normal(size=(1, B, T, *heads))))
-    tokens = TokenInfo(jnp.tile(jnp.arange(T), (B, 1)), jnp.asarray(SEGMENTS_BT))
+    tokens = TokenInfo(jnp.tile(jnp.arange(T), (B, 1)), jnp.asarray(SMALL_SEGMENTS_BT))
     outputs = []
     for _ in range(2):
         x_BTD = jnp.float32(rng.normal(size=(B, T, hparams.model.d_model)))
         outputs.append(stack.apply(kind, layer, x_BTD, depth, tokens, LayerArgs()).x_BTD - x_BTD)
-    real_BT = SEGMENTS_BT > 0
+    real_BT = SMALL_SEGMENTS_BT > 0
     difference = np.abs(outputs[0] - outputs[1])[real_BT].max()
     assert difference > 0.1 if has_own else difference < 1e-5
     assert np.abs(outputs[0])[real_BT].max() > 0.1
@@ -206,7 +131,7 @@ def test_one_layer_without_sources_is_the_plain_model(tiny_config):
     plain, mixed = (
         small_hparams(tiny_config, {'model.num_layers': 1}, some) for some in ({}, MIXED)
     )
-    variables = random_variables(mixed, TOKENS_BT)
+    variables = random_variables(mixed, SMALL_BT)
     for found, expected in zip(
         *(jax.tree.leaves(gradient(some, variables)) for some in (mixed, plain)), strict=True
     ):
@@ -214,19 +139,12 @@ def test_one_layer_without_sources_is_the_plain_model(tiny_config):
 
 
 def empty_cache(hparams):
-    """The shapes of the cache of TOKENS_BT."""
+    """The shapes of the cache of SMALL_BT."""
     routed = bool(hparams.model.routed_layers)
     how = {'hparams': hparams, 'routing': hparams.model.routing.causal_rule if routed else 'dense'}
     how |= {'capacity': T, 'routed_capacity': 6 if routed else None}
-    unrolled = unroll(random_variables(hparams, TOKENS_BT), hparams, how['routing'])
-    return jax.eval_shape(lambda u: prefill(u, TOKENS_BT, SEGMENTS_BT, **how)[1], unrolled)
-
-
-@pytest.mark.parametrize('routing', [{}, ROUTED])
-@pytest.mark.parametrize('knobs', [MIXED, RECENT])
-def test_mixed_values_need_no_larger_cache(knobs, routing, tiny_config):
-    plain, mixed = (small_hparams(tiny_config, routing, more) for more in ({}, knobs))
-    assert cache_bytes(empty_cache(mixed)) == cache_bytes(empty_cache(plain))
+    unrolled = unroll(random_variables(hparams, SMALL_BT), hparams, how['routing'])
+    return jax.eval_shape(lambda u: prefill(u, SMALL_BT, SMALL_SEGMENTS_BT, **how)[1], unrolled)
 
 
 @pytest.mark.parametrize(
@@ -246,61 +164,3 @@ def test_mixtures_are_counted_by_hand(knobs, pairs, tiny_config):
     parts, model = forward_breakdown(hparams, 2, T), hparams.model
     assert parts['depth_attention'] == 2 * T * 4 * model.num_kv_heads * model.head_dim * pairs
     assert not parts['depth_projections']
-
-
-REFUSED = {
-    'mixed values, looped': (
-        MIXED | {'model.looped_layers': 'middle:1:1', 'model.loops': 2},
-        "model.looped_layers='middle:1:1': must be none: the value_attention stream counts",
-    ),
-    'stride above all layers': (
-        MIXED | {'model.depth.value_stride': 5},
-        'model.depth.value_stride=5: must be at most 4, which is model.num_layers',
-    ),
-    'recent ones of all layers': (
-        MIXED | {'model.depth.value_stride': 1, 'model.depth.recent_layers': 1},
-        'model.depth.recent_layers=1: must be 0: with value_stride 1 all earlier layers',
-    ),
-    'stride of another stream': (
-        VALUES | {'model.depth.value_stride': 2},
-        'value_stride=2: must be 0: the value_residual stream has no such knob; use stream value_a',
-    ),
-    'one layer': (VALUES | {'model.num_layers': 1}, 'model.num_layers=1: must be 2 or more'),
-    'first layer routed': (
-        VALUES | ROUTED | {'model.routing.layers': '0,2'},
-        "model.routing.layers='0,2': must not route layer 0: the value_residual stream stores",
-    ),
-    'shared, routed': (
-        SHARED | ROUTED,
-        "model.routing.router='learned': must be none under value_mix shared: a routed block",
-    ),
-    'not sparse': (
-        VALUES | {'model.depth.sparse_layers': 1},
-        'model.depth.sparse_layers=1: must be 0: value_mix learned mixes in all layers',
-    ),
-    'all sparse': (
-        SPARSE | {'model.depth.sparse_layers': 4},
-        'model.depth.sparse_layers=4: must be below model.num_layers=4',
-    ),
-    'no such form': (
-        VALUES | {'model.depth.value_mix': 'shard'},
-        "value_mix='shard': must be one of auto, .* did you mean shared",
-    ),
-    'another stream': (
-        {'model.depth.value_mix': 'fixed'},
-        "value_mix='fixed': must be auto: the residual stream has no such knob; use stream val",
-    ),
-    'number of another stream': (
-        {'model.depth.sparse_layers': 2},
-        'sparse_layers=2: must be 0: the residual stream has no such knob; use stream value_resi',
-    ),
-}
-
-
-@pytest.mark.parametrize('name', REFUSED)
-def test_what_does_not_fit_is_refused(name, tiny_config):
-    """By one line that names the knob, its value, and what would be right."""
-    knobs, line = REFUSED[name]
-    with pytest.raises(ValueError, match=line) as error:
-        small_hparams(tiny_config, knobs)
-    assert str(error.value).startswith('model.') and '\n' not in str(error.value)

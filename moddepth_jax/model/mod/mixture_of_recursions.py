@@ -62,16 +62,6 @@ class Update(NamedTuple):
     first_BTD: jax.Array | None = None
     last_BT: jax.Array | None = None  # bool
 
-    def change(self, x_BTD, y_BTD, loop_update: str):
-        """What is added to x."""
-        if self.last_BT is not None:
-            first_BTD = jnp.where(self.last_BT[..., None], self.first_BTD, 0)
-            new_BTD = self.gates_BT[..., None] * y_BTD + first_BTD
-            return new_BTD.astype(x_BTD.dtype) - x_BTD
-        if loop_update == 'change':
-            y_BTD = y_BTD - x_BTD
-        return (self.gates_BT[..., None] * y_BTD).astype(x_BTD.dtype)
-
 
 class Loop(NamedTuple):
     """One routed loop of Mixture-of-Recursions (Bae et al. 2025, arXiv 2507.10524, section 2.2.1).
@@ -120,7 +110,13 @@ class Loop(NamedTuple):
 
     def change(self, x_BTD, y_BTD, update: Update):
         """What is added to the tokens x, of which the looped blocks made y."""
-        return update.change(x_BTD, y_BTD, self.hparams.model.routing.loop_update)
+        gates_BT1 = update.gates_BT[..., None]
+        if update.last_BT is not None:
+            first_BTD = jnp.where(update.last_BT[..., None], update.first_BTD, 0)
+            return (gates_BT1 * y_BTD + first_BTD).astype(x_BTD.dtype) - x_BTD
+        if self.hparams.model.routing.loop_update == 'change':
+            y_BTD = y_BTD - x_BTD
+        return (gates_BT1 * y_BTD).astype(x_BTD.dtype)
 
     def run(self, blocks, router, args: RoutingArgs, x_BTD, tokens: TokenInfo, sizes, entry=None):
         """x', the RoutingRecord, the selected indices [B, C], and what else `blocks` returns.
