@@ -97,10 +97,11 @@ SIZES = {
     'data.sequence_length': LENGTH,
 }
 # Every place of every row has a token of its own, so that its row of the embedding is its input.
-SMALL_BT = np.random.default_rng(1).integers(0, 32, (2, 12)).astype(np.int32)
-SMALL_SEGMENTS_BT = np.array([[1] * 7 + [2] * 5, [1] * 10 + [0] * 2], np.int32)
 TOKENS_BT = np.random.default_rng(1).permutation(BATCH * LENGTH).reshape(BATCH, LENGTH)
 OTHER_BT = TOKENS_BT + BATCH * LENGTH
+# Two documents, and padding.
+SMALL_BT = np.random.default_rng(1).integers(0, 32, (2, 12)).astype(np.int32)
+SMALL_SEGMENTS_BT = np.array([[1] * 7 + [2] * 5, [1] * 10 + [0] * 2], np.int32)
 
 # name: (knobs, the routing under which the model is causal)
 CASES = {
