@@ -77,6 +77,16 @@ def check_uniform(variables, hparams, routing, selected_LBT, masked=False):
     assert len(mass.slots) == slots_LS.shape[1]
 
 
+@pytest.mark.parametrize('stream', ['value_residual', 'value_attention', 'hyper_connections'])
+def test_slots_that_attention_does_not_see_have_no_mass(tiny_config, stream):
+    """Regression: studies could not measure their runs of streams that change values."""
+    changes = {'model.depth.stream': stream, 'model.num_layers': 3}
+    variables, hparams = make_model(tiny_config, **changes)
+    mass = depth_mass(variables, hparams, BATCH, 'dense')
+    assert mass.slots == () and not mass.depth_L.any()
+    assert (mass.first_token_L > 0).all() and len(mass.first_token_L) == 3
+
+
 WINDOWS = {'model.depth.slots': 'block', 'model.windows': (0, 4), 'model.depth.slot_window': 1}
 
 
