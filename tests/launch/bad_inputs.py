@@ -39,7 +39,7 @@ COMMANDS = {
         ('--config.data.source=nothing', ["'nothing': matches no file", 'a file, folder or glob']),
         ('--profile=20', ['--profile=20: must be START:STOP']),
         ('--workdir=new --profile=300:310', ['--profile=300:310: this run has 200 steps']),
-        ('--config.data.source=/', ["data.source='/': is no folder of texts", 'must be stdlib']),
+        ('--config.data.source=/', ["data.source='/': is ", ' folder of texts', 'must be stdlib']),
         ('--config.data.source=many.jsonl', ["'field7', 12 more"]),
         ("'--config.data.source=text/*.md'", ['text/*.md', 'no file']),
         ("'--config.data.source=text/*.parquet'", ['bad.parquet', 'parquet']),
