@@ -43,11 +43,11 @@ def draw(*shape, seed=0):
 
 def test_a_zero_query_reads_the_mean_of_the_visible_sources():
     """Of the slots in use, and of the newer sources; hidden ones hold numbers that would show."""
-    slots, newer = draw(4, 2, 3, 8), draw(2, 2, 3, 8, seed=1)
-    slots[3] = 1e9
-    depth = DepthSlots(slots, count=3)
+    slots, newer = draw(6, 2, 3, 8), draw(2, 2, 3, 8, seed=1)
+    slots[5] = 1e9
+    depth = DepthSlots(slots, count=5)
     found, _ = mix_sources(EPSILON, np.zeros(8, np.float32), tuple(newer), depth)
-    expected = np.concatenate([slots[:3], newer]).mean(axis=0)
+    expected = np.concatenate([slots[:5], newer]).mean(axis=0)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
