@@ -6,8 +6,8 @@
 has a `name`, the `mistake` in words, the `file`, the `old` text that stands there once, the `new`
 text, `more` such pairs in the same file if one place is not enough, the `tests` of which one must
 fail, the pytest `marker` if that one is slow, and `next` if it
-needs the JAX of `make test-next`, whose interpreter runs the Hopper kernels. All take ten to
-fifteen minutes on two cores.
+needs the JAX of `make test-next`, whose interpreter runs the Hopper kernels. All take half an hour
+on two idle cores.
 """
 
 import concurrent.futures
