@@ -41,7 +41,7 @@ def test_writes_the_table_and_fills_the_page(tmp_path):
     assert 'cpu/study' in table and table.split('\n\n', 1)[1].strip() in page.read_text()
     assert _outside(PAGE) == _outside(page)
     assert f'Of {len(rows)} claims: ' in done.stdout
-    assert f'cannot tell here: {row["reason"]}' in done.stdout
+    assert f'undecided: {row["reason"]}' in done.stdout
 
 
 def test_docs_hold_the_table_of_the_committed_results():
