@@ -48,7 +48,13 @@ _SOURCES = (
     'MoD is [Raposo et al. 2024](https://arxiv.org/abs/2404.02258), MoDA is '
     '[Zhu et al. 2026](https://arxiv.org/abs/2603.15619).'
 )
-_DETAILS = ('setting', 'spread', 'rule', 'reason', 'power')
+_DETAILS = {  # fields of a row by their names on the page
+    'setting': 'setting',
+    'values by seed': 'spread',
+    'rule': 'rule',
+    'reason': 'reason',
+    'power': 'power',
+}
 _STUDY_FIELDS = (  # that the judges read
     'kind config budgets sizes seeds variants batch_tokens sequence_length corpus versions '
     'diverged runs'
@@ -301,12 +307,12 @@ def markdown(rows: list[dict], evidence: Evidence) -> str:
         ]
         heads = ('claim', "the paper's number", 'ours', 'verdict')
         lines += [f'## {topic}', '', *markdown_rows(heads, *cells), '']
-    lines += ['## How each was judged', '']
+    lines += ['## How each claim was judged', '']
     for row in rows:
         title = f'**{row["claim"]}** ({row["source"]}): {row["verdict"]}'
         lines += [f'<a id="{row["id"]}"></a>{title}', '']
-        details = [name for name in _DETAILS if row[name] != NOTHING]
-        lines += [f'- {name}: {_with_code(row[name])}' for name in details]
+        details = {name: row[field] for name, field in _DETAILS.items() if row[field] != NOTHING}
+        lines += [f'- {name}: {_with_code(text)}' for name, text in details.items()]
         lines.append('')
     lines += ['## What a number of seeds can detect', '', *_seeds(family), '']
     return '\n'.join([*lines, '## Studies', '', *_studies(evidence)])
