@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import pathlib
+import re
 import tomllib
 from typing import NamedTuple
 
@@ -334,9 +335,8 @@ def _seeds(family):
 
 
 def _with_code(text):
-    """The text, with the command at its end set as code."""
-    before, command, after = text.partition('python -m ')
-    return f'{before}`{command}{after}`' if command else text
+    """The text, with its command set as code."""
+    return re.sub(r'python -m .*|make study[\w-]*', r'`\g<0>`', text)
 
 
 def _studies(evidence):

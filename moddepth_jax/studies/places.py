@@ -46,7 +46,7 @@ class Spec(NamedTuple):
     @property
     def run(self) -> str:
         """The command that trains it, and how much that is."""
-        return f'make {self.study} ({self.seeds} seeds of {self._each} a run)'
+        return f'make {self.study} ({self.seeds} seeds, {self._each} per run)'
 
     @property
     def _each(self):
