@@ -9,15 +9,15 @@
 # %% [markdown]
 # # What attention along depth looks at
 #
-# In Mixture-of-Depths Attention (MoDA) every layer leaves slots behind for each token: a key and a
-# value. The heads of later layers see the slots of *their own token* in the same softmax as the
-# sequence. This notebook shows how the slots are laid out, how much attention goes to them in each
-# layer, how much to the first token (the sink, where heads put attention that they have no use
-# for), what one token looks at, and how the model learns compared with a plain one.
+# In Mixture-of-Depths Attention (MoDA) every layer writes slots for each token: a key and a value.
+# The heads of later layers attend to the slots of *the same token* in the same softmax as to the
+# sequence. This notebook shows how the slots are laid out, how much attention each layer pays to
+# them, and how much to the first token (the attention sink). It also compares training with that
+# of a dense model.
 #
-# Without runs of your own it trains two very small models, with slots and without: a minute and a
-# half on two CPU cores for the whole notebook. They have hardly begun to learn: their pictures
-# show how to look, and are no result.
+# Without runs of your own, the notebook trains two very small models, with and without slots. The
+# complete notebook takes a minute and a half on two CPU cores. The models have hardly begun to
+# learn: their pictures illustrate the method and are not results.
 
 # %%
 import os
@@ -49,9 +49,9 @@ STEPS = int(os.environ.get('NOTEBOOK_STEPS', 200))  # of the small runs that are
 # %% [markdown]
 # ## Two runs
 #
-# The small runs read sixty modules of Python's own standard library, byte by byte. `config` is the
-# same as for `python -m launch.train --config=configs/moda.py`, with fewer layers. With
-# `slots=none` it is the dense model. Change a knob here and run the notebook again.
+# The small runs train on the bytes of sixty modules of Python's standard library. `config` is that
+# of `python -m launch.train --config=configs/moda.py`, with fewer layers. With `slots=none` it is
+# the dense model. Change a knob here and run the notebook again.
 
 # %%
 folder = pathlib.Path(tempfile.mkdtemp())
@@ -83,11 +83,11 @@ print(
 # %% [markdown]
 # ## The slots
 #
-# With `slots='attention+ffn'` a layer writes two slots for each token: `a`, the key and value of
-# its attention, which are there anyway, and `f`, a key and value projected from the output of its
-# mlp. A layer sees the slots of all layers before it, so layer l sees 2 l of them. They live in one
-# buffer `[L, B, T, K, H]`: slot, row, token, key/value head, width of a head. The last layer writes
-# none, since no layer would read it.
+# With `slots='attention+ffn'` a layer writes two slots for each token. Slot `a` is the key and
+# value of its attention, which exist anyway. Slot `f` is a key and value projected from the output
+# of its mlp. A layer reads the slots of all earlier layers, so layer l reads 2 l of them. They are
+# stored in one buffer `[L, B, T, K, H]`: slot, batch row, token, key/value head, head width. The
+# last layer writes none, because no layer would read it.
 
 # %%
 mass = depth_mass(variables, hparams, batch, causal_routing(hparams))
@@ -103,10 +103,10 @@ print(f'they cost {slots / sum(parts.values()):.1%} of the FLOPs of a forward pa
 # %% [markdown]
 # ## How much attention goes to them
 #
-# Left: each row is a layer that reads, each column a slot; the colour is the share of the softmax,
-# a mean over heads and tokens. Right: their sum, and the share on the first token of the text.
-# If attention were even over what a token sees, slots would get very little: there are few of them
-# compared with the tokens of the sequence.
+# Left: each row is a layer that reads and each column a slot. The colour is the share of the
+# softmax, averaged over heads and tokens. Right: the sum over slots, and the share on the first
+# token of the text. The cell after the figure also prints the share that uniform attention would
+# give to slots.
 
 # %%
 plot_depth_mass(mass, 'attention on the slots of earlier layers', folder / 'mass.png')
@@ -115,16 +115,16 @@ display(Image(folder / 'mass.png'))
 # %%
 for layer, found, (_, visible, _) in zip(mass.layers, mass.depth_L, readers, strict=True):
     even = np.mean([visible / (visible + place + 1) for place in range(length)])
-    print(f'layer {layer}: {found:6.1%} on slots; {even:6.1%} if attention were even')
+    print(f'layer {layer}: {found:6.1%} on slots; {even:6.1%} if attention were uniform')
 
 # %% [markdown]
 # ## Compared with the dense model
 #
-# Left: the training loss after equal steps on equal batches, each point the mean of the logged
-# steps since the one before. Right: MoDA's minus the dense model's, below 0 where MoDA is better.
-# The slots cost parameters and FLOPs; the legend gives the FLOPs. One pair of runs is no
-# comparison: seeds may differ by as much. `docs/claims.md` has the table with seeds, and with a
-# dense model of as many parameters.
+# Left: the training loss after the same steps on the same batches. Each point is a mean over the
+# logged steps since the previous point. Right: the loss of MoDA minus that of the dense model,
+# below 0 where MoDA is better. Slots cost parameters and FLOPs; the legend gives the FLOPs. One
+# pair of runs is not a comparison, since seeds may differ by as much. `docs/claims.md` compares
+# over seeds, and with a dense model that has as many parameters.
 
 # %%
 curves = {}
@@ -141,7 +141,7 @@ for workdir, name, colour in ((BESIDE, 'dense', '#1d1f21'), (WORKDIR, 'MoDA', '#
     label = f'{name}: {flops / length / 1e3:,.0f} kFLOPs a token, forward'
     left.plot(*curves[name], '.-', color=colour, label=label)
     end = [row for row in metrics if 'eval/loss' in row][-1]
-    print(f'{name}: {end["eval/bits_per_byte"]:.3f} bits a byte held out at step {end["step"]}')
+    print(f'{name}: {end["eval/bits_per_byte"]:.3f} held-out bits per byte at step {end["step"]}')
 if len(curves) == 2 and curves['MoDA'][0] == curves['dense'][0]:
     right.plot(steps, curves['MoDA'][1] - curves['dense'][1], '.-', color='#0072b2')
 right.axhline(0, color='#1d1f21', linewidth=1)
@@ -154,9 +154,9 @@ plt.show()
 # %% [markdown]
 # ## The sink
 #
-# The share on the document's first token, by layer, of both models. Attention that a head has no
-# use for ends there, and slots offer it another place. Whether they take it is a question of the
-# trained model: look at yours.
+# The share of attention on the first token of the document, by layer, for both models. Heads put
+# attention there that they do not need elsewhere. Slots offer another place for it; whether a
+# trained model uses them so is an empirical question.
 
 # %%
 if BESIDE:

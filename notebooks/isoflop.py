@@ -9,12 +9,13 @@
 # %% [markdown]
 # # Models at equal training FLOPs
 #
-# Is a model better, or did it only get more compute? An isoFLOP study answers that: it fixes a
-# budget of training FLOPs, trains several sizes of each model until exactly that much is spent, and
-# compares the best sizes. A larger model takes fewer steps. This notebook shows what a forward pass
-# of a Mixture-of-Depths model costs compared with a dense one, and how to read a study's figures.
+# Is a model better, or did it only get more compute? An isoFLOP study answers this question. It
+# fixes a budget of training FLOPs, trains several sizes of each model until the budget is spent,
+# and compares the best sizes. A larger model takes fewer steps. This notebook compares the cost of
+# a forward pass of Mixture-of-Depths and dense models, and shows how to read the figures of a
+# study.
 #
-# It trains nothing and takes some seconds. It opens the study in `results/cpu/`, or one of yours.
+# It trains nothing and takes a few seconds. It opens the study in `results/cpu/`, or one of yours.
 
 # %%
 import os
@@ -40,9 +41,9 @@ WORKDIR = os.environ.get('NOTEBOOK_WORKDIR')  # or the directory of a study of y
 # %% [markdown]
 # ## What a forward pass costs
 #
-# A multiply-add counts as 2. A routed block costs FLOPs for the selected tokens only; its
-# router and predictor read all of them. So a Mixture-of-Depths model is cheaper than the dense
-# model of the same size, and a dense model of as many FLOPs is shallower.
+# A multiply-add counts as 2 FLOPs. A routed block costs FLOPs only for the selected tokens, while
+# its router and predictor read all tokens. So a Mixture-of-Depths model is cheaper than the dense
+# model of the same size, and a dense model with as many FLOPs is shallower.
 
 # %%
 models = {}
@@ -78,10 +79,8 @@ assert forward_flops(models['mod'], 1, length) < forward_flops(models['dense'], 
 # %% [markdown]
 # ## A study
 #
-# `python -m launch.isoflop` trains one and writes `study.json`; `make study` is the laptop's. The
-# formula that replaces training if there is no study has the form of scaling laws: a floor, a
-# term that falls with the FLOPs per token, and one that falls with the tokens. In it routing
-# neither helps nor harms: all models lie on one curve over FLOPs.
+# `python -m launch.isoflop` trains a study and writes `study.json`. `make study` runs one that
+# fits a laptop; its results are committed and shown here.
 
 # %%
 folder = pathlib.Path(tempfile.mkdtemp())
@@ -96,7 +95,7 @@ if min(steps) < 500:
 # %% [markdown]
 # ## Every run has spent its budget
 #
-# Runs take whole steps, so a run falls short by less than one step.
+# A run takes a whole number of steps, so it falls short of its budget by less than one step.
 
 # %%
 if study['kind'] == 'flops':
@@ -106,12 +105,12 @@ if study['kind'] == 'flops':
 # %% [markdown]
 # ## Loss against parameters
 #
-# One panel for each budget. Left of the valley a model is too small for what it may spend, right of
-# it it is so large that it gets too few steps. The parabola through the runs of a model gives its
-# optimum, a star; a ring means that the best run lies at the edge, so that the optimum was not
-# enclosed. Compare only stars of one panel: they cost the same to train. Models that ran at one
-# size only stand in the strip at the right. Small dots are seeds: a difference smaller than their
-# spread means nothing.
+# There is one panel per budget. Left of the minimum, a model is too small for its budget. Right of
+# it, the model is so large that it gets too few steps. The parabola through the runs of a variant
+# gives its optimum, marked by a star. A ring means that the best run is at the edge of the sizes,
+# so the optimum is not enclosed. Compare only stars within a panel: they cost the same to train.
+# Variants that ran at a single size are in the strip on the right. Small dots are seeds; a
+# difference below their spread means nothing.
 
 # %%
 plots.draw(study, folder)
@@ -133,9 +132,9 @@ for budget in study['budgets']:
 # ## Loss against FLOPs of a forward pass
 #
 # The same runs, by what they cost to *use*. The cross at 1, 1 is the best dense model. Below the
-# line: better than it after equal training. Left of it: cheaper at every token from then on. What
-# Raposo et al. claim is the lower left corner. The shallower dense model shows whether routing
-# leads there, or just fewer layers.
+# line: a lower loss after the same training FLOPs. Left of the line: fewer FLOPs per token at
+# inference. Raposo et al. claim the lower left corner. The shallower dense model shows whether
+# routing leads there, or merely fewer layers.
 
 # %%
 display(Image(folder / 'loss_by_flops.png'))
@@ -143,8 +142,8 @@ display(Image(folder / 'loss_by_flops.png'))
 # %% [markdown]
 # ## Loss during training
 #
-# Left, training loss by step; right, its difference to the dense model after the same FLOPs.
-# Bands are the range of the seeds.
+# Left: training loss by step. Right: its difference from the dense model after the same FLOPs.
+# Bands show the range over seeds.
 
 # %%
 display(Image(folder / 'loss_by_steps.png'))
@@ -152,7 +151,7 @@ display(Image(folder / 'loss_by_steps.png'))
 # %% [markdown]
 # ## Seeds
 #
-# Every model at its best size, best on top. Where bands overlap, another seed could change the
+# Every variant at its best size, best on top. Where bars overlap, another seed could change the
 # order. `docs/claims.md` has a confidence interval and a verdict for each difference.
 
 # %%

@@ -9,15 +9,15 @@
 # %% [markdown]
 # # Which tokens each block selects
 #
-# A Mixture-of-Depths model has routed blocks: a router gives every token a score, and only an
-# eighth of the tokens are selected. The others skip the block. The notebook shows the selected ones
-# in a heatmap, by score and gate, by kind of text, and by how sure the model is of its next token.
-# It also shows how well a causal rule finds them, and what another rule and another capacity would
-# do.
+# In a routed block of a Mixture-of-Depths model, a router scores every token and only an eighth of
+# the tokens are selected. The others skip the block. This notebook shows the selected tokens in a
+# heatmap, by score and gate, by kind of text, and by the entropy of the model's next-token
+# distribution. It also shows how well a causal rule finds them, and the effect of another rule and
+# another capacity.
 #
-# Without a run of your own it trains a very small model: half a minute on two CPU cores, a minute
-# for the whole notebook. Such a model has hardly begun to learn: its pictures show how to look, and
-# are no result.
+# Without a run of your own, the notebook trains a very small model. This takes half a minute on two
+# CPU cores, and the complete notebook takes a minute. Such a model has hardly begun to learn: its
+# pictures illustrate the method and are not results.
 
 # %%
 import dataclasses
@@ -50,8 +50,8 @@ TOKENS = int(os.environ.get('NOTEBOOK_TOKENS', 8192))  # of the text that is rea
 # %% [markdown]
 # ## A run
 #
-# The small run reads sixty modules of Python's standard library, byte by byte. `config` is that of
-# `python -m launch.train --config=configs/mod_isoflop.py`, with fewer and shorter rows.
+# The small run trains on the bytes of sixty modules of Python's standard library. `config` is that
+# of `python -m launch.train --config=configs/mod_isoflop.py`, with fewer and shorter sequences.
 # Change a knob here, such as `config.model.routing.capacity`, and run the notebook again.
 
 # %%
@@ -96,10 +96,11 @@ print(
 # %% [markdown]
 # ## The heatmap
 #
-# Each column is a token, each row a layer. In training the tokens with the highest scores of the
-# row are selected (top C). That looks at later tokens, which do not exist yet in generation, so
-# afterwards a causal rule decides, for each token alone. Dark: the rule selects the token. Orange:
-# it does not, though the token is among the top C. A good rule leaves little orange.
+# Each column is a token and each row a layer. Training selects the tokens with the highest scores
+# of a sequence (top C). This depends on later tokens, which do not exist yet during generation. So
+# evaluation and generation use a causal rule that decides for each token separately. Dark: the
+# rule selects the token. Orange: the rule does not select it, although it is among the top C. A
+# good rule leaves little orange.
 
 # %%
 seen = inspect_tokens(variables, hparams, tokens_N, dataset.tokenizer, rule)
@@ -115,9 +116,9 @@ display(Image(file))
 # %% [markdown]
 # ## Scores and gates
 #
-# Above: the router's scores of all tokens, and of those in the top C. A router that has learned
-# something pulls the two apart. Below: the gate, the factor on what the block adds to a
-# selected token. Under the gate `raw` it is the score itself, so that the router gets a gradient.
+# Top: the router scores of all tokens, and of those in the top C. A router that has learned
+# something separates the two. Bottom: the gate, a factor on what the block adds to a selected
+# token. The gate `raw` is the score itself, which gives the router a gradient.
 
 # %%
 figure, panels = plt.subplots(
@@ -139,9 +140,10 @@ plt.show()
 # %% [markdown]
 # ## How well the rule finds the top C
 #
-# Precision: of the selected tokens, the share in the top C. Recall: of the top C, the share
-# that is selected. By chance both would be near the share of selected tokens. `dropped`:
-# selected by the rule, but with no room left (`model.routing.cache_capacity`).
+# Precision is the share of the selected tokens that are in the top C. Recall is the share of the
+# top C that is selected. By chance, precision would be near the capacity and recall near the
+# selected share. `dropped` tokens are selected by the rule but exceed
+# `model.routing.cache_capacity`.
 
 # %%
 for layer, *arrays in zip(routed, selected_RN, top_RN, dropped_RN, strict=True):
@@ -156,8 +158,9 @@ for layer, *arrays in zip(routed, selected_RN, top_RN, dropped_RN, strict=True):
 # %% [markdown]
 # ## By kind of text
 #
-# The same tokens by what they are part of: for code that is what Python's lexer says. The line is
-# the share of all tokens; a router that knew nothing would bring every bar to it.
+# The same tokens, grouped by what they are part of (for code, according to Python's lexer). The
+# line is the selected share of all tokens. A router without any information would give every bar
+# this length.
 
 # %%
 language = guess_language(b''.join(seen.pieces))
@@ -178,11 +181,11 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# ## How sure the model is
+# ## By entropy
 #
-# If blocks went to the tokens that need them, those selected by more blocks should be the harder
-# ones. Here is the entropy of the next-token distribution by the number of routed blocks that the
-# token passed: half of the tokens lie in a box, the line is their median.
+# If blocks process the tokens that need them, tokens that more blocks select should be harder. The
+# plot shows the entropy of the next-token distribution by the number of routed blocks that selected
+# the token. Half of the tokens lie in the box; the line is their median.
 
 # %%
 times_N = selected_RN.sum(axis=0)
@@ -202,8 +205,8 @@ print(
 # %% [markdown]
 # ## Another rule
 #
-# `threshold` selects a token if its score is above a moving average of the C-th largest score, kept
-# during training: it has no parameters and needs only the scores. On the same rows:
+# `threshold` selects a token if its score exceeds a moving average of the C-th largest score, which
+# training maintains. It has no parameters and needs only the scores. On the same sequences:
 
 # %%
 other = routing_record(variables, hparams, batch, 'threshold')
@@ -219,8 +222,9 @@ print(f'the two agree on {np.mean(selected_RN == other_RN):.1%} of all decisions
 # %% [markdown]
 # ## One knob changed
 #
-# Twice the capacity, on the same weights: which tokens are next in line? Here top C decides. (The
-# model was not trained for this. To see what training makes of a knob, change `config` above.)
+# With twice the capacity and the same weights, which tokens would be selected next? Here top C
+# decides. The model was not trained for this capacity. To train with another knob, change `config`
+# above.
 
 # %%
 capacity = min(1.0, 2 * hparams.model.routing.capacity)

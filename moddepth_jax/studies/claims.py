@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import pathlib
+import re
 import tomllib
 from typing import NamedTuple
 
@@ -43,12 +44,18 @@ AT_A_PLACE = {  # judges that compare runs, of one place
 }
 COUNTED = {judge.__name__: judge for judge in (judges.counted_cost, judges.counted_saving)}
 JUDGES = AT_A_PLACE | COUNTED
-OF_A_DIFFERENCE = ('lower_loss', 'lowest_loss')  # in bits a byte, whose spread is guessed
+OF_A_DIFFERENCE = ('lower_loss', 'lowest_loss')  # in bits per byte, whose spread is guessed
 _SOURCES = (
     'MoD is [Raposo et al. 2024](https://arxiv.org/abs/2404.02258), MoDA is '
     '[Zhu et al. 2026](https://arxiv.org/abs/2603.15619).'
 )
-_DETAILS = ('setting', 'spread', 'rule', 'reason', 'power')
+_DETAILS = {  # fields of a row by their names on the page
+    'setting': 'setting',
+    'values by seed': 'spread',
+    'rule': 'rule',
+    'reason': 'reason',
+    'power': 'power',
+}
 _STUDY_FIELDS = (  # that the judges read
     'kind config budgets sizes seeds variants batch_tokens sequence_length corpus versions '
     'diverged runs'
@@ -84,7 +91,7 @@ class Claim:
                 return self._find_at(self._place(evidence))
         except NotMeasured:
             pass
-        reason = 'not measured' if self.judge else 'out of reach of a study'
+        reason = 'not measured' if self.judge else 'beyond these studies'
         raise NotMeasured(f'{reason}; needs {self.spec.run if self.spec else self.needs}')
 
     def _find_at(self, place):
@@ -121,8 +128,8 @@ class Claim:
         shown = [f'{detectable(spread, seeds, level):.2g}' for spread in spreads]
         listed = ', '.join(f'{spread:.2g}' for spread in spreads)
         return (
-            f'{seeds} {counts} show a difference of {", ".join(shown)} with a chance of '
-            f'{POWER:.0%} at p < {level:.1g}, for a standard deviation of {listed} ({known})'
+            f'{seeds} {counts} detect a difference of {", ".join(shown)} with {POWER:.0%} power at '
+            f'p < {level:.1g}, for a standard deviation of {listed} ({known})'
         )
 
 
@@ -232,17 +239,17 @@ def _reason(judged, strictest):
         return finding.problem or finding.reason
     if finding.missing > 0:
         return (
-            f'{finding.planned - finding.missing} of the {finding.planned} seeds planned were run'
+            f'{finding.planned - finding.missing} of the {finding.planned} planned seeds were run'
         )
     if not finding.agree:
-        return f'{finding.gap}, and the losses under top-C are in favour of the other verdict'
-    found, level = f'p = {judged.p:.2g}', f'Holm asks for {judged.level:.2g}'
+        return f'{finding.gap}, and the losses under top-C favour the other verdict'
+    found, level = f'p = {judged.p:.2g}', f"Holm's threshold is {judged.level:.2g}"
     if finding.gap:
-        found += f', the larger of two: {finding.gap}, so that the losses under top-C must agree'
+        found += f' (the larger of two: {finding.gap}, so the losses under top-C must agree)'
     if judged.adjusted <= LEVEL:
         return f'{found}; {level}'
-    alone = ', decided alone but not' if judged.p <= LEVEL else ', decided neither alone nor'
-    return f'{found}{alone} among all claims ({level}); {_would_decide(finding, strictest)}'
+    alone = 'decided on its own but not' if judged.p <= LEVEL else 'decided neither on its own nor'
+    return f'{found}, {alone} among all claims ({level}); {_would_decide(finding, strictest)}'
 
 
 def _would_decide(finding, strictest):
@@ -250,7 +257,7 @@ def _would_decide(finding, strictest):
     samples = finding.samples + finding.under_top_c
     needed = [seeds_needed(sample.margin, sample.spread, strictest) for sample in samples]
     if None in needed:
-        return f'no {MOST_SEEDS:,} {finding.counts} would decide a difference as small as this'
+        return f'even {MOST_SEEDS:,} {finding.counts} would not decide a difference this small'
     seeds = max(needed)
     if not finding.flops:
         return f'{seeds} {finding.counts} would decide a difference of this size'
@@ -287,13 +294,13 @@ def summary(rows: list[dict]) -> str:
     """How many claims there are, hold, do not hold, and cannot be decided."""
     verdicts = [row['verdict'] for row in rows]
     hold, fail, rest = map(verdicts.count, (HOLDS, FAILS, UNDECIDED))
-    return f'Of {len(rows)} claims: {hold} hold, {fail} do not, {rest} are undecided here.'
+    return f'Of {len(rows)} claims: {hold} hold, {fail} do not, {rest} are undecided.'
 
 
 def markdown(rows: list[dict], evidence: Evidence) -> str:
     """The text between BEGIN and END: the rows by topic, details of each claim, the studies."""
     family = _family(evidence, judge(evidence))
-    lines = [f'{summary(rows)} {family} rest on seeds.', '', _SOURCES, '']
+    lines = [f'{summary(rows)} {family} of them rest on seeds.', '', _SOURCES, '']
     for topic, group in itertools.groupby(rows, key=lambda row: row['topic']):
         cells = [
             (f'[{row["claim"]}](#{row["id"]})', row['paper'], row['ours'], f'**{row["verdict"]}**')
@@ -301,41 +308,40 @@ def markdown(rows: list[dict], evidence: Evidence) -> str:
         ]
         heads = ('claim', "the paper's number", 'ours', 'verdict')
         lines += [f'## {topic}', '', *markdown_rows(heads, *cells), '']
-    lines += ['## How each was judged', '']
+    lines += ['## How each claim was judged', '']
     for row in rows:
         title = f'**{row["claim"]}** ({row["source"]}): {row["verdict"]}'
         lines += [f'<a id="{row["id"]}"></a>{title}', '']
-        details = [name for name in _DETAILS if row[name] != NOTHING]
-        lines += [f'- {name}: {_with_code(row[name])}' for name in details]
+        details = {name: row[field] for name, field in _DETAILS.items() if row[field] != NOTHING}
+        lines += [f'- {name}: {_with_code(text)}' for name, text in details.items()]
         lines.append('')
-    lines += ['## What a number of seeds can show', '', *_seeds(family), '']
+    lines += ['## What a number of seeds can detect', '', *_seeds(family), '']
     return '\n'.join([*lines, '## Studies', '', *_studies(evidence)])
 
 
 def _seeds(family):
-    """Differences that are shown by some numbers of seeds, in standard deviations."""
+    """Differences that some numbers of seeds detect, in standard deviations."""
     seeds = (3, 4, 6, 8, 10, 12, 16)
-    levels = {'a single claim': LEVEL, f'the clearest of {family}': LEVEL / family}
+    levels = {'a single claim': LEVEL, f'the strictest of {family}': LEVEL / family}
     rows = [
         [f'{name}, p < {level:.1g}', *(f'{detectable(1.0, n, level):.2g}' for n in seeds)]
         for name, level in levels.items()
     ]
     text = (
-        f'The difference that is shown with a chance of {POWER:.0%}, as a multiple of the standard '
-        'deviation of the paired differences, by the number of seeds that judge:'
+        f'The difference detected with {POWER:.0%} power, in standard deviations of the paired '
+        'differences, by the number of seeds that judge:'
     )
     return [text, '', *markdown_rows(('', *map(str, seeds)), *rows)]
 
 
 def _with_code(text):
-    """The text, with the command at its end set as code."""
-    before, command, after = text.partition('python -m ')
-    return f'{before}`{command}{after}`' if command else text
+    """The text, with its command set as code."""
+    return re.sub(r'python -m .*|make study[\w-]*', r'`\g<0>`', text)
 
 
 def _studies(evidence):
     if not evidence.studies:
-        return ['No study was found: every claim that needs runs says so.']
+        return ['No study was found, so no claim that needs runs is judged.']
     rows, labels = [], {}
     for name, study in sorted(evidence.studies.items()):
         counts = len({row['run'] for row in study['runs']}), len(study.get('missing', []))
@@ -366,5 +372,5 @@ def _losses(evidence, name):
         rows.append((f'`{variant}`', size, str(len(losses)), f'{mean:.3f}', difference))
     rows.sort(key=lambda row: row[3])
     each = f'{budget:g} steps' if study['kind'] == 'steps' else places.budget_text(budget)
-    heads = ('variant', 'size', 'seeds', 'bits a byte', f'less `{reference}`, in pairs')
+    heads = ('variant', 'size', 'seeds', 'bits per byte', f'minus `{reference}`, in pairs')
     return ['', f'**{name}**, {each}', '', *markdown_rows(heads, *rows)]

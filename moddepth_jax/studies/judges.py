@@ -19,7 +19,7 @@ from moddepth_jax.studies.statistics import (
     all_within,
 )
 
-HOLDS, FAILS, UNDECIDED = 'holds', 'does not hold', 'cannot tell here'
+HOLDS, FAILS, UNDECIDED = 'holds', 'does not hold', 'undecided'
 NOTHING = '-'  # where a row has no number, spread or setting
 
 
@@ -99,7 +99,7 @@ def _ours(first, second, seeds):
     share = Sample(_difference(first, second, seeds) / means[1]).interval
     pairs = zip((first, second), means, strict=True)
     losses = ', '.join(f'{group.variant} {mean:.3f}' for group, mean in pairs)
-    return f'{losses} bits a byte: {share:+.1%}'
+    return f'{losses} bits per byte: {share:+.1%}'
 
 
 def lower_loss(
@@ -134,7 +134,7 @@ def lowest_loss(place: Place, first: str, others: list[str]) -> Finding:
     samples = [Sample(_difference(best, group, seeds), high=0.0) for group in rest]
     pairs = zip(rest, samples, strict=True)
     against = ', '.join(f'{group.variant} {sample.interval:+.3f}' for group, sample in pairs)
-    ours = f'{first} {best.values(seeds).mean():.3f} bits a byte; against {against}'
+    ours = f'{first} {best.values(seeds).mean():.3f} bits per byte; against {against}'
     return found_at(place, groups, ours, samples, gap=gap)
 
 
@@ -152,8 +152,8 @@ def rising_with_capacity(place: Place, variants: list[str]) -> Finding:
     losses = [group.values(seeds) for group in groups]
     sample = Sample(_slopes(losses, np.log2(capacities)), low=0.0)
     means = [f'{c:.1%} {each.mean():.3f}' for c, each in zip(capacities, losses, strict=True)]
-    slope = f'{sample.interval:+.4f} for twice the capacity'
-    return found_at(place, groups, f'{", ".join(means)} bits a byte; {slope}', [sample], gap=gap)
+    ours = f'{", ".join(means)} bits per byte; {sample.interval:+.4f} per doubling of the capacity'
+    return found_at(place, groups, ours, [sample], gap=gap)
 
 
 def falling_difference(place: Place, first: str, second: str, budgets: list[float]) -> Finding:
@@ -167,7 +167,7 @@ def falling_difference(place: Place, first: str, second: str, budgets: list[floa
     shares = [_difference(*pair, seeds) / pair[1].values(seeds) for pair in pairs]
     sample = Sample(_slopes(shares, np.log10(budgets)), high=0.0)
     means = [f'{each.mean():+.1%}' for each in shares]
-    ours = f'{", ".join(means)} at {_budgets(budgets)}; {sample.interval:+.2%} for ten times more'
+    ours = f'{", ".join(means)} at {_budgets(budgets)}; {sample.interval:+.2%} per tenfold budget'
     gap = next(filter(None, map(place.gap, pairs)), '')
     return found_at(place, groups, ours, [sample], gap=gap)
 
@@ -239,7 +239,7 @@ def perplexity(place: Place, first: str, second: str, margin: float, saved: floa
         return found_at(place, groups, ours, [], **counted)
     problem = ''
     if sample.margin > 0:
-        problem = 'the claim is of perplexity per token, which differs by more'
+        problem = 'the claim is about perplexity per token, which differs by more'
     return found_at(place, groups, ours, [sample], problem, gap=gap)
 
 
@@ -248,7 +248,7 @@ def larger_gain(place: Place, first: list[str], second: list[str]) -> Finding:
     groups, seeds, gap = _compared(place, *first, *second, one_size=True)
     post, pre = _difference(*groups[:2], seeds), _difference(*groups[2:], seeds)
     sample = Sample(post - pre, high=0.0)
-    ours = f'post {post.mean():+.3f}, pre {pre.mean():+.3f} bits a byte: {sample.interval:+.3f}'
+    ours = f'post {post.mean():+.3f}, pre {pre.mean():+.3f} bits per byte: {sample.interval:+.3f}'
     return found_at(place, groups, ours, [sample], gap=gap)
 
 

@@ -28,7 +28,7 @@ class Spec(NamedTuple):
 
     study: str  # the name of a directory
     seeds: int
-    spread: float  # guess of the standard deviation of paired differences, bits a byte
+    spread: float  # guess of the standard deviation of paired differences, bits per byte
     flops: float = 0.0  # of the budget
     steps: int = 0  # instead, in a study at equal steps
     size: str = ''  # LxD; '' for each variant's own best
@@ -46,7 +46,7 @@ class Spec(NamedTuple):
     @property
     def run(self) -> str:
         """The command that trains it, and how much that is."""
-        return f'make {self.study} ({self.seeds} seeds of {self._each} a run)'
+        return f'make {self.study} ({self.seeds} seeds, {self._each} per run)'
 
     @property
     def _each(self):
@@ -75,7 +75,7 @@ class Group(NamedTuple):
         return next(iter(self.rows.values()))['flops_per_forward']
 
     def text(self, seeds) -> str:
-        """The bits a byte of some seeds."""
+        """The bits per byte of some seeds."""
         listed = ', '.join(f'{value:.4f}' for value in self.values(seeds))
         return f'{self.variant} {self.size}: {listed}'
 
@@ -201,8 +201,8 @@ class Place(NamedTuple):
         span = f'{steps[0]}' if len(steps) == 1 else f'{steps[0]} to {steps[-1]}'
         budget = f'{budget_text(self.spec.budget)}, ' if study['kind'] == 'flops' else ''
         length, epochs = study['sequence_length'], max(row['epochs'] for row in rows)
-        tokens = f'{study["batch_tokens"]} tokens in rows of {length}, {study["corpus"]}'
-        return f'{self.name}: {budget}{span} steps of {tokens}, {epochs:.2g} epochs at most'
+        tokens = f'{study["batch_tokens"]} tokens in sequences of {length}, {study["corpus"]}'
+        return f'{self.name}: {budget}{span} steps of {tokens}, at most {epochs:.2g} epochs'
 
 
 def find_place(evidence: Evidence, spec: Spec) -> Place:

@@ -29,7 +29,7 @@ NOISE = 1e-3  # of a variant at one seed
 
 
 def a_study(spec, losses, seeds=None, noise=NOISE, steps=600, draw=0, **of_rows):
-    """study.json of a place with a mean of bits a byte by 'variant size' (size of the place).
+    """study.json of a place with a mean of bits per byte by 'variant size' (size of the place).
 
     All variants of a seed share a shift that is much larger than their noise. Where each variant is
     at its own best size it comes with bad models of two more, so that the best lies between them.
@@ -111,7 +111,7 @@ def test_planned_seeds_judge_and_no_others():
     losses = {'mod': 2.0, 'random': 2.2}
     assert BY_ID['learned_beats_random'].spec.seeds == 16
     assert only(losses, range(16))['verdict'] == HOLDS
-    assert only(losses, range(15))['reason'].startswith('15 of the 16 seeds')
+    assert only(losses, range(15))['reason'].startswith('15 of the 16 planned seeds')
     more = only(losses, range(20))
     assert more['verdict'] == HOLDS and more['spread'].count(',') == 2 * 15
 
@@ -183,8 +183,8 @@ def test_runs_that_do_not_count_give_no_verdict(changes, change, reason):
         (-0.3, 0.06, HOLDS, 'must agree'),
         (-0.3, -0.06, HOLDS, 'mod 4x64 has a routing gap of -0.06 nats'),
         (0.3, -0.06, FAILS, 'under top-C mod'),
-        (-0.05, -0.06, UNDECIDED, 'in favour of the other verdict'),
-        (0.05, 0.06, UNDECIDED, 'in favour of the other verdict'),
+        (-0.05, -0.06, UNDECIDED, 'favour the other verdict'),
+        (0.05, 0.06, UNDECIDED, 'favour the other verdict'),
         (0.0607, 0.04, FAILS, 'Holm'),
         (-0.3, lambda seed: -1.0 if seed == 5 else 0.0, UNDECIDED, 'the larger of two'),
     ],
@@ -245,7 +245,7 @@ CASES = [
     ('best_capacity_and_pattern', WORSE | {'every_0.5': 1.9}, {}, FAILS, 'every_0.5 +'),
     ('best_capacity_and_pattern', WORSE | {'mod_0.5': 2.0}, {}, UNDECIDED, 'mod_0.5'),
     ('capacity_trend', _trend(0.05), {}, HOLDS, '95.0% 2.'),
-    ('capacity_trend', _trend(-0.05), {}, FAILS, 'for twice the capacity'),
+    ('capacity_trend', _trend(-0.05), {}, FAILS, 'per doubling of the capacity'),
     ('capacity_trend', _trend(0.0), {}, UNDECIDED, 'Holm'),
     ('half_in_every_block', {'dense': 2.0, 'every_0.5': 2.0}, {}, UNDECIDED, 'saves 45%'),
     ('half_in_every_block', {'dense': 2.0, 'every_0.5': 2.9}, {}, FAILS, 'Holm'),
@@ -344,9 +344,9 @@ def test_verdicts_survive_holm_over_all_claims():
             if row['id'] == 'learned_beats_random'
         ]
         assert row['verdict'] == verdict, row
-        assert ('decided alone but not' in row['reason']) is (verdict == UNDECIDED)
+        assert ('decided on its own but not' in row['reason']) is (verdict == UNDECIDED)
         assert ('seeds would decide' in row['reason']) is (verdict == UNDECIDED)
-        assert row['power'].startswith('16 seeds show a difference of 0.01')
+        assert row['power'].startswith('16 seeds detect a difference of 0.01')
 
 
 def test_power_is_stated_before_the_runs():
@@ -439,7 +439,7 @@ def test_measures_are_judged_by_their_interval(claim):
         row = judge(measures=measures(shift))
         assert row['verdict'] == verdict, row
     seeds = claim.spec.seeds
-    assert judge(measures=measures(0.0, 3))['reason'].startswith(f'3 of the {seeds} seeds')
+    assert judge(measures=measures(0.0, 3))['reason'].startswith(f'3 of the {seeds} planned seeds')
     assert judge(measures=lambda _: {})['reason'].startswith('not measured')
 
 
