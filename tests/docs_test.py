@@ -295,7 +295,8 @@ class Reader:
 
     def _train(self, command):
         """Trains runs/NAME by configs/NAME.py if the command reads it and none has made it."""
-        named = re.search(r'(?:--(?:from_)?workdir=|--config=|compare )(runs/(\w+))', command.text)
+        reads = r'(?:--(?:from_workdir|workdir|branch|config)=|compare )(runs/(\w+))'
+        named = re.search(reads, command.text)
         makes = command.launched == 'isoflop' or '--from_hf' in command.text
         makes = makes or command.launched == 'train' and '--config=runs/' not in command.text
         if not named or makes or (self.folder / named[1]).exists():
