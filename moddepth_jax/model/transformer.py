@@ -60,7 +60,8 @@ class Transformer(nn.Module):
     def hidden_states(self, tokens_BT, segment_ids_BT=None, routing='top_c', causal_layers_R=None):
         """x_BTD after the final norm, and the Records of all layers or None if there are none.
 
-        The `random` router draws from the PRNG stream `routing`, or else from the knob `seed`.
+        The `random` router draws from the PRNG stream `routing`, or else from the knob `seed`. While
+        the model is initialized, no layer runs: the result means nothing.
 
         Args:
           tokens_BT: int, ids below model.vocab_size.
@@ -88,6 +89,9 @@ class Transformer(nn.Module):
         x_BTD = stream.enter(model, x_BTD)
         if model.routing.routes_loops:
             routers = self._stored('loop_routers', init_loop_routers, self.hparams, length)
+        if self.is_initializing():  # all parameters of the layers exist, and need no tokens
+            records = None
+        elif model.routing.routes_loops:
             params = {'stack': params, 'loop_routers': routers}
             x_BTD, record = run_recursions(
                 self.hparams, routing, params, tokens, args.routing, x_BTD
@@ -269,7 +273,8 @@ def check_attention(hparams: Hparams):
     name = hparams.model.attention
     if name in ('auto', 'reference', 'xla'):
         return
+    model, tokens_BT = Transformer(hparams), jnp.zeros((1, hparams.data.sequence_length), jnp.int32)
     try:
-        abstract_variables(hparams)
+        jax.eval_shape(model.apply, abstract_variables(hparams), tokens_BT)
     except ValueError as error:
         raise ValueError(f'model.attention={name!r}: {error}') from None
