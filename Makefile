@@ -7,7 +7,9 @@ IN_PARALLEL = -n $(WORKERS) --dist worksteal
 
 VENV_PYTHON := .venv/bin/python
 GPU_FLAGS ?=# of launch.gpu, such as --deadline=540
-PIP_INSTALL := $(VENV_PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt
+# Without --no-compile pip would spend a minute on bytecode, most of which is never imported.
+INSTALL := pip install -q --disable-pip-version-check --no-compile
+PIP_INSTALL := $(VENV_PYTHON) -m $(INSTALL) -c constraints.txt
 PINS := setup.py constraints.txt
 
 # The second environment: JAX 0.11.2 on the first working Python 3.12 or later, from PATH or pyenv.
@@ -37,8 +39,10 @@ test-next: .venv-next/installed
 has-next:
 	@test -n "$(NEXT_PYTHON)" || { echo 'make test-next needs Python 3.12 or 3.13, and found neither on PATH nor in $(PYENV_ROOT)'; exit 1; }
 
+# All tests. In parts: make test-all TESTS=tests/model, then TESTS=tests/training, ...
+TESTS ?= tests
 test-all: .venv/installed-test
-	$(VENV_PYTHON) -m pytest $(IN_PARALLEL) -m ""
+	$(VENV_PYTHON) -m pytest $(IN_PARALLEL) -m "" $(TESTS)
 
 # Runs that are killed, stopped, damaged and out of disk space, and continue: a quarter of an hour.
 faults: .venv/installed-test
@@ -223,7 +227,7 @@ runs/moda_dense/summary.json: | .venv/installed
 	@echo 'Installing JAX 0.11.2 and the compilers for GPUs into .venv-next: some minutes.'
 	@$(NEXT_PYTHON) -m venv .venv-next
 	@{ grep -v '^jax' constraints.txt; cat constraints-next.txt; } > .venv-next/constraints.txt
-	@$(NEXT) -m pip install -q --disable-pip-version-check -c .venv-next/constraints.txt -e '.[test,compile]'
+	@$(NEXT) -m $(INSTALL) -c .venv-next/constraints.txt -e '.[test,compile]'
 	@touch $@
 
 .venv/installed-notebooks: $(PINS)
