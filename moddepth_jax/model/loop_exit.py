@@ -35,8 +35,8 @@ def apply_exits(hparams: ModelHparams, place: int, exits: Exits | None, before_B
     `before_BTD` is the stream that the block has read; `exits` is None before the first block, and
     has what the last loop left from then on.
     """
-    size, first = len(hparams.looped_range), hparams.first_looped
-    loop, block = divmod(place - first, size)
+    size = len(hparams.looped_range)
+    loop, block = divmod(place - hparams.looped_range.start, size)
     if not 0 <= loop < hparams.loops:
         return x_BTD, exits
     if exits is None:
@@ -83,7 +83,7 @@ def extend_with_exits(hparams: ModelHparams, layers, by_token, caches):
         sides = x_BTD, *by_token, left_BT
         return run_on_rows(lambda sides, rows_C: run(some, *sides, rows_C), skip, stay_B, sides)
 
-    first, size = hparams.first_looped, len(hparams.looped_range)
+    first, size = hparams.looped_range.start, len(hparams.looped_range)
     x_BTD, keys = run(slice(first), x_BTD, *by_token)
     left_BT = None
     for loop in range(hparams.loops):

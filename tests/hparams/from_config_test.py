@@ -353,7 +353,7 @@ def test_names_in_the_source_are_those_that_are_registered(name):
     """A name, and what its class states, are known before its module, which imports JAX, is."""
     table = getattr(registry, name)
     own = [n for n in table if table[n].__module__.startswith('moddepth_jax.')]
-    assert sorted(own) == sorted(table._own_statements) and len(own) > 2
+    assert sorted(own) == sorted(table._own_traits) and len(own) > 2
     for choice in own:
-        stated = vars(table._own_statements[choice])
+        stated = vars(table._own_traits[choice])
         assert stated == {field: getattr(table[choice], field) for field in stated}

@@ -58,7 +58,7 @@ def test_parts_of_a_block_are_refused_by_name(part, knob, value, right, tiny_con
     knobs = {'model.routing.part': part, f'model.{knob}': value}
     with pytest.raises(ValueError) as error:
         from_config(tiny_config(**knobs, **{'model.routing.router': 'learned'}))
-    why = f'must be block where model.{knob}={value}; with {right} it can be this too'
+    why = f'must be block if model.{knob}={value}; or set that to {right}'
     assert str(error.value) == f'model.routing.part={part!r}: {why}'
     assert from_config(tiny_config(**knobs)).model.routing.part == part
 

@@ -134,10 +134,9 @@ class Stream(nn.Module):
             for i in range(layers)
         ]
         kinds = [kind._replace(embeds=embeds_values(hparams, i)) for i, kind in enumerate(kinds)]
-        if not cls.has_ends and hparams.loops_last_layer:
-            return kinds
         if not cls.has_ends:
-            return [*kinds[:-1], kinds[-1]._replace(slots=0)]
+            looped = layers - 1 in hparams.looped_range
+            return kinds if looped else [*kinds[:-1], kinds[-1]._replace(slots=0)]
         entry, last = LayerKind(False, 0, per_layer, part='entry'), LayerKind(False, 0, part='exit')
         return [entry, *kinds, last]
 

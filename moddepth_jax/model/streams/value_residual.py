@@ -67,7 +67,7 @@ class ValueResidual(Stream):
         if layers < 2:
             right = 'must be 2 or more: later layers read the values of the first'
             refuse('model.num_layers', layers, right)
-        if hparams.looped and hparams.first_looped == 0:
+        if 0 in hparams.looped_range:
             right = 'must be middle:1:0 or a later start: the first block writes, once, the values '
             right += 'that all others read'
             refuse('model.looped_layers', hparams.looped_layers, right)
