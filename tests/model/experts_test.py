@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.model.attention import TokenInfo
-from moddepth_jax.model.block import Block
+from moddepth_jax.model.block import Block, LayerKind
 from moddepth_jax.model.kv_cache import LayerCache
 from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths, RoutingArgs
 from moddepth_jax.model.moe import experts as experts_module
@@ -84,9 +84,9 @@ def stream(seed=1, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=(*SEGMENTS.shape, WIDTH)).astype(dtype)
 
 
-def module(hparams, ahead=True, dtype=None):
+def module(hparams, looks_ahead=True, dtype=None):
     """The module, and random parameters."""
-    experts = Experts(hparams, ahead)
+    experts = Experts(hparams, looks_ahead)
     shapes = jax.eval_shape(experts.init, jax.random.key(0), stream(), REAL, ExpertState())
     return experts, random_like(shapes['params'], dtype=dtype)
 
@@ -193,7 +193,7 @@ def test_experts_that_do_nothing_add_nothing(placement, form, tiny_config):
     knobs = experts(num_noop=4, num_shared=0, scores=form, row_capacity=1)
     hparams = small_hparams(tiny_config, knobs, {'model.norm_placement': placement}).model
     tokens = TokenInfo(POSITIONS, SEGMENTS, None)
-    mixed, plain = (Block(hparams, 0, experts=experts) for experts in (True, False))
+    mixed, plain = (Block(hparams, LayerKind(False, 0, experts=some)) for some in (True, False))
     params = random_like(jax.eval_shape(mixed.init, jax.random.key(0), stream(), tokens)['params'])
     params['mlp']['router']['kernel'] = idle_router(WIDTH, 9)
     mlp = jax.eval_shape(plain.init, jax.random.key(0), stream(), tokens)['params']['mlp']
@@ -238,7 +238,7 @@ def test_experts_that_do_nothing_run_nothing(filled, tiny_config):
         ({'num_noop': 4}, None, 0),
         ({'top_k': 5, 'row_capacity': 3}, np.array([[3, 4, 3, 2, 3]]), 1),
     ):
-        layer, params = module(hparams_of(tiny_config, **knobs), ahead=False)
+        layer, params = module(hparams_of(tiny_config, **knobs), looks_ahead=False)
         params['router']['kernel'] = idle_router(16, params['router']['kernel'].shape[1])
         del filled[:]
         state = ExpertState(None, taken_BE)
@@ -249,9 +249,10 @@ def test_experts_that_do_nothing_run_nothing(filled, tiny_config):
 
 def routed_block(hparams, tokens, routing='top_c'):
     """A routed block with experts whose router reads component 0 alone, and its RoutingArgs."""
-    block = MixtureOfDepths(hparams, routing, experts=True)
+    kind = LayerKind(routed=True, window=0, experts=True)
+    block = MixtureOfDepths(hparams, routing, kind)
     layer = RoutingArgs(np.int32(0), np.float32(0), np.bool_(True), ExpertState())
-    by_top_c = MixtureOfDepths(hparams, 'top_c', experts=True)
+    by_top_c = MixtureOfDepths(hparams, 'top_c', kind)
     x_BTD = np.zeros((*tokens.positions_BT.shape, hparams.d_model), np.float32)
     init = functools.partial(by_top_c.init, jax.random.key(0), x_BTD, tokens, layer)
     params = random_like(jax.eval_shape(init)['params'])

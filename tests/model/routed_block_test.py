@@ -10,6 +10,7 @@ import pytest
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.attention import TokenInfo
+from moddepth_jax.model.block import LayerKind
 from moddepth_jax.model.mod import mixture_of_depths
 from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths, RoutingArgs
 from tests.model.cases import random_like, routed_by
@@ -21,6 +22,7 @@ SEGMENTS = np.array(
 )
 REAL = SEGMENTS > 0
 POSITIONS = np.tile(np.arange(LENGTH), (5, 1))
+KIND = LayerKind(routed=True, window=0)
 
 
 def stream(seed=1):
@@ -37,10 +39,10 @@ def block(make_config, routing, sizes=(), rule='threshold'):
         return RoutingArgs(jnp.int32(0), jnp.float32(threshold), jnp.bool_(True))
 
     def apply(params, x_BTD, threshold=0.0):
-        module = MixtureOfDepths(hparams, routing, sizes=sizes)
+        module = MixtureOfDepths(hparams, routing, KIND, sizes)
         return module.apply({'params': params}, x_BTD, tokens, args(threshold))[::3]
 
-    init = MixtureOfDepths(hparams, 'top_c').init
+    init = MixtureOfDepths(hparams, 'top_c', KIND).init
     shapes = jax.eval_shape(lambda x: init(jax.random.key(0), x, tokens, args(0)), stream())
     return apply, random_like(shapes['params'])
 

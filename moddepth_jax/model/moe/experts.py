@@ -151,7 +151,7 @@ class Experts(nn.Module):
     """shared(x) + sum over the experts of a token of weight f_e(x), each f a SwiGLU."""
 
     hparams: ModelHparams
-    ahead: bool  # experts that choose their tokens look at whole rows; if not, use thresholds
+    looks_ahead: bool  # whether experts choose among whole rows, or by thresholds
 
     @nn.compact
     def __call__(self, x_BTD, real_BT, state: ExpertState):
@@ -172,7 +172,7 @@ class Experts(nn.Module):
         if hparams.choice == 'token':
             choice = tokens_choose(hparams, scores_BTZ, real_BT, state.taken_BE)
         else:
-            thresholds_E = None if self.ahead else state.thresholds_E
+            thresholds_E = None if self.looks_ahead else state.thresholds_E
             choice = experts_choose(hparams, scores_BTZ, real_BT, thresholds_E)
         y_BTD = sharded_routed_mlp(
             routed_mlp,

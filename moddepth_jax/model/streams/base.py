@@ -1,7 +1,5 @@
 """What a depth stream is: the interface of all of them, and the plain residual stream."""
 
-from typing import NamedTuple
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,26 +8,10 @@ from moddepth_jax.hparams import DepthHparams, ModelHparams
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
 from moddepth_jax.model.attention import DepthSlots, KeysValues
-from moddepth_jax.model.block import SlotInputs
+from moddepth_jax.model.block import LayerKind, SlotInputs
 from moddepth_jax.model.layers import projection
 from moddepth_jax.model.routing import TokenInfo
 from moddepth_jax.model.value_embeddings import embeds_values
-
-
-class LayerKind(NamedTuple):
-    """What distinguishes layers (those of one kind share a scan); parts: block, entry and exit."""
-
-    routed: bool  # whether a router selects the tokens that its block processes
-    window: int  # tokens that its attention sees; 0: all earlier ones
-    slots: int = 0  # depth slots that it writes
-    inputs: int = 0  # arrays that it reads, in a stream that reads outputs
-    experts: bool = False  # whether experts are its mlp
-    part: str = 'block'
-    mixes: bool = False  # whether the stream's `value_mixer` changes the values of its attention
-    opens: tuple[bool, ...] = (False, False)  # attention, mlp: whether its output opens a source
-    embeds: bool = False  # whether its attention has a ValueEmbedding
-    gathered: bool = False  # whether it is of a routed loop, which selects its tokens
-    own_norms: bool = False  # whether each loop has scales of its own for its norms
 
 
 class Stream(nn.Module):
