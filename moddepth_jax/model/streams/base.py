@@ -152,7 +152,7 @@ class Stream(nn.Module):
 
     @classmethod
     def difference_at_start(cls, depth: DepthHparams) -> str:
-        """Say why converting a residual model to this stream changes its loss; '' if it does not."""
+        """Say why a residual model that is converted to this stream changes its loss; or ''."""
         return ''
 
     @classmethod
