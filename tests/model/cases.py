@@ -1,7 +1,7 @@
-"""The table of models against which each property is tested, and how they are built and run.
+"""The table of models for which each property is tested, and how they are built and run.
 
-Every property has a file of its own: decoding_test, causality_test, scan_test, flops_test,
-oracle_test. A model that a property runs in `make test` is named there; `make test-all` runs all.
+Each property has its own file: decoding_test, causality_test, scan_test, flops_test, oracle_test. A
+property names the models that it tests in `make test`; `make test-all` runs all models.
 """
 
 import functools
@@ -70,12 +70,12 @@ TOKEN_CHOICE = LOOPED | {
 
 
 def routed_by(router, rule, **more):
-    """Knobs of a router and its causal rule."""
+    """Return the knobs of a router and its causal rule."""
     return ROUTED | {'model.routing.router': router, 'model.routing.causal_rule': rule} | more
 
 
 def experts(**knobs):
-    """Knobs of model.experts: 5 experts of width 8, top-2 by token, and those that are given."""
+    """Return knobs of model.experts: 5 experts of width 8, top-2 token choice, and `knobs`."""
     knobs = {'choice': 'token', 'num_routed': 5, 'top_k': 2, 'd_ff': 8} | knobs
     return {f'model.experts.{name}': value for name, value in knobs.items()}
 
@@ -313,20 +313,20 @@ if jax.__version_info__ < (0, 11):  # later versions have no such option
 
 
 def parameters(fast, names=CASES):
-    """Names as pytest parameters; those that are not in `fast` are marked slow."""
+    """Return names as pytest parameters. Those that are not in `fast` are marked slow."""
     slow = pytest.mark.slow
     each = [(name, name if isinstance(name, tuple) else (name,)) for name in names]
     return [pytest.param(*of, marks=() if name in fast else slow) for name, of in each]
 
 
 def at_size(knobs, sizes):
-    """The knobs of a case and those of a size, which may route other layers, but not loops."""
+    """Merge the knobs of a case and of a size, which may route other layers but not loops."""
     loops = {name: value for name, value in knobs.items() if value == 'loops'}
     return knobs | sizes | loops
 
 
 def small_hparams(make_config, *knobs):
-    """Hparams of SMALL with the knobs of some dicts, the last winning."""
+    """Return Hparams of SMALL with the knobs of some dicts; the last dict wins."""
     merged = dict(SMALL)
     for some in knobs:
         merged |= some
@@ -334,7 +334,7 @@ def small_hparams(make_config, *knobs):
 
 
 def random_like(shapes, seed=0, dtype=None):
-    """Arrays of these shapes, so large that every part matters; scales and reads are about 1."""
+    """Return random arrays of these shapes, large enough that every part matters."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
@@ -355,20 +355,20 @@ def random_like(shapes, seed=0, dtype=None):
 
 
 def random_variables(hparams, tokens_BT, seed=0):
-    """Variables of a Transformer in its dtype, so large that activations are about 1."""
+    """Return random variables of a Transformer in its dtype, for activations of about 1."""
     shapes = jax.eval_shape(Transformer(hparams).init, jax.random.key(0), tokens_BT)
     return random_like(shapes, seed, 'float64' if hparams.model.dtype == 'float64' else None)
 
 
 @functools.cache
 def initial_params(hparams, seed=0):
-    """The parameters with which a Transformer starts, compiled once in a session."""
+    """Return the initial parameters of a Transformer, compiled once per session."""
     init = jax.jit(Transformer(hparams).init)
     return jax.device_get(init(jax.random.key(seed), np.zeros((1, 8), int))['params'])
 
 
 def with_leaves(params, ends):
-    """The parameters, of which those whose paths have these ends are filled with their values."""
+    """Fill the leaves whose paths end like a key of `ends` with its value."""
 
     def fill(path, leaf):
         name = '/' + '/'.join(key.key for key in path)
@@ -392,14 +392,14 @@ def _value_and_slopes(hparams):
 
 
 def gradient(hparams, variables):
-    """Logits of the small tokens, and the gradient of a loss by the parameters."""
+    """Return the logits of the small tokens, and the gradients of a loss by the parameters."""
     rest = {name: side for name, side in variables.items() if name != 'params'}
     (_, logits_BTV), slopes = _value_and_slopes(hparams)(variables['params'], rest)
     return jax.device_get((logits_BTV, slopes))
 
 
 def by_name(hparams, params):
-    """Leaves by the number of their block, 'exit', or None outside the stack, and their name."""
+    """Return leaves by (block number, 'exit', or None outside the stack; name)."""
     layers = list(unstack_layers(Stack(hparams.model, 'top_c'), params['stack']))
     parts = [*enumerate(layer for kind, layer in layers if kind.part == 'block')]
     parts += [('exit', layer) for kind, layer in layers if kind.part == 'exit']
@@ -412,7 +412,7 @@ def by_name(hparams, params):
 
 
 class Model(NamedTuple):
-    """A model of CASES with weights that matter, and its compiled causal forward pass."""
+    """A model of CASES with random weights, and its compiled causal forward pass."""
 
     hparams: Hparams
     variables: dict
@@ -420,7 +420,7 @@ class Model(NamedTuple):
     apply: object
 
     def __call__(self, tokens_BT=TOKENS_BT, segment_ids_BT=None):
-        """Logits, and the records, in NumPy."""
+        """Return logits and records in NumPy."""
         if segment_ids_BT is None:
             segment_ids_BT = np.ones_like(tokens_BT)
         return jax.device_get(self.apply(self.variables, tokens_BT, segment_ids_BT))
@@ -428,10 +428,10 @@ class Model(NamedTuple):
 
 @functools.cache
 def build(make_config, name, routing=None, options=()):
-    """The Model of a case, compiled once in a session.
+    """Return the Model of a case, compiled once per session.
 
-    About 40% of the tokens are selected by thresholds and predictors. `routing`: another than the
-    causal one. `options`: of the compiler, as a tuple of items.
+    Thresholds and predictors are set to select about 40% of the tokens. `routing` replaces the
+    causal one; `options` are compiler options as a tuple of items.
     """
     knobs, causal = CASES[name]
     hparams = small_hparams(make_config, SIZES, knobs)
@@ -457,7 +457,7 @@ def build(make_config, name, routing=None, options=()):
 
 
 def filled(cache):
-    """The arrays of a Cache in NumPy, with zeros in the places that hold no token."""
+    """Return the arrays of a Cache in NumPy, with zeros where there is no token."""
     layers = []
     for layer in cache.layers:
         lengths_B = cache.lengths_B if layer.lengths_B is None else layer.lengths_B
@@ -471,7 +471,7 @@ def filled(cache):
 
 
 def equations(jaxpr):
-    """Yields the equations of a jaxpr and of every one inside it."""
+    """Yield the equations of a jaxpr and of all jaxprs inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, 'eqns')):

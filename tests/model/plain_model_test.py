@@ -1,4 +1,4 @@
-"""What a feature adds, turned off or as it starts, leaves the plain model as it was: float64."""
+"""A feature that is off, or in its initial state, leaves the plain model unchanged, in float64."""
 
 import jax
 import numpy as np
@@ -114,8 +114,8 @@ FAST += ('attention residual, routed', 'mudd', 'hyper-connections')
 
 
 @pytest.mark.parametrize('name', parameters(FAST, FEATURES))
-def test_what_is_turned_off_changes_nothing(name, tiny_config):
-    """Logits, and gradients of all that both models have; what is new has gradients too."""
+def test_a_feature_that_is_off_changes_nothing(name, tiny_config):
+    """Logits and common gradients are equal. New parameters have gradients as well."""
     knobs, feature, (off, waiting) = FEATURES[name]
     with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
         plain, other = (small_hparams(tiny_config, knobs, EXACT, some) for some in ({}, feature))

@@ -246,8 +246,8 @@ ROWS += tuple((RECURSIONS | GROWS | knobs, words) for knobs, words in ROUTED_LOO
 
 
 @pytest.mark.parametrize(('knobs', 'words'), ROWS, ids=[words for _, words in ROWS])
-def test_what_does_not_fit_is_refused(knobs, words, tiny_config):
-    """By one line that names the knob, its value, and what would be right."""
+def test_knobs_that_do_not_fit_are_refused(knobs, words, tiny_config):
+    """The error is one line with the knob, its value, and what would be right."""
     with pytest.raises(ValueError, match=r'^(model|training)\.[^\n]*$') as error:
         small_hparams(tiny_config, knobs)
     assert words in str(error.value)
