@@ -149,7 +149,7 @@ def test_n_sources_act_as_n_squared_epsilon(size, tiny_config, monkeypatch):
         params, _ = transfer_params(other.model, params, plain)
     stack = unstack_layers(Stack(plain.model, 'top_c'), params['stack'])
     params = jax.device_get(params | {'layers': [layer for _, layer in stack]})
-    reads = range(2 * plain.model.num_layers + 1)  # of all sublayers and of the final norm
+    reads = range(2 * plain.model.num_layers + 1)  # for all sublayers and the final norm
     sources = itertools.cycle(1 + math.ceil(read / size) for read in reads)
     norm = oracle.rms_norm
 

@@ -15,7 +15,7 @@ from moddepth_jax.hparams import Hparams, from_config
 from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.transformer import Transformer
 
-# Knobs, merged with |.
+# Dicts of knobs, which are merged with |.
 MODA = {'model.depth.stream': 'moda'}
 ATTENTION = {'model.depth.stream': 'attention'}
 VALUES = {'model.depth.stream': 'value_residual'}
@@ -89,21 +89,21 @@ SMALL = {
     'model.routing.predictor_width': 4,
 }
 BATCH, LENGTH = 3, 16
-# Three layers, of which the middle one is routed if any is: it reads slots, and its own are read.
+# Three layers. If any is routed, it is the middle one, which reads slots and whose slots are read.
 SIZES = {
     'model.num_layers': 3,
     'model.vocab_size': 2 * BATCH * LENGTH,
     'model.routing.layers': '1',
     'data.sequence_length': LENGTH,
 }
-# Every place of every row has a token of its own, so that its row of the embedding is its input.
+# Every place of every row has a different token, so each embedding is the input of one place.
 TOKENS_BT = np.random.default_rng(1).permutation(BATCH * LENGTH).reshape(BATCH, LENGTH)
 OTHER_BT = TOKENS_BT + BATCH * LENGTH
 # Two documents, and padding.
 SMALL_BT = np.random.default_rng(1).integers(0, 32, (2, 12)).astype(np.int32)
 SMALL_SEGMENTS_BT = np.array([[1] * 7 + [2] * 5, [1] * 10 + [0] * 2], np.int32)
 
-# name: (knobs, the routing under which the model is causal)
+# name: (knobs, the causal routing)
 CASES = {
     'dense': (WINDOWS, 'dense'),
     'predictor': (routed_by('learned', 'predictor') | TWO | HEAD_NORM, 'predictor'),
@@ -306,7 +306,7 @@ CASES = {
     'staged, experts choose': (experts(choice='expert') | HALF_ROUTED | ROOMY, 'aux_loss'),
 }
 EXPERTS = [name for name, (knobs, _) in CASES.items() if 'model.experts.choice' in knobs]
-# A program as it is compiled for users. tests/conftest.py compiles all others with less effort.
+# Compile as for users. tests/conftest.py compiles all other programs with less optimization.
 OPTIMIZED = {'xla_backend_optimization_level': 3, 'xla_llvm_disable_expensive_passes': False}
 if jax.__version_info__ < (0, 11):  # later versions have no such option
     OPTIMIZED['xla_cpu_use_fusion_emitters'] = True
@@ -448,7 +448,7 @@ def build(make_config, name, routing=None, options=()):
             for layer in run.values():
                 if 'predictor' in layer:
                     layer['predictor']['out']['bias'] -= excess
-        if hparams.model.routing.routes_loops:  # 60% of those that the loop before has selected
+        if hparams.model.routing.routes_loops:  # 60% of the tokens that the previous loop selected
             bias_R1 = model.variables['params']['loop_routers']['predictor']['out']['bias']
             for loop in range(1, hparams.model.loops):
                 logits_BT = model()[1].routing.rule_logits_BT[loop]

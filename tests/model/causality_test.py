@@ -80,7 +80,7 @@ def test_future_tokens_do_not_change_past_logits_when_optimized(name, tiny_confi
     check_the_future(build(tiny_config, name, options=tuple(OPTIMIZED.items())))
 
 
-# A tied table is also read by the logits, of all tokens.
+# The logits of all tokens also read a tied table.
 UNTIED = [name for name, (knobs, _) in CASES.items() if not TIED.items() <= knobs.items()]
 
 

@@ -233,7 +233,7 @@ def test_a_model_does_not_diverge_from_itself(chunk):
 
 
 LAYOUTS = [
-    ('tensor=4', False, 4, 52),  # the ids split over all devices
+    ('tensor=4', False, 4, 52),  # the ids are split over all devices
     ('data=2,tensor=2', True, 4, 52),
     ('fsdp=2,tensor=2', True, 4, 53),  # ids that do not divide
     ('data=2,fsdp=2', True, 3, 52),  # rows that do not divide

@@ -44,7 +44,7 @@ from tests.model.cases import (
     small_hparams,
 )
 
-# A document ends in row 0 after its prompt, in row 2 within it.
+# A document ends after the prompt of row 0, and within the prompt of row 2.
 SEGMENTS_BT = np.array([[1] * 8 + [2] * 8, [1] * LENGTH, [1] * 2 + [2] * 14])
 CHUNK = 4
 
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 
     tokens_BT: np.ndarray
     segments_BT: np.ndarray
-    prompts_B: np.ndarray  # tokens of each row's prompt
+    prompts_B: np.ndarray  # length of each row's prompt
     chunks_B: np.ndarray  # tokens that each row gets at a time; rows end with different lengths
 
     @property
@@ -63,14 +63,14 @@ class Rows(NamedTuple):
 
 
 ROWS = Rows(TOKENS_BT, SEGMENTS_BT, np.array([3, 1, 4]), np.array([3, 4, 2]))
-# A batch whose buckets are not of every size: three rows are computed as four.
+# A batch whose buckets do not have every size: three rows are computed as four.
 FOUR_ROWS = Rows(
     np.concatenate([TOKENS_BT, TOKENS_BT[:1, ::-1]]),
     np.concatenate([SEGMENTS_BT, SEGMENTS_BT[1:2]]),
     np.array([3, 1, 4, 4]),
     np.array([3, 4, 2, 3]),
 )
-# Cases in which some tokens find no place in the cache.
+# Cases in which some tokens do not fit the cache.
 DROPS = ('aux_loss', 'threshold', 'attention routed, aux_loss', 'mlp routed')
 DROPS += ('mlp routed, threshold',)
 
@@ -190,7 +190,7 @@ def test_several_tokens_at_a_time_equal_steps_and_the_full_forward(name, tiny_co
 
     With four rows, a loop computes more rows than have a token in it.
     """
-    # Several blocks of keys, the last of which the capacity cuts off.
+    # Several blocks of keys; the capacity cuts off the last one.
     monkeypatch.setattr('kernels_pallas.decode._block', lambda: (5, 3))
     monkeypatch.setattr('kernels_pallas.decode._IN_PLACE', 1)
     by_loops = 'loops' in CASES[name][0].values() or 'exits' in name
@@ -267,11 +267,11 @@ def check_routed(name, model, record, cache, rows):
         np.testing.assert_array_equal(counts_LB, selected_LBT.sum(axis=2))
         assert not layers and all(layer.capacity == LENGTH for layer in cache.layers)
         selected_LBT = selected_LBT[:0]
-    if model.hparams.model.routing.routes_loops:  # the first loop caches all tokens, as they are
+    if model.hparams.model.routing.routes_loops:  # the first loop caches all tokens in order
         size = len(model.hparams.model.looped_range)
         selected_LBT = selected_LBT[1:].repeat(size, axis=0)
         if model.hparams.model.routing.loop_keys == 'first':
-            selected_LBT = ()  # it alone has caches
+            selected_LBT = ()  # only this loop has caches
             assert len(cache.layers) == model.hparams.model.num_layers
     for layer, selected_BT in zip(layers, selected_LBT, strict=True):
         np.testing.assert_array_equal(layer.lengths_B, selected_BT.sum(axis=1))
@@ -338,7 +338,7 @@ def shapes_of_programs(hparams, capacity, batch=8):
     )
 
 
-# What a step computes of rows that no bucket holds, in each of the last two loops of two blocks.
+# What a step computes for skipped rows, in each of the last two loops of two blocks.
 SKIPS = {
     'recursions': (RECURSIONS | {'model.routing.causal_rule': 'aux_loss'}, 'nothing'),
     'exits': (LOOPED | HEAD_NORM | {'model.loop_exit_threshold': 0.5}, 'keys and values'),
@@ -387,7 +387,7 @@ def test_no_slot_outlives_its_token(routing, tiny_config):
 
 def test_no_program_copies_a_cache(tiny_config):
     """Neither the reading step nor the donated update has a copy as large as a layer's cache."""
-    # Places that no other array's size resembles.
+    # A capacity that differs from all other sizes.
     config = tiny_config(**{'model.routing.router': 'learned', 'data.sequence_length': 1208})
     _, (step, of_step), (update, of_update) = shapes_of_programs(from_config(config), 1208)
     reading = jax.jit(step).lower(*of_step).compile()
@@ -397,7 +397,7 @@ def test_no_program_copies_a_cache(tiny_config):
         assert re.search(r'f32\[8,2,8,1208\]', text) and re.search(r'f32\[8,2,8,226\]', text)
         copies = re.findall(r'= f32\[8,2,8,(?:1208|226)\]\S* copy\(', text)
         assert not copies, copies
-    # The smallest cache of a block, in bytes; all temporary arrays together are less.
+    # The smallest cache of a block in bytes. All temporary arrays together are smaller.
     assert updating.memory_analysis().temp_size_in_bytes < 8 * 2 * 8 * 226 * 4
 
 
@@ -410,8 +410,8 @@ def test_programs_lower_for_gpus(tiny_config, monkeypatch):
         assert 'stablehlo' in lowered.as_text()
 
 
-# Of `threshold`, the last block drops the last token of row 0 and selects that of row 1.
-# That of row 2 begins a document, and would see two earlier tokens in every window.
+# Under `threshold`, the last block drops the last token of row 0 and selects that of row 1.
+# That of row 2 begins a document. Two earlier tokens are within every window.
 LONG_B = np.array([16, 4, 3])
 AT_ONCE = ('dense', 'predictor', 'threshold', 'norm threshold grows', 'mod and moda', 'mudd')
 AT_ONCE += ('attention routed', 'attention routed, aux_loss', 'mlp routed', 'mlp routed, threshold')

@@ -23,7 +23,7 @@ from tests.model import oracle
 from tests.model.cases import HALF_ROUTED, experts, parameters, random_like, small_hparams
 
 LENGTH, WIDTH = 8, 16
-# A row of one document, one packed, one with padding, one with a single token, one with none.
+# Rows: one document, two documents, padding at the end, a single token, no tokens.
 SEGMENTS = np.array([[1] * 8, [1] * 3 + [2] * 5, [1] * 5 + [0] * 3, [1] + [0] * 7, [0] * 8])
 REAL = SEGMENTS > 0
 ONE_TOKEN = np.ones((1, 1), bool)
@@ -78,7 +78,7 @@ CASES = {
     'experts choose by sigmoid': {'choice': 'expert', 'scores': 'sigmoid', 'num_shared': 0},
     'thresholds': {'choice': 'expert', 'num_routed': 4, 'route_scale': 0.5},
 }
-THRESHOLDS = np.array([0.15, 0.25, 0.35, 0.9], np.float32)  # nothing is above the last one
+THRESHOLDS = np.array([0.15, 0.25, 0.35, 0.9], np.float32)  # no score is above the last one
 
 
 def stream(seed=1, dtype=np.float32):
@@ -303,5 +303,5 @@ def test_experts_of_a_routed_block_count_only_selected_tokens(choice, tiny_confi
     np.testing.assert_array_equal(selected_BT.sum(1), [6, 4])
     assert not selected_BT[segments_BT == 0].any()
     assert (counts.tokens, counts.rows) == (10, 2)
-    # By experts: each takes 2 x 6 / 5 of the 6 places of a row.
+    # Under expert choice, each takes 2 x 6 / 5 of the 6 places of a row.
     assert counts.pairs_Z.sum() == (2 * 10 if choice == 'token' else 2 * 5 * 2)

@@ -114,7 +114,7 @@ def test_later_loops_only_make_queries_to_all_keys(window, tiny_config):
     parts = flops.forward_breakdown(from_config(tiny_config(**knobs)), 1, 32)
     T, D, N, K, H = 32, 32, 4, 2, 8
     queries = 2 * T + 2 * (32 + 20 + 8)  # two blocks once, two in loops of 1, 5/8 and 1/4
-    pairs = T / 2 if not window else window - window**2 / (2 * T)  # of a query, on average
+    pairs = T / 2 if not window else window - window**2 / (2 * T)  # per query, on average
     assert parts['attention'] == 4 * N * H * pairs * queries
     assert parts['projections'] == 2 * D * H * (2 * N * queries + 2 * K * 4 * T)
 
@@ -124,7 +124,7 @@ def four_experts(**knobs):
 
 
 KINDS = {
-    # name: (knobs, and by two layers of a row of 32: tokens of the shared expert, scores, pairs)
+    # name: (knobs, and for two layers and a row of 32: tokens of the shared expert, scores, pairs)
     'token': (four_experts(), 64, 2 * 32 * 4, 2 * 64),
     'no shared expert': (four_experts(num_shared=0), 0, 2 * 32 * 4, 2 * 64),
     'second layer only': (four_experts(layers='1'), 32, 32 * 4, 64),
@@ -296,7 +296,7 @@ def test_counted_flops_are_those_of_the_traced_step(name, tiny_config):
     assert traced - hidden - empty == pytest.approx(counted, rel=within)
     parts = flops.forward_breakdown(hparams, *rows)
     depth = parts['depth_projections'] + parts['depth_attention']
-    # So that the bound above would show a stream that is not counted.
+    # Otherwise the bound above would not notice a stream that is not counted.
     stream = hparams.model.depth.stream
     if stream in ('residual', 'value_residual'):
         assert depth == 0
@@ -353,7 +353,7 @@ def test_reads_of_an_average_are_counted_to_the_product(tiny_config):
     ('module', 'arguments', 'wanted'),
     [
         (moda_24l, 'slots=none', 71.35),
-        # With a projection in the last layer, which nothing would read: 73.72, and 128.12.
+        # With a projection in the last layer, which nothing reads, it would be 73.72 and 128.12.
         (moda_24l, '', 73.62),
         (moda_48l, 'slots=none', 123.38),
         (moda_48l, '', 128.02),

@@ -20,7 +20,7 @@ from tests.model.cases import MIXED, RECENT, parameters, small_hparams
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
 LAYERS = 3
-BLOCKS = {  # ours: that of a Llama, that of MUDDFormer
+BLOCKS = {  # our name: (that of Llama, that of MUDDFormer)
     'attention/query': ('self_attn.q_proj', 'attention.wq'),
     'attention/key': ('self_attn.k_proj', 'attention.wk'),
     'attention/value': ('self_attn.v_proj', 'attention.wv'),
@@ -140,7 +140,7 @@ def as_llama(leaves):
     return found | {f'{name}.weight': ones for name in (*norms, 'norm')}
 
 
-# name: (knobs of the model, leaves of what no Llama has)
+# name: (knobs of the model, leaves that Llama does not have)
 RESIDUAL, NORMED = {'embedding_residual': 'learned'}, {'qk_norm': 'head'}
 MODELS = {
     'value_residual': ({'depth.stream': 'value_residual', 'depth.value_mix': 'fixed'}, None),

@@ -84,7 +84,7 @@ def test_step_lowers(at_hopper, knobs, by_cudnn, remat, tiny_config):
     hparams = small_hparams(tiny_config, WIDE, {'model.remat': remat}, knobs)
     text = lower(*gradient_of(hparams))
     assert '@mosaic_gpu' in text and 'triton' not in text
-    # Room for four slots, or three, and as many more as make whole octets.
+    # Four or three slots, rounded up to a multiple of eight.
     assert 'tensor<8x2x64x1x64xbf16>' in text
     for name in ('fmhaSoftmax(', 'fmhaSoftmaxBackward('):
         assert (f'cudnn${name}' in text) == by_cudnn
@@ -148,7 +148,7 @@ def test_slots_are_stored_once_on_a_gpu(at_hopper, documents, tiny_config):
             lowered = jax.jit(function).lower(*hopper.on_hopper((params,)))
         compiled = lowered.compile()
         temporary[layers] = compiled.memory_analysis().temp_size_in_bytes
-        # Of zeros alone, which no layer has written to.
+        # A buffer of zeros, to which no layer has written.
         slots = {12: 24, 24: 48}[layers]
         copy = rf'= \w+\[{slots},{rows},{length},1,64\]\S* copy(-start)?\((?!%broadcast)'
         assert not re.findall(copy, compiled.as_text())

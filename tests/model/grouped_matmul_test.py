@@ -24,7 +24,7 @@ from tests.model.cases import equations
 
 RNG = np.random.default_rng(0)
 MANY = (13, 3)
-# Experts of each token, by what is special about them, and the number of experts.
+# name: (experts of each token, the number of experts)
 CHOICES = {
     'some nowhere, experts empty': (
         np.append(RNG.choice([-1, 0, 2, 2, 5, 6, 99], (12, 3)), [[7, -1, 99]], axis=0),
@@ -200,7 +200,7 @@ def test_lowers_for_cuda(form, dtype, monkeypatch):
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
     arrays = cast(operands(*CHOICES['every expert'], width=5), 'float32')
     arrays[0], arrays[4] = arrays[0].astype(dtype), arrays[4].astype(dtype)
-    # Traced anew, as both_passes may have been for a CPU.
+    # Trace again, since both_passes may have been traced for a CPU.
     traced = jax.jit(lambda *arrays: both_passes.__wrapped__(*arrays, *form)).trace(*arrays)
     text = traced.lower(lowering_platforms=('cuda',)).as_text()
     products = re.findall(r'(?:dot_general|ragged_dot).* : \((.*)\) -> ', text)

@@ -12,7 +12,7 @@ from tests.model import cases
 ROUTED = {'model.routing.router': 'learned'}
 REORDERED = {'model.norm_placement': 'reordered', 'model.routing.layers': 'every:1'}
 WIDE = {'model.d_model': 64, 'model.init_std': 0.125, 'model.embedding_init_std': 1.0}
-# What says nothing of parameters is left out, and so is optimisation: it compiles far sooner.
+# Without the parts that do not affect parameters, and without optimization, it compiles faster.
 PLAIN = {'model.attention': 'reference', 'model.remat': 'none'}
 NOT_OPTIMISED = {'xla_backend_optimization_level': 0}
 
@@ -93,7 +93,7 @@ PAIRS = {
     'mod and moda': (
         cases.MODA,
         cases.MODA | cases.ROUTED | cases.MASKED,
-        (11, 11, 11, 9),  # nobody reads what the last layer would write
+        (11, 11, 11, 9),  # nothing reads what the last layer would write
     ),
     'slots': (cases.MODA, cases.MODA | cases.OWN_SLOT | cases.POST, (11, 11, 11, 9)),
     'average stream': (cases.ROUTED, cases.AVERAGE | cases.ROUTED, (9, 14, 9, 14)),

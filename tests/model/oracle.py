@@ -66,7 +66,7 @@ class Row:
     positions_T: np.ndarray
     run: Pass
     tokens_T: np.ndarray | None = None
-    # {block: (Row, key_TKH, value_TKH)} of the first loop, if later loops read these.
+    # {block: (Row, key_TKH, value_TKH)} of the first loop, if later loops read them.
     made: dict | None = None
 
     def take(self, tokens):
@@ -278,7 +278,7 @@ def assigned_loops(blocks, w_ND, first_TD, row, before, model):
         new_TD, factors_T = x_TD.astype(y_TD.dtype), gates_TN[:, loop].copy()
         if routing.loop_update == 'gated_exit':
             factors_T[last_T > loop] = 1
-            factors_T[last_T < loop] = 1  # records alone
+            factors_T[last_T < loop] = 1  # only records
         for at, t in enumerate(taken):
             new_TD[t] = factors_T[t] * y_TD[at]
             if last_T[t] == loop:
@@ -677,7 +677,7 @@ def decide(layer, x_TD, row, number, model):
     rule = routing.causal_rule if run.routing == 'top_c' else run.routing
     logits_T = rule_logits(rule, layer, x_TD, scores_T, run.thresholds.get(number, 0))
     wanted_T = selected_T = top_c_T
-    padding = np.flatnonzero(~real_T)[: size - top_c_T.sum()]  # takes what places are left
+    padding = np.flatnonzero(~real_T)[: size - top_c_T.sum()]  # takes the remaining places
     if run.routing != 'top_c':
         wanted_T, padding = real_T & (logits_T.real > 0), []
         endless = rule == 'dense' or routing.overflow == 'grow'
@@ -1006,7 +1006,7 @@ def assert_gradients(gradients, loss, params, tolerance, rng):
             return leaf + 1e-100j * along if at == path else leaf + 0j
 
         slope = loss(jax.tree_util.tree_map_with_path(step, params)).imag / 1e-100
-        # Where the gradient is zero but for rounding, its size is that of any other.
+        # If the gradient is zero up to rounding, use the size of the others.
         most = max(np.linalg.norm(found), 1e-2) * np.linalg.norm(along) / along.size**0.5
         error = np.abs(np.sum(found * along) - slope)
         assert error <= tolerance * most, (jax.tree_util.keystr(path), error / most)

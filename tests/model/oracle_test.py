@@ -371,7 +371,7 @@ def test_model_equals_the_oracle(tiny_config, case):
     slopes, run = compare(config, routing, gradients)
     for path, slope in jax.tree_util.tree_leaves_with_path(slopes):
         where = jax.tree_util.keystr(path)
-        # The first sublayer of attention residuals finds one source, whose weight is 1.
+        # The first sublayer of attention residuals reads one source, with weight 1.
         assert np.any(slope) or "['run_0']['layer_0']['attention_connection']" in where, where
     for layer in run.seen.values():
         share_Z = np.mean(layer.chosen, axis=0)
@@ -383,7 +383,7 @@ FAST += ('embedding residual', 'value embeddings, moda', 'exits from loops', 'at
 FAST += ('recursions, first keys',)
 
 
-# JAX warns of int32 and int64 indices in float64, which no model is trained in.
+# JAX warns about int32 and int64 indices in float64, in which no model is trained.
 @pytest.mark.filterwarnings('ignore:scatter inputs have incompatible types')
 @pytest.mark.parametrize('case', parameters(FAST, ROUTED_CASES))
 def test_routed_blocks_equal_the_oracle(case, tiny_config):
@@ -398,7 +398,7 @@ def test_routed_blocks_equal_the_oracle(case, tiny_config):
     if case == 'exits from loops':
         assert {1, 2, 3} <= {*np.ravel(run.loops)}
     looped = 'recursions' in case or 'token choice' in case
-    for layer in choices[1:] if looped else choices:  # the first loop takes all
+    for layer in choices[1:] if looped else choices:  # the first loop takes all tokens
         selected_BT, top_c_BT = (oracle.stack(layer, n)[REAL] for n in ('selected_BT', 'top_c_BT'))
         assert selected_BT.any() and selected_BT.all() == (routing == 'dense' or 'all' in case)
         assert (selected_BT != top_c_BT).any() == (routing not in ('top_c', 'assigned'))

@@ -98,7 +98,7 @@ def test_the_papers_update_adds_the_whole_output(tiny_config):
     for _ in range(2):
         x_BTD += stack.apply(kind, of_layer, x_BTD, None, tokens, LayerArgs()).x_BTD
     expected_BTD = rms_norm(x_BTD, params['final_norm']['scale'], hparams.model.norm_eps)
-    real_BT = SMALL_SEGMENTS_BT > 0  # padding stays as it is
+    real_BT = SMALL_SEGMENTS_BT > 0  # padding does not change
     np.testing.assert_allclose(found_BTD[real_BT], expected_BTD[real_BT], rtol=1e-5, atol=1e-5)
 
 
@@ -235,7 +235,7 @@ def test_a_document_does_not_see_another(more, tiny_config):
         ]
     )
     one_BTV, other_BTV = run(SMALL_BT), run(other_BT)
-    # The first document decides where tokens of the second are gathered, and so their rounding.
+    # The first document affects where tokens of the second are gathered, and so their rounding.
     np.testing.assert_allclose(one_BTV[0, 7:], other_BTV[0, 7:], rtol=0, atol=1e-5)
     assert (one_BTV[1, 7:10] != other_BTV[1, 7:10]).any()
 

@@ -52,7 +52,7 @@ EXITS = {'model.loop_exit_threshold': 0.1}
 SEQUENCE = {'model.loop_order': 'sequence'}
 MANY = {'model.loops': 10**4}
 ROUTED_LOOPS = LOOPED | {'model.routing.router': 'learned'} | layers('loops')
-# Four layers: (knobs, words of the message).
+# For four layers: (knobs, words of the message).
 DEPTH = (
     (depth(stream='modal'), "stream='modal': must be one of "),
     (depth(stream='modal'), '; did you mean moda?'),

@@ -16,7 +16,7 @@ from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths, RoutingArg
 from tests.model.cases import random_like, routed_by
 
 LENGTH, WIDTH = 16, 32
-# One row each: a document, packed documents, padding at the end, fewer real tokens than C, none.
+# Rows: one document, two documents, padding at the end, fewer real tokens than C, no tokens.
 SEGMENTS = np.array(
     [[1] * 16, [1] * 5 + [2] * 7 + [3] * 4, [1] * 10 + [0] * 6, [1] * 2 + [0] * 14, [0] * 16]
 )

@@ -43,7 +43,7 @@ def test_gates_are_their_formulas():
         'tanh': np.tanh(r),
         'none': np.ones_like(r),
         'straight_through': np.ones_like(r),
-        'softmax': np.ones_like(r),  # over the loops, of which this is one
+        'softmax': np.ones_like(r),  # over the loops; here there is one
     }
     assert GATES.keys() == expected.keys()
     for name, values in expected.items():

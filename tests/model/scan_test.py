@@ -32,7 +32,7 @@ from tests.model.cases import (
 )
 
 VOCABULARY = 32
-# What finds one slot or source, whose weight is 1: its query has no gradient.
+# Readers of a single slot or source, with weight 1, whose queries have no gradient.
 ALONE = {
     'attention': "['run_0']['layer_0']['stream']['query']['kernel']",
     'attention_residual': "['run_0']['layer_0']['attention_connection']",
@@ -51,7 +51,7 @@ MORE = {
     'block slots': MODA | BLOCK_SLOT | POST | NEWEST,
     'seven layers': MODA | ROUTED | {'model.num_layers': 7},
 }
-# Nothing is scanned in the streams that read all earlier outputs.
+# Streams that read all earlier outputs are not scanned.
 SCANNED = {
     name: at_size(knobs, FIVE)
     for name, (knobs, _) in CASES.items()

@@ -178,7 +178,7 @@ def test_the_backward_pass_keeps_no_copy_of_the_weights():
     assert kept == [[False, False, True, True, True]] * 2
 
 
-# Mesh, rows, product; and what a device computes: rows, experts, their inner width.
+# Mesh, rows, product; and on each device: rows, experts, their inner width.
 CASES = [
     ('data=2,expert=2', B, 'blocked', (2, 2, F)),
     ('expert=4', B, 'blocked', (4, 1, F)),
@@ -191,10 +191,10 @@ def check_experts(layout, num_rows, product, own):
     rng, mesh = np.random.default_rng(0), make_mesh(layout)
     arrays = [rng.normal(size=shape.shape).astype(np.float32) for shape in shapes()[0]]
     target_BTD = rng.normal(size=(B, T, D)).astype(np.float32)
-    # From E on: experts that do nothing, and the number that padding has.
+    # Numbers from E on: no-op experts, and padding.
     expert_BTk = np.int32(rng.integers(0, E + 2, (B, T, 1)) + np.arange(K))
     expert_BTk[0, 0] = 99
-    expert_BTk[-1] = np.arange(K)  # a row on the same few experts
+    expert_BTk[-1] = np.arange(K)  # all tokens of a row on the same few experts
     x_BTD, weight_BTk, *weights = arrays
     inputs = [x_BTD[:num_rows], weight_BTk[:num_rows], *weights], expert_BTk[:num_rows]
 

@@ -105,8 +105,8 @@ def test_reads_start_as_the_newest_output_bit_for_bit(dtype, tiny_config):
     assert np.any(read('average', hparams, x_LBTD, finer) != x_LBTD[-1])
 
 
-# The memory of training grows as the number of layers, not its square: slots are stored once.
-# Programs are compiled, not run; what a layer keeps is read off the function that jax.vjp returns.
+# Training memory is linear in the number of layers, because slots are stored once. Programs are
+# compiled, not run. The function that jax.vjp returns shows what a layer saves.
 BATCH, LENGTH = 1, 128
 WIDE = {
     'model.d_model': 64,
@@ -146,7 +146,7 @@ SCANNED = {
     'value embeddings': LOOKED_UP,
 }
 DEEP = [(name, 'block') for name in SCANNED]
-# So dynamic MUDD keeps the weights of each token, as many in each layer as there are layers.
+# Dynamic MUDD saves the weights of each token: in each layer as many as there are layers.
 DEEP += [(name, 'none') for name in SCANNED if name != 'mudd']
 
 
@@ -176,7 +176,7 @@ KEPT = {
     'bfloat16': MODA | {'model.dtype': 'bfloat16'},  # with sums of another dtype
     'projected': MODA | ROUTED,
     'masked': MODA | ROUTED | MASKED,
-    # With an mlp whose hidden layer, which is kept too, is smaller than a slot.
+    # The hidden layer of the mlp is saved too. Here it is smaller than a slot.
     'value attention': RECENT | {'model.d_ff': 64},
     'value attention, bfloat16': RECENT | ROUTED | {'model.dtype': 'bfloat16', 'model.d_ff': 64},
     'attention residual': SOURCES,

@@ -104,7 +104,7 @@ def test_parameter_count_is_the_formula(knobs, tiny_config):
     expected = V * D * (1 if m.tie_embeddings else 2) + D
     expected += m.num_layers * block + len(m.routed_layers) * routed
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == expected
-    # A control knows its threshold and keeps no averages.
+    # A control has a known threshold and no averages.
     assert ('averages' in variables) == learned
 
 

@@ -74,7 +74,7 @@ def test_values_are_mixed_in_float32_and_rounded_once(dtype):
     np.testing.assert_array_equal(found, jax.numpy.asarray(wide, dtype))
 
 
-# Of mix_values: two tokens of three rows, four slots, two heads of keys and six of queries.
+# mix_values for two rows of three tokens, four slots, two key heads and six query heads.
 SIZE = {'q': (2, 3, 6, 4), 'own': (2, 3, 2, 4), 'slots': (4, 2, 3, 2, 4)}
 
 
@@ -150,7 +150,7 @@ def empty_cache(hparams):
 @pytest.mark.parametrize(
     ('knobs', 'pairs'),
     [
-        # Six layers. Sources of layers 1 to 5, the own one included.
+        # Six layers: the number of sources of layers 1 to 5, including the layer itself.
         ({}, 2 + 2 + 2 + 3 + 3),  # layers 0 and 3
         ({'value_stride': 2}, 2 + 2 + 3 + 3 + 4),
         ({'value_stride': 1}, 2 + 3 + 4 + 5 + 6),

@@ -18,7 +18,7 @@ SEGMENTS_BT = np.array([[1, 1, 1, 1, 1], [1, 1, 2, 2, 0]])
 POSITIONS_BT = np.tile(np.arange(LENGTH), (ROWS, 1))
 ARGS = LayerArgs(RoutingArgs(np.int32(0), np.float32(0), np.bool_(False)))
 HALF = ROUTED | {'model.routing.capacity': 0.6}
-# name: (knobs, routed, the newest slots seen, 0 for all)
+# name: (knobs, routed, how many of the newest slots are visible; 0: all)
 READERS = {
     'xla': ({}, False, 0),
     'reference': ({'model.attention': 'reference'}, False, 0),
