@@ -57,17 +57,16 @@ class RoutingHparams:
         checks.one_of('model.routing.causal_rule', self.causal_rule, ('auto', *CAUSAL_RULES))
         checks.check_fields(self, 'model.routing.')
         self._check_log_length()
-        if not self.routes_loops and self.loop_update != 'auto':
-            right = 'must be auto: no loop is routed; set model.routing.layers to loops'
-            refuse('model.routing.loop_update', self.loop_update, right)
-        if not self.routes_loops and self.loop_keys != 'own':
-            right = 'must be own: no loop is routed; set model.routing.layers to loops'
-            refuse('model.routing.loop_keys', self.loop_keys, right)
         if self.routes_loops:
             assigns = self.traits.assigns_depth
             self._resolve(
                 'loop_update', ('gated_loops', 'gated_exit') if assigns else ('output', 'change')
             )
+        else:
+            for field, only in (('loop_update', 'auto'), ('loop_keys', 'own')):
+                if (value := getattr(self, field)) != only:
+                    right = f'must be {only}: no loop is routed; set model.routing.layers to loops'
+                    refuse(f'model.routing.{field}', value, right)
         self._resolve('gate', self.traits.gates)
         rules = self._possible_rules()
         by_threshold = self.train_rule == 'threshold' and 'threshold' in rules

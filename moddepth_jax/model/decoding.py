@@ -14,11 +14,13 @@ from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.kv_cache import (
     Cache,
+    LayerCache,
     cache_from_prefill,
     documents_of,
     next_positions,
     without_newest,
 )
+from moddepth_jax.model.layer import LayerOutput
 from moddepth_jax.model.layers import embed, lm_head, rms_norm, rope_turns
 from moddepth_jax.model.loop_exit import apply_exits, extend_with_exits, has_exits
 from moddepth_jax.model.loop_params import with_embeddings
@@ -126,18 +128,9 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
             last_block = place, before_BTD, [*written], record
         written.append(output.written)
         if layer.kind.routed and hparams.model.routing.part != 'mlp':
-            size = routed_capacity or sizes[-1]
-            indices_BC = mask_to_indices(record.selected_BT, sizes[-1])
-            positions_BC = gather_tokens(tokens.positions_BT, indices_BC)
-            lengths_B = jnp.sum(record.selected_BT, axis=1)
-            caches.append(cache_from_prefill(output.aux.keys, size, positions_BC, lengths_B))
+            caches.append(_selected_tokens(output, tokens, sizes[-1], routed_capacity))
         elif layer.kind.part == 'block':
-            cache = cache_from_prefill(output.aux.keys, capacity)
-            cache = cache._replace(taken_BE=output.aux.expert_state.taken_BE)
-            if layer.kind.routed:
-                selected_B = jnp.sum(record.selected_BT, axis=1, dtype=jnp.int32)
-                cache = cache._replace(selected_B=selected_B)
-            caches.append(cache)
+            caches.append(_all_tokens(output, capacity))
         if layer.kind.routed:
             dropped_B += jnp.sum(record.dropped_BT, axis=1)
     lengths_B = jnp.sum(tokens.segment_ids_BT > 0, axis=1)
@@ -160,6 +153,23 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
         by_token = x_B1D, last, cache.documents_B[:, None], embedded_B1D
         x_B1D, *_ = _extend_layers(hparams, layers[place:], by_token, written, caches)
     return lm_head(_final(unrolled, hparams, x_B1D), unrolled)[:, 0], cache
+
+
+def _selected_tokens(output: LayerOutput, tokens, most: int, capacity: int | None) -> LayerCache:
+    """Return the cache of a block that has only the tokens that its router selected."""
+    selected_BT = output.records.routing.selected_BT
+    positions_BC = gather_tokens(tokens.positions_BT, mask_to_indices(selected_BT, most))
+    lengths_B = jnp.sum(selected_BT, axis=1)
+    return cache_from_prefill(output.aux.keys, capacity or most, positions_BC, lengths_B)
+
+
+def _all_tokens(output: LayerOutput, capacity: int) -> LayerCache:
+    """Return the cache of a block whose attention runs on all tokens."""
+    cache, record = cache_from_prefill(output.aux.keys, capacity), output.records.routing
+    if record is not None:
+        selected_B = jnp.sum(record.selected_BT, axis=1, dtype=jnp.int32)
+        cache = cache._replace(selected_B=selected_B)
+    return cache._replace(taken_BE=output.aux.expert_state.taken_BE)
 
 
 def empty_cache(unrolled, batch: int, *, hparams, routing, capacity: int, routed_capacity):
