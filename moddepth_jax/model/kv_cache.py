@@ -44,15 +44,6 @@ class CacheUpdate(NamedTuple):
     taken_BE: jax.Array | None = None  # as LayerCache
 
 
-def rows_of_cache(layer: LayerCache, rows_C) -> LayerCache:
-    """Return the cache of some rows without keys and values, which attention reads in place."""
-
-    def pick(side):
-        return side.at[rows_C].get(mode='clip')
-
-    return jax.tree.map(pick, layer._replace(k_BKHS=None, v_BKHS=None))
-
-
 def view_of(cache: LayerCache, tokens: TokenInfo, documents_CT, window: int, rows_C=None) -> KVView:
     """Return what new tokens see of a block's cache and of each other.
 
@@ -65,7 +56,9 @@ def view_of(cache: LayerCache, tokens: TokenInfo, documents_CT, window: int, row
       rows_C: rows of the cache; None: all.
     """
     positions_CT = tokens.positions_BT
-    seen = cache if rows_C is None else rows_of_cache(cache, rows_C)
+    seen = cache._replace(k_BKHS=None, v_BKHS=None)  # attention reads those in place
+    if rows_C is not None:
+        seen = jax.tree.map(lambda side: side.at[rows_C].get(mode='clip'), seen)
     index_S = jnp.arange(cache.capacity)
     routed = seen.lengths_B is not None
     positions_CS = seen.positions_BS if routed else index_S[None]

@@ -55,9 +55,10 @@ class Stream(nn.Module):
     def write(self, y_BTD, slot_inputs: SlotInputs, tokens: TokenInfo, slot_key):
         """Return what the stream carries after the layer, and a tuple of the slots it writes.
 
-        slot_key(k_BTKH, positions_BT) returns a projected key as a slot stores it.
+        slot_key(k_BTKH, positions_BT) returns a projected key as a slot stores it. By default a
+        slot of a stream that reads outputs is the block's output.
         """
-        return y_BTD, ()
+        return y_BTD, (y_BTD,) if self.reads_outputs and self.kind.slots else ()
 
     @classmethod
     def check(cls, hparams: ModelHparams):

@@ -5,8 +5,6 @@ import jax.numpy as jnp
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.hparams.registry import STREAMS
 from moddepth_jax.model.attention import DepthSlots
-from moddepth_jax.model.block import SlotInputs
-from moddepth_jax.model.routing import TokenInfo
 from moddepth_jax.model.streams.base import LayerKind, Stream
 
 
@@ -35,9 +33,6 @@ class DepthDense(Stream):
         kernel_LDE = kernel_LDE.astype(x_BTD.dtype)
         x_LBTD = depth.slots[: self.kind.inputs]
         return jnp.einsum('lbtd,lde->bte', x_LBTD, kernel_LDE), None, depth
-
-    def write(self, y_BTD, slot_inputs: SlotInputs, tokens: TokenInfo, slot_key):
-        return y_BTD, (y_BTD,) if self.kind.slots else ()
 
     @classmethod
     def layer_kinds(cls, hparams: ModelHparams) -> list[LayerKind]:

@@ -12,9 +12,7 @@ from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
 from moddepth_jax.model.attention import AttentionInputs, DepthSlots
-from moddepth_jax.model.block import SlotInputs
 from moddepth_jax.model.layers import rms_norm
-from moddepth_jax.model.routing import TokenInfo
 from moddepth_jax.model.slot_reads import sum_slots
 from moddepth_jax.model.streams.base import LayerKind, Stream
 
@@ -123,9 +121,6 @@ class Mudd(Stream):
         outer = self.outer.astype(dtype)
         found = jnp.einsum('bti,ica->btca', inner_BTI, outer, precision='highest')
         return bias[None, None] + found
-
-    def write(self, y_BTD, slot_inputs: SlotInputs, tokens: TokenInfo, slot_key):
-        return y_BTD, (y_BTD,) if self.kind.slots else ()
 
     @classmethod
     def check(cls, hparams: ModelHparams):
