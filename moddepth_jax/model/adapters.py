@@ -44,8 +44,9 @@ def add_adapters(key, stack: dict, model: ModelHparams, layer_numbers) -> dict:
         _, run, layer, *rest = name.split('/')
         numbers = layer_numbers[int(run.removeprefix('run_'))]
         numbers = numbers[:, int(layer.removeprefix('layer_'))]
-        stem, own = name.removesuffix('kernel'), '/'.join(r for r in rest if r != 'block')
-        a, b = _new(key, leaves[name], _sides(name, leaves[name]), numbers, own, adapters.rank)
+        stem, in_layer = name.removesuffix('kernel'), '/'.join(r for r in rest if r != 'block')
+        sides = _sides(name, leaves[name])
+        a, b = _new(key, leaves[name], sides, numbers, in_layer, adapters.rank)
         leaves |= {f'{stem}{ADAPTER}/a': a, f'{stem}{ADAPTER}/b': b}
     return traverse_util.unflatten_dict(leaves, sep='/')['stack']
 

@@ -40,16 +40,16 @@ def unroll(variables, hparams: Hparams, routing: str) -> dict:
     check_dtype(hparams.model)
     params = variables['params']
     stored = with_embeddings(merge_adapters(params['stack'], hparams.model), params)
-    layers = [one for _, one in unstack_layers(Stack(hparams.model, routing), stored)]
     args = layer_args(hparams.model, variables.get('averages'), routing)
-    rest = {name: params[name] for name in ('embedding', 'final_norm', 'head') if name in params}
-    kinds = layer_kinds(hparams.model)
-    unrolled = {**rest, 'layers': layers, 'layer_args': per_layer_args(kinds, args)}
+    kept = 'embedding', 'final_norm', 'head'
+    unrolled = {name: params[name] for name in kept if name in params}
+    stack = Stack(hparams.model, routing)
+    unrolled['layers'] = [layer for _, layer in unstack_layers(stack, stored)]
+    unrolled['layer_args'] = per_layer_args(layer_kinds(hparams.model), args)
     unrolled['turns'] = _turns(hparams)
     if hparams.model.routing.routes_loops:
-        of_loops = (params['loop_routers'], args.routing)
-        each = range(hparams.model.loops)
-        unrolled['loops'] = [jax.tree.map(lambda leaf, n=n: leaf[n], of_loops) for n in each]
+        stacked, loops = (params['loop_routers'], args.routing), range(hparams.model.loops)
+        unrolled['loops'] = [jax.tree.map(lambda leaf, n=n: leaf[n], stacked) for n in loops]
     return unrolled
 
 
@@ -135,18 +135,18 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
             dropped_B += jnp.sum(record.dropped_BT, axis=1)
     lengths_B = jnp.sum(tokens.segment_ids_BT > 0, axis=1)
     last_B = jnp.maximum(lengths_B - 1, 0)
-    of_last = functools.partial(gather_tokens, indices_BC=last_B[:, None])
-    last = jax.tree.map(of_last, tokens)
+    take_last = functools.partial(gather_tokens, indices_BC=last_B[:, None])
+    last = jax.tree.map(take_last, tokens)
     documents_B = jnp.argmax(tokens.segment_ids_BT == last.segment_ids_BT, axis=1)
     cache = Cache(tuple(caches), lengths_B, documents_B.astype(jnp.int32), dropped_B)
     if may_exit or not layers or hparams.model.experts.row_capacity:
-        x_B1D = of_last(x_BTD)
+        x_B1D = take_last(x_BTD)
     else:
         # Run the last block again, for the last token only. Then nothing uses its output above, so
         # XLA removes its queries, attention and mlp for all other tokens from the program.
-        place, x_BTD, *of_block = last_block
-        x_B1D, embedded_B1D, (written, record) = jax.tree.map(
-            of_last, (x_BTD, embedded_BTD, of_block)
+        place, x_BTD, written, record = last_block
+        x_B1D, embedded_B1D, written, record = jax.tree.map(
+            take_last, (x_BTD, embedded_BTD, written, record)
         )
         if record is not None:
             caches[-1] = without_newest(caches[-1], record.selected_BT[:, 0])
@@ -175,8 +175,8 @@ def _all_tokens(output: LayerOutput, capacity: int) -> LayerCache:
 def empty_cache(unrolled, batch: int, *, hparams, routing, capacity: int, routed_capacity):
     """Return an empty Cache for `batch` rows; a `routed_capacity` of None stands for `capacity`."""
     tokens_BT = jax.ShapeDtypeStruct((batch, capacity), jnp.int32)
-    how = {'hparams': hparams, 'routing': routing, 'capacity': capacity}
-    run = functools.partial(prefill, **how, routed_capacity=routed_capacity)
+    run = functools.partial(prefill, hparams=hparams, routing=routing, capacity=capacity)
+    run = functools.partial(run, routed_capacity=routed_capacity)
     _, shapes = jax.eval_shape(run, unrolled, tokens_BT, tokens_BT)
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 

@@ -230,8 +230,8 @@ class MixtureOfDepths(Chooser):
                     new = module._extend_tokens(by_token, args, cache, depth)
                     return jax.tree.map(put_all, old, new)
                 rows_C, pick, put = _some_rows_or_tokens(selected_BT, size)
-                some, of_some = jax.tree.map(pick, by_token), jax.tree.map(jax.vmap(pick), depth)
-                new = module._extend_tokens(some, args, cache, of_some, rows_C)
+                picked, slots = jax.tree.map(pick, by_token), jax.tree.map(jax.vmap(pick), depth)
+                new = module._extend_tokens(picked, args, cache, slots, rows_C)
                 return jax.tree.map(put, old, new)
 
             def put_all(old_BT, new_BT):

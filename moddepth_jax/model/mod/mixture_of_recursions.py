@@ -158,11 +158,11 @@ class Loop(NamedTuple):
         )
 
         def run_on(x_BTD, indices_BC):
-            x_BCD, of_update, tokens_BC = jax.tree.map(
+            x_BCD, picked_update, tokens_BC = jax.tree.map(
                 lambda side: gather_tokens(side, indices_BC), (x_BTD, update, tokens)
             )
             y_BCD, aux = blocks(x_BCD, tokens_BC)
-            change_BCD = self.change(x_BCD, y_BCD, of_update)
+            change_BCD = self.change(x_BCD, y_BCD, picked_update)
             return scatter_add_tokens(x_BTD, indices_BC, change_BCD), aux
 
         if self.makes_keys:  # for all tokens
@@ -195,15 +195,15 @@ def run_recursions(hparams: Hparams, routing: str, params, tokens: TokenInfo, ar
     `params` has the `stack` and the `loop_routers` of a Transformer, and `args` is the RoutingArgs
     of all loops, stacked. Returns x_BTD and the RoutingRecord with an axis of loops.
     """
-    whole, looped = Stack(hparams.model, routing), hparams.model.looped_range
+    stack, looped = Stack(hparams.model, routing), hparams.model.looped_range
 
     def run(layers, x_BTD, tokens):
-        part, of_part = whole.section(params['stack'], layers)
-        return run_stack(part, of_part, tokens, LayerArgs(), x_BTD)[0], None
+        part, part_params = stack.section(params['stack'], layers)
+        return run_stack(part, part_params, tokens, LayerArgs(), x_BTD)[0], None
 
     def run_shared(first, x_BTD, tokens):
-        part, of_part = whole.section(params['stack'], looped)
-        return run_with_keys(part, of_part, tokens, x_BTD, first)
+        part, part_params = stack.section(params['stack'], looped)
+        return run_with_keys(part, part_params, tokens, x_BTD, first)
 
     if looped.start:
         x_BTD, _ = run(range(looped.start), x_BTD, tokens)
@@ -404,9 +404,9 @@ def _extend_selected(loop, blocks, rows, selected_BT, caches):
     nothing = [] if loop.reads_keys else [KeysValues(nothing_BTKH, nothing_BTKH)] * len(caches)
 
     def run(sides, rows_C):
-        selected_CT, (x_CTD, of_update, inputs) = sides
+        selected_CT, (x_CTD, picked_update, inputs) = sides
         y_CTD, keys = blocks(x_CTD, *inputs, rows_C)
-        change_CTD = loop.change(x_CTD, y_CTD, of_update)
+        change_CTD = loop.change(x_CTD, y_CTD, picked_update)
         return x_CTD + jnp.where(selected_CT[..., None], change_CTD, 0), keys
 
     def skip(sides):

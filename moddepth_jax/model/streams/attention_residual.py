@@ -143,8 +143,8 @@ class AttentionResidual(Stream):
         sources = written + 1
         if kind.part == 'block':
             both = num_selected * (2 * sources + kind.opens[0])
-            of_router = length * sources if kind.routed else 0
-            return 4 * hparams.d_model * (both + of_router)
+            router = length * sources if kind.routed else 0
+            return 4 * hparams.d_model * (both + router)
         return 4 * hparams.d_model * length * sources
 
     @classmethod

@@ -195,8 +195,8 @@ class HyperConnections(Stream):
         elif form == 'constrained':
             read += 2 * size * width * size
             add += 2 * size * width * (size**2 + size)
-        of_router = length * read if kind.routed else 0
-        return 2 * num_selected * (read + add) + of_router
+        router = length * read if kind.routed else 0
+        return 2 * num_selected * (read + add) + router
 
     @classmethod
     def difference_at_start(cls, depth: DepthHparams) -> str:
