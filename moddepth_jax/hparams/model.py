@@ -166,39 +166,23 @@ class ModelHparams:
         if self.loops < 2:
             refuse('model.loops', self.loops, f'must be 2 or more{why}')
         needed = {'loop_order': 'cycle', 'loop_norms': 'shared', 'loop_embeddings': 'none'}
-        needed |= {'experts.choice': 'none', 'depth.stream': 'residual'}
-        needed |= {'embedding_residual': 'none'}
-        self._require(needed | {'routing.select_per': 'row', 'routing.part': 'block'}, why)
+        needed |= {'embedding_residual': 'none', 'depth.stream': 'residual'}
+        needed |= {'experts.choice': 'none', 'routing.select_per': 'row', 'routing.part': 'block'}
+        self._require(needed, why)
         if self.routing.traits.is_control:
             right = f'must be learned, norm or straight_through{why}'
             refuse('model.routing.router', self.routing.router, right)
 
     def _check_loops(self):
-        first, last = self._loop
         if self.num_blocks > MAX_LAYERS:
-            right = f'must be at most {(MAX_LAYERS - self.num_layers) // (last - first) + 1}: '
-            right += f'{self.num_blocks} blocks would run, and the limit is {MAX_LAYERS}'
+            most = (MAX_LAYERS - self.num_layers) // len(self.looped_range) + 1
+            right = f'must be at most {most}: {self.num_blocks} blocks would run, and the limit is '
+            right += f'{MAX_LAYERS}'
             refuse('model.loops', self.loops, right)
         if not self.looped:
             plain = {'loops': 1, 'loop_order': 'cycle', 'loop_norms': 'shared'}
             plain |= {'loop_embeddings': 'none', 'loop_exit_threshold': 0}
             self._require(plain, ': no block is looped; set model.looped_layers to all')
-
-    @functools.cached_property
-    def _loop(self):
-        """(the first looped block, the first block after the loops)."""
-        if not self.looped:
-            return 0, 0
-        if self.looped_layers == 'all':
-            return 0, self.num_layers
-        kind, *numbers = self.looped_layers.split(':')
-        if kind == 'middle' and len(numbers) == 2 and all(map(str.isdecimal, numbers)):
-            first, last = int(numbers[0]), self.num_layers - int(numbers[1])
-            if first < last:
-                return first, last
-        right = 'must be none, all or middle:FIRST:LAST, which leaves out that many blocks at each '
-        right += f'end of {self.num_layers} and loops at least one'
-        return refuse('model.looped_layers', self.looped_layers, right)
 
     def _check_experts(self):
         self.experts.expert_layers(self.num_layers)
@@ -236,19 +220,34 @@ class ModelHparams:
         """Whether some blocks can run several times with the same parameters."""
         return self.looped_layers != 'none'
 
+    @functools.cached_property
+    def looped_range(self) -> range:
+        """The looped blocks; range(0, 0) if there are none."""
+        if not self.looped:
+            return range(0)
+        if self.looped_layers == 'all':
+            return range(self.num_layers)
+        kind, *numbers = self.looped_layers.split(':')
+        if kind == 'middle' and len(numbers) == 2 and all(map(str.isdecimal, numbers)):
+            looped = range(int(numbers[0]), self.num_layers - int(numbers[1]))
+            if looped:
+                return looped
+        right = 'must be none, all or middle:FIRST:LAST, which leaves out that many blocks at each '
+        right += f'end of {self.num_layers} and loops at least one'
+        return refuse('model.looped_layers', self.looped_layers, right)
+
     @property
     def num_blocks(self) -> int:
         """How many blocks run one after another; a looped block counts once for each loop."""
-        first, last = self._loop
-        return self.num_layers + (self.loops - 1) * (last - first)
+        return self.num_layers + (self.loops - 1) * len(self.looped_range)
 
     @functools.cached_property
     def block_order(self) -> tuple[int, ...]:
         """The block, below num_layers, that runs at each of the num_blocks places."""
-        first, last = self._loop
-        looped = list(range(first, last)) * self.loops
+        once = self.looped_range
+        looped = list(once) * self.loops
         looped = sorted(looped) if self.loop_order == 'sequence' else looped
-        return (*range(first), *looped, *range(last, self.num_layers))
+        return (*range(once.start), *looped, *range(once.stop, self.num_layers))
 
     @property
     def router_of_block(self) -> tuple[int | None, ...]:
@@ -256,7 +255,7 @@ class ModelHparams:
         if not self.routing.routes_loops:
             numbers = {layer: number for number, layer in enumerate(self.routed_layers)}
             return tuple(map(numbers.get, range(self.num_blocks)))
-        first, size = self._loop[0], len(self.looped_range)
+        first, size = self.looped_range.start, len(self.looped_range)
         loops = [(place - first) // size for place in range(self.num_blocks)]
         return tuple(loop if 0 <= loop < self.loops else None for loop in loops)
 
@@ -283,11 +282,6 @@ class ModelHparams:
         return tuple(loop / (self.loops - 1) for loop in range(self.loops))
 
     @property
-    def looped_range(self) -> range:
-        """The looped blocks; range(0, 0) if there are none."""
-        return range(*self._loop)
-
-    @property
     def blocks_that_start_loops(self) -> range:
         """The blocks that add the embedding of their loop to their input."""
         in_turn = self.loop_order == 'sequence'
@@ -306,8 +300,8 @@ class ModelHparams:
         If loops are routed, the places where they begin.
         """
         if self.routing.routes_loops:
-            first, last = self._loop
-            return tuple(first + loop * (last - first) for loop in range(self.loops))
+            first, size = self.looped_range.start, len(self.looped_range)
+            return tuple(first + loop * size for loop in range(self.loops))
         routed = set(self.routing.routed_layers(self.num_layers))
         return tuple(place for place, block in enumerate(self.block_order) if block in routed)
 

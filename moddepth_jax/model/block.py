@@ -24,7 +24,7 @@ class LayerKind(NamedTuple):
     mixes: bool = False  # the stream's `value_mixer` changes the values of the attention
     opens: tuple[bool, ...] = (False, False)  # the outputs of attention and mlp each open a source
     embeds: bool = False  # the attention has a ValueEmbedding
-    gathered: bool = False  # the block runs on selected tokens, not on whole rows
+    gathered: bool = False  # the attention runs on selected tokens; set for routed loops
     own_norms: bool = False  # each loop has its own norm scales
 
 

@@ -17,7 +17,7 @@ class CausalRule(nn.Module):
     # The knob of `model.routing` with the weight of the loss that fits the logits to the top C.
     loss_weight = None
     needs_threshold = False  # whether it compares scores with a moving average
-    is_capped = True  # whether it limits the selected tokens, and so a routed block's cache
+    is_capped = True  # whether a routed block's cache can be smaller than the context
 
     @classmethod
     def flops_per_token(cls, hparams: ModelHparams) -> int:

@@ -30,7 +30,7 @@ class Stream(nn.Module):
     counts = ()  # numeric knobs of `model.depth` that the stream uses; 0 in all other streams
     scans = True  # whether layers of equal kind have equal shapes, so that they can share a scan
     keeps_sum = False  # whether the stream carries only x, to which each block adds its output
-    sized_by_depth = False  # whether parameters depend on the number of layers, which fixes loops
+    sized_by_depth = False  # whether shapes depend on the blocks that run, so that loops are fixed
     has_ends = False  # whether the embedding writes a slot and the final norm reads
     reads_outputs = False  # whether slots are block outputs [B, T, D], not keys and values
     # A module that SelfAttention makes in layers whose kind `mixes`. It is called with
