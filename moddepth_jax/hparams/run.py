@@ -75,7 +75,7 @@ def _members(mixture):
         if not weight:
             refuse('data.mixture', mixture, f'weight {text!r} of {folder} must be a number above 0')
         if folder in weights:
-            refuse('data.mixture', mixture, f'{folder} must stand once; add up its weights')
+            refuse('data.mixture', mixture, f'{folder} must be listed once; add up its weights')
         weights[folder] = weight
     total = sum(weights.values())
     return {folder: weight / total for folder, weight in weights.items()}
