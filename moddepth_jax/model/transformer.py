@@ -139,7 +139,7 @@ def init_loop_routers(key, hparams: Hparams, length: int):
 
 
 def token_info(hparams: Hparams, tokens_BT, segment_ids_BT=None, positions_BT=None, key=None):
-    """Return TokenInfo of a batch. By default a row is one document, and `seed` is the PRNG key."""
+    """Return TokenInfo of a batch. By default a row is one document, and draws use `seed`."""
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones_like(tokens_BT)
     segment_ids_BT = model_segment_ids(hparams.model, segment_ids_BT)
