@@ -7,8 +7,8 @@ python -m launch.train --config=configs/moda_700m.py:layers=38,slots=none
 The model has 705.7M parameters: 669.0M without the slots of the mlps, 742.4M if the attention slots
 have a projection as well. It trains for 95,367 steps of 4.2M tokens by the paper's recipe
 (`sizes.apply_large_run`). Not trained. The paper gives the width, the group size and the number of
-parameters; the other sizes are our choice and give these counts. The default corpus is a
-placeholder for yours (--config.data.source).
+parameters. The other sizes are uncertain: they are chosen to give these counts. The default corpus
+is a placeholder for yours (--config.data.source).
 """
 
 from configs import base, sizes
