@@ -3,9 +3,9 @@
 python -m launch.train --config=configs/moda_1b5.py --mesh=data=8
 python -m launch.train --config=configs/moda_1b5.py:slots=none
 
-The model has 1.511B parameters, 1.428B without the slots of the mlps. It trains for 95,367 steps of
-4.2M tokens by the paper's recipe (`sizes.apply_large_run`). Not trained. The paper gives neither
-the shape of its 1.5B model nor its vocabulary: see docs/claims.md. The default corpus is a
+The model has 1.511B parameters, 1.428B without the slots of the mlps. A run has 95,367 steps of
+4.2M tokens by the paper's recipe (`sizes.apply_large_run`); none has been made yet. The paper gives
+neither the shape of its 1.5B model nor its vocabulary: see docs/claims.md. The default corpus is a
 placeholder for yours.
 """
 

@@ -5,10 +5,10 @@ python -m launch.train --config=configs/moda_700m.py:layers=36,slots=none
 python -m launch.train --config=configs/moda_700m.py:layers=38,slots=none
 
 The model has 705.7M parameters: 669.0M without the slots of the mlps, 742.4M if the attention slots
-have a projection as well. It trains for 95,367 steps of 4.2M tokens by the paper's recipe
-(`sizes.apply_large_run`). Not trained. The paper gives the width, the group size and the number of
-parameters. The other sizes are uncertain: they are chosen to give these counts. The default corpus
-is a placeholder for yours (--config.data.source).
+have a projection as well. A run has 95,367 steps of 4.2M tokens by the paper's recipe
+(`sizes.apply_large_run`); none has been made yet. The paper gives the width, the group size and the
+number of parameters. The other sizes are uncertain: they are chosen to give these counts. The
+default corpus is a placeholder for yours (--config.data.source).
 """
 
 from configs import base, sizes
