@@ -17,7 +17,7 @@ SPARSE_LAYERS = 3
 
 
 class AddFirstValues(nn.Module):
-    """Returns w_1 V_1 + w_2 X W_V by `model.depth.value_mix` (`shared`: only V_1), and `depth`."""
+    """w_1 V_1 + w_2 X W_V, with weights by `model.depth.value_mix`; `shared`: only V_1."""
 
     hparams: ModelHparams
 
