@@ -223,7 +223,7 @@ def test_rules_that_a_model_does_not_have_are_refused_by_name(router, rule, runs
         ('threshold', 'threshold', "routing='threshold': needs averages"),
         ('experts choose', 'threshold', "routing='threshold': needs averages"),
         ('staged, experts choose', 'aux_loss', "routing='aux_loss': needs averages"),
-        ('experts choose', 'dense', "routing='dense': .*experts choose.*only threshold"),
+        ('experts choose', 'dense', "routing='dense': .*experts choose.*only the threshold rule"),
         ('experts', 'threshold', "routing='threshold': no block of this model is routed"),
         ('experts choose', 'top_c', "routing='top_c': looks at later tokens"),
     ],
