@@ -3,7 +3,7 @@
 python -m launch.train --config=configs/dense_isoflop.py
 python -m launch.train --config=configs/dense_isoflop.py:size=4x128
 
-The first takes four minutes on two CPU cores.
+The first command takes four minutes on two CPU cores.
 """
 
 from configs import mod_isoflop

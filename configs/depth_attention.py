@@ -1,14 +1,13 @@
-"""The attention depth stream: each layer's input is attention over earlier layers' keys and values.
+"""The attention depth stream: a layer's input is attention over the slots of earlier layers.
 
 python -m launch.train --config=configs/depth_attention.py
 """
 
-from configs import moda, sizes
+from configs import moda
 
 
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, steps of training."""
-    sizes.parse(arguments, size='', steps='')  # no other arguments
-    config = moda.get_config(f'slots=none,{arguments}')
+    config = moda.dense_config(arguments)
     config.model.depth.stream = 'attention'
     return config

@@ -2,7 +2,7 @@
 
 python -m launch.train --config=configs/depth_average.py
 
-It starts as the residual model, and adds one number for each earlier output that a layer reads.
+It starts as the residual model. Each layer adds one scalar for every earlier output.
 """
 
 from configs import depth_dense

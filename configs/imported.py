@@ -1,10 +1,10 @@
-"""Training continues from a Hugging Face checkpoint; all but its sizes is set here.
+"""Continued training of a Hugging Face checkpoint. Its sizes come from the checkpoint.
 
 python -m launch.convert --from_hf=FOLDER --workdir=runs/imported --config=configs/imported.py
 python -m launch.train --config=runs/imported/config.json --workdir=runs/imported
 
-launch.convert writes all knobs to the run's own config.json. Those of data, optimizer and training
-are set there: --config.data.source=DIR (of launch.prepare) --config.training.num_steps=N.
+launch.convert writes all knobs to the run's own config.json. To change those of data, optimizer and
+training, pass flags: --config.data.source=DIR (of launch.prepare) --config.training.num_steps=N.
 """
 
 from ml_collections import ConfigDict
@@ -13,7 +13,7 @@ from configs import base
 
 
 def get_config() -> ConfigDict:
-    """base, with a gentle optimizer and a schedule for weights that are already trained."""
+    """Return base with a low learning rate, for weights that are already trained."""
     config = base.get_config()
     config.data.sequence_length = 512
     config.data.batch_size = 8

@@ -1,4 +1,4 @@
-"""Mixture-of-Depths at the budgets of one GPU, 1e15 to 1e17 training FLOPs: minutes a run.
+"""Mixture-of-Depths at the budgets of one GPU, 1e15 to 1e17 training FLOPs: minutes per run.
 
 python -m launch.isoflop --config=configs/mod_isoflop_gpu.py --workdir=runs/study_1e15 \
     --budgets=1e15,1e16 --sizes=4x256,6x256,8x256,8x384 --learning_rates=0.0015,0.003,0.006 \
@@ -10,7 +10,8 @@ python -m launch.isoflop --config=configs/mod_isoflop_gpu.py --workdir=runs/stud
 python -m launch.train --config=configs/mod_isoflop_gpu.py:size=8x384,budget=1e16
 
 Each command continues where it stopped. The text is the standard library and all installed
-packages. 32 rows of 1024 bytes, so that a dense 8x256 gets 592 steps at 1e15. Not run yet.
+packages. A batch has 32 rows of 1024 bytes, so that a dense 8x256 gets 592 steps at 1e15. Not run
+yet.
 """
 
 from configs import sizes

@@ -7,10 +7,10 @@ python -m launch.isoflop --config=configs/mod_isoflop_paper.py --workdir=runs/st
 python -m launch.train --config=configs/mod_isoflop_paper.py:size=24x1024,budget=2e19 \
     --config.data.source='/data/text/*.parquet'
 
-Never run. As far as Raposo et al. 2024 (arXiv 2404.02258, section 4.1) give the setting: 128 rows
-of 2048 tokens, vocabulary of 32,000, a cosine to the end, one learning rate for each width. The
-sizes are 58M to 3.0B parameters, which are not split: the largest take 48 GB of each device.
-Without a tokenizer of that vocabulary your text is read as bytes.
+Never run. The setting is that of Raposo et al. 2024 (arXiv 2404.02258, section 4.1), as far as they
+give it: 128 rows of 2048 tokens, a vocabulary of 32,000, a cosine to the end, one learning rate for
+each width. The sizes are 58M to 3.0B parameters. They are not split over devices: the largest take
+48 GB of each. Without a tokenizer of that vocabulary, your text is read as bytes.
 """
 
 from configs import sizes

@@ -4,15 +4,16 @@ python -m launch.train --config=configs/moda_24l.py
 python -m launch.train --config=configs/moda_24l.py:slots=attention
 python -m launch.train --config=configs/moda_24l.py:slots=none,steps=500
 
-71.35M parameters with the vocabulary of the paper, and 2.28M for the slots of the mlps. The paper
-trains on FineWeb-Edu; here the text is bytes unless you give a tokenizer of that size. Not trained.
+The model has 71.35M parameters with the vocabulary of the paper, and 2.28M more for the slots of
+the mlps. The paper trains on FineWeb-Edu; here the text is bytes unless you give a tokenizer of
+that vocabulary. Not trained.
 """
 
 from configs import base, sizes
 
 
 def get_config(arguments: str = ''):
-    """Arguments: size=LAYERSxWIDTH, a multiple of 192 wide; steps of training; slots, or none."""
+    """Arguments: size=LAYERSxWIDTH (a multiple of 192), steps, slots (none: the dense model)."""
     values = sizes.parse(arguments, size='24x384', steps='2000', slots='attention+ffn')
     config = base.get_config()
     model = config.model
@@ -20,7 +21,7 @@ def get_config(arguments: str = ''):
     if model.d_model % 192:
         right = 'must be a multiple of 192 wide: three query heads of 64 for each key/value head'
         raise ValueError(f'size={values["size"]!r}: {right}')
-    model.dtype = 'bfloat16'  # for a GPU, whose kernels take no float32
+    model.dtype = 'bfloat16'  # the GPU kernels do not take float32
     model.vocab_size = 50304
     model.d_ff, model.num_kv_heads, model.init_std = 4 * model.d_model, model.num_heads // 3, 0.02
     model.norm_placement = 'post'

@@ -3,7 +3,8 @@
 python -m launch.train --config=configs/moda_48l.py
 python -m launch.train --config=configs/moda_48l.py:slots=none
 
-123.38M parameters, and 4.65M for the slots of the mlps; otherwise as moda_24l. Not trained.
+The model has 123.38M parameters, and 4.65M more for the slots of the mlps. The rest is as in
+moda_24l. Not trained.
 """
 
 from configs import moda_24l

@@ -4,17 +4,18 @@ python -m launch.train --config=configs/moda_700m.py --mesh=data=8
 python -m launch.train --config=configs/moda_700m.py:layers=36,slots=none
 python -m launch.train --config=configs/moda_700m.py:layers=38,slots=none
 
-705.7M parameters; 669.0M without the slots of the mlps, 742.4M with a projection of the attention
-slots too. 95,367 steps of 4.2M tokens by the paper's recipe (`sizes.apply_large_run`). Not trained.
-Uncertain: the paper gives width, group size and parameters; the rest are values that give these
-counts. The default corpus only stands in for yours (--config.data.source).
+The model has 705.7M parameters: 669.0M without the slots of the mlps, 742.4M if the attention slots
+have a projection as well. A run has 95,367 steps of 4.2M tokens by the paper's recipe
+(`sizes.apply_large_run`); none has been made yet. The paper gives the width, the group size and the
+number of parameters. The other sizes are uncertain: they are chosen to give these counts. The
+default corpus is a placeholder for yours (--config.data.source).
 """
 
 from configs import base, sizes
 
 
 def get_config(arguments: str = ''):
-    """Arguments: layers, and slots (attention+ffn | attention | block | none: dense)."""
+    """Arguments: layers, slots (attention+ffn | attention | block | none: the dense model)."""
     values = sizes.parse(arguments, layers='36', slots='attention+ffn')
     config = base.get_config()
     model = config.model

@@ -6,22 +6,22 @@ python -m launch.train --config=configs/moe.py:capacity=0.5
 python -m launch.train --config=configs/moe.py:choice=expert
 
 The experts of a token are together as wide as the mlp of the dense model of that size, so that both
-cost about the same. In the third command, an expert computes at most half of an equal share of the
-choices of a row, first come first served: what integrated MoDE should be compared with. In the
-last, experts choose their tokens, and evaluation uses a threshold for each expert.
+models cost about the same. In the third command, an expert computes at most half of an equal share
+of a row's choices, first come first served; this is the baseline for integrated MoDE. In the last
+command, experts choose their tokens, and evaluation uses a threshold for each expert.
 
-At 6.4e12 FLOPs and 8 rows a step (--config.data.batch_size=8), bits a byte held out, seeds 0 to 2:
-2.266, 2.178, 2.214; with capacity=0.5 2.171, 2.128, 2.209; with choice=expert 2.225, 2.167, 2.237
-(the dense model 2.266, 2.229, 2.270). A run takes about three minutes on two CPU cores.
+Held-out bits per byte at 6.4e12 FLOPs and 8 rows per step (--config.data.batch_size=8), seeds 0 to
+2: 2.266, 2.178, 2.214; with capacity=0.5 2.171, 2.128, 2.209; with choice=expert 2.225, 2.167,
+2.237; the dense model 2.266, 2.229, 2.270. A run takes about three minutes on two CPU cores.
 """
 
 from configs import dense_isoflop, sizes
 
 
 def apply_experts(config):
-    """Sets eight experts in every layer, two for each token, and a shared one.
+    """Put eight routed experts, two of them per token, and a shared one in place of every mlp.
 
-    The three of a token are together as wide as the mlp without experts, rounded down.
+    The three experts of a token are together as wide as that mlp, rounded down.
     """
     experts = config.model.experts
     experts.choice = 'token'
@@ -30,7 +30,7 @@ def apply_experts(config):
 
 
 def get_config(arguments: str = ''):
-    """Arguments: size, budget, balance (weight of its loss), capacity (of equal shares), choice."""
+    """Arguments: size, budget, balance (a loss weight), capacity (of an equal share), choice."""
     values = sizes.parse(
         arguments, size='4x128', budget='1.6e13', balance='0.001', capacity='1', choice='token'
     )

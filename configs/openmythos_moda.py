@@ -1,12 +1,13 @@
-"""MoDA with experts at 7.3B: 24 layers of width 2048, 2 shared and 6 of 64 experts for each token.
+"""MoDA with experts at 7.3B: 24 layers of width 2048, 2 shared and 6 of 64 experts per token.
 
 python -m launch.train --config=configs/openmythos_moda.py --mesh=data=8,expert=8
 python -m launch.train --config=configs/openmythos_moda.py:size=tiny
 
-Post-norm, one slot a layer that is projected from the block's output. 7.319B parameters with tied
-embeddings, 1.298B of them active. Trained as `sizes.apply_large_run` says; not trained yet. The
-second, with the same parts, has 326k parameters: its 300 steps take half a minute on two CPU cores
-and end at 2.694 bits a byte held out (seed 0).
+The model is post-norm, with one slot per layer that is projected from the block's output. It has
+7.319B parameters with tied embeddings, 1.298B of them active, and the recipe of
+`sizes.apply_large_run`. Not trained. The second command trains a model of 326k parameters with the
+same parts: its 300 steps take half a minute on two CPU cores and end at 2.694 held-out bits per
+byte (seed 0).
 """
 
 from configs import base, sizes

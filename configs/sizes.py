@@ -1,10 +1,16 @@
-"""Arguments of configs, and model sizes by name, `LxD`: L layers of width D."""
+"""Arguments of configs, and model sizes by name: `LxD` has L layers of width D."""
 
 from configs import base
 
 
 def at_budget(arguments: str, size: str, budget: str):
-    """base for an experiment that takes size=LAYERSxWIDTH and budget=training FLOPs."""
+    """Return base with the size and the FLOP budget of the arguments `size` and `budget`.
+
+    Args:
+      arguments: those of the config, such as size=6x128,budget=2e13.
+      size: LAYERSxWIDTH if the arguments have none.
+      budget: training FLOPs if the arguments have none.
+    """
     values = parse(arguments, size=size, budget=budget)
     config = base.get_config()
     apply_size(config, values['size'])
@@ -16,9 +22,10 @@ def at_budget(arguments: str, size: str, budget: str):
 
 
 def apply_size(config, size: str):
-    """Sets the shape of `config.model` to `size`, such as 6x128; ValueError for a bad one.
+    """Set the shape of `config.model` to `size`, such as 6x128. Raises ValueError for a bad size.
 
-    A block has about 12 D^2 parameters; at these widths this start learns much faster than 0.02.
+    A block has about 12 D^2 parameters. At these widths, the initial std of D^-0.5 learns much
+    faster than 0.02.
     """
     layers, _, width = size.partition('x')
     numbers = layers.isdecimal() and width.isdecimal()
@@ -35,7 +42,10 @@ def apply_size(config, size: str):
 
 
 def parse(arguments: str, **defaults):
-    """`size=6x128,budget=1e13` as a dict, over the defaults; ValueError for an unknown key."""
+    """Return the defaults, updated by arguments such as size=6x128,budget=1e13.
+
+    Raises ValueError for a key without a default.
+    """
     values = dict(defaults)
     for pair in filter(None, (arguments or '').split(',')):
         key, _, value = pair.partition('=')
@@ -46,7 +56,7 @@ def parse(arguments: str, **defaults):
 
 
 def number(text: str) -> float:
-    """The number of a text, NaN if it is none."""
+    """Return the text as a float, or NaN if it is not a number."""
     try:
         return float(text)
     except ValueError:
@@ -54,21 +64,21 @@ def number(text: str) -> float:
 
 
 def count(text: str, name: str) -> int:
-    """The argument `name`, such as 24, as an int. Raises ValueError unless it is above 0."""
+    """Return the value of the argument `name` as an int. Raises ValueError unless it is above 0."""
     if not text.isdecimal() or not int(text):
         raise ValueError(f'{name}={text!r}: must be a whole number above 0')
     return int(text)
 
 
 def apply_slots(config, slots: str):
-    """Sets MoDA with these slots; `none`: the dense model."""
+    """Set MoDA with these slots, or keep the dense model for `none`."""
     if slots != 'none':
         config.model.depth.stream = 'moda'
         config.model.depth.slots = slots
 
 
 def apply_olmo2(config):
-    """OLMo2's norms, vocabulary and initial weights (0.02), and `apply_large_run`."""
+    """Set OLMo2's norms, vocabulary and RoPE base, tied embeddings, and `apply_large_run`."""
     model = config.model
     model.vocab_size = 100278
     model.norm_placement, model.qk_norm = 'reordered', 'full'
@@ -78,10 +88,10 @@ def apply_olmo2(config):
 
 
 def apply_large_run(config):
-    """The training recipe of the MoDA paper's 700M and 1.5B models (section 4), in bfloat16.
+    """Set the training recipe of the MoDA paper's 700M and 1.5B models (section 4), in bfloat16.
 
-    400B tokens; z-loss and the like from OLMo2's recipe. A step is 32 parts, 4 rows on each of 8
-    devices.
+    A run has 400B tokens. Values that the paper does not give, such as the z-loss, are those of
+    OLMo2. A step has 32 micro-batches: on 8 devices, each has 4 rows per device.
     """
     config.model.dtype = 'bfloat16'
     config.data.sequence_length = 4096

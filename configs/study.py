@@ -1,4 +1,4 @@
-"""Models of an isoFLOP study on a laptop: small steps, so that a small budget pays for many.
+"""Models of an isoFLOP study on a laptop: steps are small, so that a small budget pays for many.
 
 python -m launch.isoflop --config=configs/study.py --workdir=runs/study --processes=2 \
     --budgets=6e11,2e12 --sizes=4x64,8x64,4x128

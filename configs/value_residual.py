@@ -3,18 +3,17 @@
 python -m launch.train --config=configs/value_residual.py
 python -m launch.train --config=configs/value_residual.py --config.model.depth.value_mix=shared
 
-The second is SVFormer: later layers have no value projection, and decoding caches values once. Bits
-a byte held out by the first, mean of 12 seeds in study-streams: 2.336; by the dense model
-(configs/moda.py:slots=none) 2.353. By the step times of docs/depth_streams.md, section 6, a run
-takes at most 1.1 times the dense one's 54 seconds: about a minute of one CPU core.
+The second command trains SVFormer: later layers have no value projection, and decoding caches
+values once. Held-out bits per byte of the first, mean of 12 seeds in study-streams: 2.336; the
+dense model (configs/moda.py:slots=none): 2.353. By the step times of docs/depth_streams.md, section
+6, a run takes at most 1.1 times the dense one's 54 seconds: about a minute of one CPU core.
 """
 
-from configs import moda, sizes
+from configs import moda
 
 
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, steps of training."""
-    sizes.parse(arguments, size='', steps='')  # no other arguments
-    config = moda.get_config(f'slots=none,{arguments}')
+    config = moda.dense_config(arguments)
     config.model.depth.stream = 'value_residual'
     return config

@@ -1,10 +1,9 @@
 """Mixture-of-Depths and Mixture-of-Depths Attention in JAX and Flax.
 
-The names below are what other code may want. Each is imported at its first use, so that
-`import moddepth_jax` takes no time.
+These are the public names. Each is imported at its first use, so `import moddepth_jax` is fast.
 
-    route(block_fn, x_BTD, scores_BT, capacity)   any block on the top C tokens of each row
-    select_top_c(scores_BT, num_selected)         their indices
+    route(block_fn, x_BTD, scores_BT, capacity)   run any block on the top C tokens of each row
+    select_top_c(scores_BT, num_selected)         indices of the top C tokens
     depth_attention(q_BTNH, k_BSKH, v_BSKH, ...)  attention over a sequence and depth slots
     from_config(config)                           checked hyper-parameters of a config
     Transformer(hparams)                          the language model, a Flax module

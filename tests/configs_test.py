@@ -1,4 +1,4 @@
-"""Every experiment of configs/ is found, checked, shaped and traced; budgets become steps."""
+"""Every experiment of configs/ is listed, checked and traced, and budgets become steps."""
 
 import ast
 import dataclasses
@@ -29,25 +29,25 @@ MODULES = {
 EXPERIMENTS = sorted(name for name, module in MODULES.items() if hasattr(module, 'get_config'))
 EXPERTS = ('moe', 'mode_staged', 'mode_integrated')
 ISOFLOP = [name for name in EXPERIMENTS if name.endswith('_isoflop') or name in EXPERTS]
-# Each differs only in sizes from another experiment, or from two of them.
+# Each differs only in sizes from one or two other experiments.
 SIMILAR = (
     *('depth_average', 'imported', 'mod_isoflop_gpu', 'mod_isoflop_paper'),
     *('moda_24l', 'moda_48l', 'moda_700m', 'moda_1b5', 'mode_staged', 'openmythos_moda', 'study'),
 )
-# Of many layers that are not a scan, or of many parts: seconds. tests/model traces these parts.
+# Many unrolled layers, or many parts: tracing takes seconds. tests/model traces these parts.
 LONG = ('depth_dense', 'mod_moda', 'mor', 'value_attention')
 ARGUMENTS = ['', 'size=8x192,budget=1e14', 'budget=5e11,size=2x128']
 
 
 def names(config, prefix=''):
-    """Dotted names of all knobs."""
+    """Yield the dotted names of all knobs."""
     for name, value in config.items():
         inner = isinstance(value, ConfigDict)
         yield from names(value, f'{prefix}{name}.') if inner else [prefix + name]
 
 
 def hparams_of(name, *arguments):
-    """Hparams of an experiment; base alone has neither steps nor a budget, and is given a step."""
+    """Return Hparams of an experiment. base has neither steps nor a budget, so it gets a step."""
     config = MODULES[name].get_config(*arguments)
     if name == 'base':
         config.training.num_steps = 1
@@ -59,13 +59,13 @@ def test_an_experiment_is_base_with_differences(name):
     """It has exactly the knobs of base, and its docstring has its command."""
     assert set(names(MODULES[name].get_config())) == set(names(base.get_config()))
     command = f'python -m launch.train --config=configs/{name}.py'
-    if name == 'imported':  # its model is that of a checkpoint, which comes first
+    if name == 'imported':  # its checkpoint is converted first
         command = 'python -m launch.convert --from_hf=FOLDER --workdir=runs/imported --config='
     assert name == 'base' or command in MODULES[name].__doc__
 
 
 def test_every_knob_and_config_is_listed():
-    """--list has each knob of base.py with its default and a comment, and each config."""
+    """--list has each knob of base.py with its default and comment, and each config."""
     config, knobs = base.get_config(), listing.knobs()
     assert set(knobs) == set(names(config)) and list(listing.configs()) == EXPERIMENTS
     for name, (default, comment) in knobs.items():
@@ -88,7 +88,7 @@ def test_every_knob_and_config_is_listed():
     ],
 )
 def test_an_experiment_is_traced_at_its_own_shapes(name):
-    """Its parameters are shaped and its train step traced, without compiling or computing."""
+    """Parameters get shapes and the train step is traced, without compiling or computing."""
     hparams = hparams_of(name)
     state = jax.eval_shape(lambda: init_state(hparams, resolve_steps(hparams)))
     rows = jax.ShapeDtypeStruct((hparams.data.batch_size, hparams.data.sequence_length), np.int32)
@@ -105,14 +105,14 @@ def test_an_experiment_passes_the_checks_of_a_run(name):
     hparams = hparams_of(name)
     tokenizer = make_tokenizer(hparams.data.tokenizer)
     check_vocabulary(hparams, tokenizer)
-    assert prompt_tokens(hparams, tokenizer)[1] == hparams.report.sample_tokens  # it is not cut
+    assert prompt_tokens(hparams, tokenizer)[1] == hparams.report.sample_tokens  # not shortened
     check_batch(make_mesh('data=1'), hparams.data.batch_size, hparams.training.accumulate_steps)
 
 
 @pytest.mark.parametrize('arguments', ARGUMENTS)
 @pytest.mark.parametrize('name', ISOFLOP)
 def test_steps_follow_from_the_budget(name, arguments):
-    """Steps are the floor of budget over cost; a hundred or more spend over 99% of the budget."""
+    """Steps are floor(budget / cost). A hundred or more spend over 99% of the budget."""
     hparams = hparams_of(name, arguments)
     if arguments:
         given = dict(pair.split('=') for pair in arguments.split(','))
@@ -125,7 +125,7 @@ def test_steps_follow_from_the_budget(name, arguments):
 
 
 def test_the_two_models_of_a_size_differ_in_routing_only():
-    """MoD routes every other block at capacity 0.125; shape, data and budget are the dense ones."""
+    """MoD routes every other block at capacity 0.125. Shape, data and budget are equal."""
     routed, dense = (hparams_of(name, 'size=8x192') for name in ('mod_isoflop', 'dense_isoflop'))
     assert routed.model.routed_layers == (1, 3, 5, 7) and dense.model.routed_layers == ()
     assert routed.model.routing.capacity == 0.125
@@ -135,7 +135,7 @@ def test_the_two_models_of_a_size_differ_in_routing_only():
 
 
 def test_models_with_experts_of_a_size_differ_in_one_thing():
-    """A token's experts are as wide as the dense mlp; only staged routes, integrated has no-ops."""
+    """A token's experts are as wide as the dense mlp. Staged adds routing, integrated no-ops."""
     dense = hparams_of('dense_isoflop', 'size=6x192')
     moe, staged, integrated = (hparams_of(name, 'size=6x192') for name in EXPERTS)
     experts = moe.model.experts
@@ -152,7 +152,7 @@ def test_models_with_experts_of_a_size_differ_in_one_thing():
 
 
 def test_arguments_of_moe():
-    """A capacity is a share of T k / E = 64 tokens of a row; balance and choice are as given."""
+    """A capacity is a share of T k / E = 64 tokens of a row. Balance and choice are as given."""
     for capacity, tokens in (('1', 0), ('0.5', 32), ('0.51', 32), ('0.001', 1)):
         assert hparams_of('moe', f'capacity={capacity}').model.experts.row_capacity == tokens
     assert hparams_of('moe', 'balance=0').model.experts.balance_weight == 0
@@ -162,7 +162,7 @@ def test_arguments_of_moe():
 
 
 def test_parameters_of_openmythos_moda():
-    """7.319B, 1.298B of them active, as its docstring says."""
+    """7.319B parameters, 1.298B of them active, as its docstring says."""
     hparams = hparams_of('openmythos_moda')
     model, experts = hparams.model, hparams.model.experts
     params = jax.eval_shape(lambda: init_state(hparams, 10)).params
@@ -173,7 +173,7 @@ def test_parameters_of_openmythos_moda():
 
 
 def test_a_size_fixes_the_shape():
-    """Heads fill the width, and the mlp is 8/3 of it rounded up."""
+    """Heads fill the width, and the mlp is 8/3 of it, rounded up."""
     for width in (64, 128, 768):
         config = base.get_config()
         sizes.apply_size(config, f'6x{width}')
@@ -195,7 +195,7 @@ UNKNOWN = [('mod_isoflop', 'bugdet'), ('mode_staged', 'capacity'), ('mode_integr
 
 
 def test_a_bad_argument_is_one_line():
-    """The error has the argument as it was given."""
+    """The one-line error has the argument as it was given."""
     for name, key, value in BAD_ARGUMENTS:
         with pytest.raises(ValueError, match=rf'^{key}={re.escape(repr(value))}: [^\n]*$'):
             MODULES[name].get_config(f'{key}={value}')

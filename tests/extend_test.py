@@ -1,4 +1,4 @@
-"""The examples of docs/extend.md, docs/library.md and README.md run, and do what the pages say."""
+"""The examples of docs/extend.md, docs/library.md and README.md run as the pages say."""
 
 import functools
 import gzip
@@ -41,7 +41,7 @@ TOKENS = np.random.default_rng(0).integers(0, 257, (2, 16))
 
 @pytest.fixture
 def load(tmp_path):
-    """load(text): a module of that text."""
+    """Return load(text): a module with that text."""
 
     def run(text):
         path = tmp_path / 'example.py'
@@ -66,7 +66,7 @@ def test_examples_are_one_short_file_each():
 
 
 def test_router_of_the_page_routes(load):
-    """Its C highest scores are selected, its threshold is tracked, and it adds no parameter."""
+    """Its top C are selected, its threshold is tracked, and it adds no parameter."""
     module = load(EXTEND['peak.py'])
     hparams = hparams_of(module, **{'model.routing.capacity': 0.25})
     assert hparams.model.tracks_threshold and causal_routing(hparams) == 'threshold'
@@ -80,7 +80,7 @@ def test_router_of_the_page_routes(load):
 
 
 def test_stream_of_the_page_scans_unrolls_and_decodes(load):
-    """Logits and gradients of scanned and unrolled layers, and those of decoding, are equal."""
+    """Scanned, unrolled and decoded layers have equal logits, the first two equal gradients."""
     module, results = load(EXTEND['first.py']), []
     for layer_loop in ('scan', 'unrolled'):
         knobs = {'model.layer_loop': layer_loop, 'model.routing.router': 'none'}
@@ -112,7 +112,7 @@ def test_stream_of_the_page_scans_unrolls_and_decodes(load):
 
 @pytest.mark.parametrize('traced', [False, True])
 def test_backend_of_the_page_is_the_equation(tmp_path, monkeypatch, traced):
-    """Outputs and gradients equal those of XLA, with slots that are hidden or not yet written."""
+    """Outputs and gradients equal those of XLA, with hidden and unwritten slots."""
     (tmp_path / 'plain.py').write_text(EXTEND['kernels_pallas/plain.py'])
     monkeypatch.setattr(kernels_pallas, '__path__', [*kernels_pallas.__path__, str(tmp_path)])
     row = backends.Backend('depth', 'plain', 'plain', 'plain', 'gpu')

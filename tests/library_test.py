@@ -1,4 +1,4 @@
-"""`moddepth_jax` as a library: its names, and `route` with a block that is not ours."""
+"""`moddepth_jax` as a library: its names, and `route` with a user's block."""
 
 import subprocess
 import sys
@@ -18,8 +18,8 @@ SCORES = RNG.normal(size=(B, T)).astype(np.float32)
 SEGMENTS = np.array([[1] * 12, [1] * 5 + [2] * 7, [1] * 3 + [0] * 9])
 
 
-def test_every_name_is_importable_and_none_at_once():
-    """`import moddepth_jax` shows the names and imports no JAX; an unknown name is an error."""
+def test_names_are_imported_at_their_first_use():
+    """`import moddepth_jax` lists the names without importing JAX. Unknown names raise an error."""
     code = 'import moddepth_jax, sys; print("jax" in sys.modules)'
     out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
     assert out.stdout == 'False\n'
@@ -31,7 +31,7 @@ def test_every_name_is_importable_and_none_at_once():
 
 
 def attend(x_BCD, tokens):
-    """Causal attention within documents, with positions in its keys: a block that is not ours."""
+    """Causal attention within documents with positions in its keys: a user's block."""
     positions_BC, ids_BC = tokens.positions_BT, tokens.segment_ids_BT
     keys_BCD = x_BCD * (1 + jnp.sin(positions_BC))[..., None]
     seen_BCC = positions_BC[:, :, None] >= positions_BC[:, None]
@@ -41,7 +41,7 @@ def attend(x_BCD, tokens):
 
 
 def masked_form(chosen_BT, gates_BT):
-    """The same over all tokens, by a loop over rows and a mask of the chosen."""
+    """Compute the same over all tokens, by a loop over rows and a mask of the chosen."""
     y_BTD = X.copy()
     for b in range(B):
         at = np.flatnonzero(chosen_BT[b])
@@ -61,7 +61,7 @@ def top_c(scores_BT, real_BT):
 
 @pytest.mark.parametrize('causal', [False, True])
 def test_route_is_the_masked_form(causal):
-    """Selected tokens get the gated output of a block that sees them alone; others keep bits."""
+    """Selected tokens get the gated output of a block that sees only them. Others keep bits."""
     wanted_BT = SCORES > 0.1 if causal else None
     run = jax.jit(
         lambda x, r: moddepth_jax.route(

@@ -96,7 +96,7 @@ def _layer(params, x_BTD, tokens, *, model, kind):
     """The stream after a dense layer, and its LayerMoments of these tokens."""
     if EMBEDDING in params:
         x_BTD = add_embedding(x_BTD, params[EMBEDDING])
-    block = Block(model, kind.window, True, False, kind.experts, embeds=kind.embeds)
+    block = Block(model, kind._replace(slots=1))  # returns the inputs of depth slots
     (y_BTD, aux), recorded = block.apply(
         {'params': params}, x_BTD, tokens, mutable=['intermediates']
     )

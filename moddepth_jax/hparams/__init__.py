@@ -1,4 +1,4 @@
-"""Checked hyper-parameters as frozen dataclasses; `from_config` alone reads a ConfigDict."""
+"""Checked hyper-parameters as frozen dataclasses, which `from_config` makes from a ConfigDict."""
 
 from moddepth_jax.hparams.depth import DepthHparams
 from moddepth_jax.hparams.experts import ExpertsHparams

@@ -8,7 +8,7 @@ from moddepth_jax.hparams.checks import refuse
 
 @dataclasses.dataclass(frozen=True)
 class AdapterHparams:
-    """LoRA (Hu et al. 2021, arXiv 2106.09685); knobs as in configs/base.py."""
+    """LoRA (Hu et al. 2021, arXiv 2106.09685). configs/base.py describes the knobs."""
 
     rank: checks.SizeOrZero
     alpha: checks.AboveZero

@@ -1,4 +1,4 @@
-"""Hyper-parameters of the depth stream: what a layer reads from earlier layers and writes."""
+"""Hyper-parameters of the depth stream: what a layer reads from earlier layers, and writes."""
 
 import dataclasses
 
@@ -6,12 +6,12 @@ from moddepth_jax.hparams import checks
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
 
-# Resolved by the stream's `choices`.
+# The stream's `choices` says what `auto` means.
 AUTO_KNOBS = (
     *('slots', 'slot_keys', 'skipped_slots', 'value_mix', 'hyper_form'),
     *('mudd_ways', 'mudd_weights'),
 )
-COUNT_KNOBS = (  # of the stream's `counts`
+COUNT_KNOBS = (  # 0 unless the stream's `counts` names them
     *('sparse_layers', 'sublayers_per_source', 'num_streams'),
     *('value_stride', 'recent_layers'),
 )
@@ -19,7 +19,7 @@ COUNT_KNOBS = (  # of the stream's `counts`
 
 @dataclasses.dataclass(frozen=True)
 class DepthHparams:
-    """The depth stream; knobs as in configs/base.py, `auto` replaced by the stream's own choice."""
+    """The depth stream. configs/base.py describes the knobs; `auto` is replaced by its meaning."""
 
     stream: checks.choice_of(STREAMS)
     slots: str
@@ -40,51 +40,51 @@ class DepthHparams:
 
     def __post_init__(self):
         checks.check_fields(self, 'model.depth.')
-        if not self.stated.sums_gradients:
+        if not self.traits.sums_gradients:
             object.__setattr__(self, 'gradient_dtype', 'none')
-        elif self.gradient_dtype == 'none':  # a run from before this knob
+        elif self.gradient_dtype == 'none':  # a run that is older than this knob
             object.__setattr__(self, 'gradient_dtype', 'model')
         for field in AUTO_KNOBS:
             self._resolve(field)
         if self.attention_slot_projection and self.slots not in ('attention', 'attention+ffn'):
             right = f'must be False: slots {self.slots} of stream {self.stream} are not attention'
             refuse('model.depth.attention_slot_projection', True, right)
-        if self.slot_window and not self.stated.attends:
+        if self.slot_window and not self.traits.attends:
             right = f'must be 0: the {self.stream} stream has no slots'
             refuse('model.depth.slot_window', self.slot_window, right)
 
         for field in COUNT_KNOBS:
-            owners = [name for name in STREAMS if field in STREAMS.stated(name).counts]
+            owners = [name for name in STREAMS if field in STREAMS.traits(name).counts]
             if getattr(self, field) and self.stream not in owners:
                 right = f'must be 0: the {self.stream} stream has no such knob; use stream '
                 refuse(f'model.depth.{field}', getattr(self, field), right + ' or '.join(owners))
 
     def _resolve(self, field):
         name, value = f'model.depth.{field}', getattr(self, field)
-        choices = self.stated.choices.get(field)
+        choices = self.traits.choices.get(field)
         if choices is not None:
             checks.one_of(name, value, ('auto', *choices))
             object.__setattr__(self, field, choices[0] if value == 'auto' else value)
         elif value in ('auto', 'none'):
             object.__setattr__(self, field, 'none')
         else:
-            known = {stream: STREAMS.stated(stream).choices.get(field, ()) for stream in STREAMS}
+            known = {stream: STREAMS.traits(stream).choices.get(field, ()) for stream in STREAMS}
             owners = [stream for stream, choices in known.items() if choices]
             checks.one_of(name, value, ('auto', *dict.fromkeys(sum(known.values(), ()))))
             right = f'must be auto: the {self.stream} stream has no such knob; use stream '
             refuse(name, value, right + ' or '.join(owners))
 
     @property
-    def stated(self):
-        """What `stream_class` states of itself; needs no JAX."""
-        return STREAMS.stated(self.stream)
+    def traits(self):
+        """The class attributes of `stream_class`, without importing JAX."""
+        return STREAMS.traits(self.stream)
 
     @property
     def stream_class(self):
-        """The `model.streams.Stream` of that name, which states all that depends on the stream."""
+        """The subclass of `model.streams.Stream`, which defines all that depends on the stream."""
         return STREAMS[self.stream]
 
     @property
     def slots_per_layer(self) -> int:
-        """Key-value slots that a layer writes for later layers; 0 if the stream has none."""
+        """How many key/value slots a layer writes for later layers."""
         return self.stream_class.slots_per_layer(self)

@@ -1,4 +1,4 @@
-"""Hyper-parameters of mixtures of experts: choice, scores, capacity and losses."""
+"""Hyper-parameters of a mixture of experts: choice, scores, capacity and losses."""
 
 import dataclasses
 
@@ -7,15 +7,15 @@ from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import EXPERT_PRODUCTS
 from moddepth_jax.hparams.routing import parse_layers
 
-_USE = 'is not built; the balance loss (balance_weight) evens the loads'
+_USE = 'is not built; use the balance loss (balance_weight)'
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsHparams:
-    """Experts in place of the mlp; knobs as in configs/base.py.
+    """Experts in place of the mlp. configs/base.py describes the knobs.
 
-    DeepSeekMoE (Dai et al. 2024, arXiv 2401.06066); expert choice (Zhou et al. 2022, arXiv
-    2202.09368).
+    Token choice: DeepSeekMoE (Dai et al. 2024, arXiv 2401.06066). Expert choice: Zhou et al. 2022
+    (arXiv 2202.09368).
     """
 
     choice: checks.choice('none', 'token', 'expert')
@@ -47,7 +47,7 @@ class ExpertsHparams:
         if self.choice == 'none':
             return
         if self.top_k > self.num_choices:
-            right = f'must be at most the {self.num_choices} experts there are to choose from'
+            right = f'must be at most the {self.num_choices} experts that a token can choose from'
             refuse(name + 'top_k', self.top_k, right)
         if self.choice == 'expert':
             for field in ('num_noop', 'row_capacity'):
@@ -57,7 +57,7 @@ class ExpertsHparams:
 
     @property
     def num_choices(self) -> int:
-        """Experts that have scores: the routed experts, then the no-op experts."""
+        """How many experts have scores: the routed experts and the no-op experts."""
         return self.num_routed + self.num_noop
 
     @property
@@ -67,11 +67,11 @@ class ExpertsHparams:
         return self.choice != 'none' and (balances or self.z_loss > 0)
 
     def num_taken(self, length: int) -> int:
-        """C of expert choice: the tokens that each expert takes of `length`, at least 1."""
+        """Return C of expert choice: how many of `length` tokens each expert takes, at least 1."""
         return max(1, self.top_k * length // self.num_routed)
 
     def expert_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Indices of the layers whose mlp is experts; ValueError if `layers` names none."""
+        """Return the indices of the layers with experts. Raises ValueError if there are none."""
         if self.choice == 'none':
             return ()
         return parse_layers('model.experts.layers', self.layers, num_layers)

@@ -1,4 +1,4 @@
-"""From a config to checked hyper-parameters; the only reader of a ConfigDict."""
+"""From a config to checked hyper-parameters. Nothing else reads a ConfigDict."""
 
 import dataclasses
 import difflib
@@ -11,7 +11,7 @@ from moddepth_jax.hparams.run import Hparams
 
 
 def _convert(field, value, wanted, make):
-    """`value` as the annotated type `wanted`, or a one-line error that names the field."""
+    """Return `value` as the annotated type `wanted`. Raises a one-line ValueError if it cannot."""
     if dataclasses.is_dataclass(wanted):
         return _build(wanted, value, field + '.', make)
     if typing.get_origin(wanted) is tuple:
@@ -43,24 +43,27 @@ def _build(cls, values, prefix='', make=None):
             refuse(prefix + name, value, f'no such knob; the {known}')
     for name in types:
         if name not in values:
-            raise ValueError(f'{prefix}{name}: missing; all knobs of configs/base.py must be there')
+            raise ValueError(f'{prefix}{name}: missing; a config must have all knobs of base.py')
     made = {name: _convert(prefix + name, values[name], types[name], make) for name in types}
     return make(cls, made) if make else cls(**made)
 
 
 def from_config(config) -> Hparams:
-    """The checked, frozen form of a ConfigDict or nested dict; ValueError of one line if wrong."""
+    """Return the checked, frozen form of a ConfigDict or nested dict.
+
+    Raises a one-line ValueError that names the knob if a value is wrong.
+    """
     check_values(config)
     return _build(Hparams, config)
 
 
 def check_values(config) -> Hparams:
-    """As `from_config`, without the checks of the classes of a registry, which import JAX."""
+    """As `from_config`, but without the checks of routers and streams, which import JAX."""
     return _build(Hparams, config, make=_checked)
 
 
 def _checked(cls, fields):
-    """An instance after its own checks that need no JAX."""
+    """Make an instance and run only its checks that need no JAX."""
     made = object.__new__(cls)
     made.__dict__.update(fields)
     getattr(made, 'check_values', made.__post_init__)()
@@ -68,7 +71,7 @@ def _checked(cls, fields):
 
 
 def unknown_knobs(config: dict, cls=Hparams, prefix: str = '') -> dict:
-    """Entries of nested dicts that are no knobs of this version: value by dotted name."""
+    """Return the entries of nested dicts that this version does not know, by dotted name."""
     types, unknown = typing.get_type_hints(cls), {}
     for name, value in config.items():
         if name not in types:

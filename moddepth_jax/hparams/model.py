@@ -12,26 +12,26 @@ from moddepth_jax.hparams.depth import DepthHparams
 from moddepth_jax.hparams.experts import ExpertsHparams
 from moddepth_jax.hparams.routing import RoutingHparams
 
-# Backends of kernels_pallas.depth_attention; `auto`: the first that supports platform and shapes.
+# Backends of kernels_pallas.depth_attention. `auto`: the first that supports platform and shapes.
 ATTENTION = ('auto', 'reference', 'xla', 'pallas', 'mosaic_gpu', 'mosaic_gpu_fused')
-MAX_LAYERS = 10_000  # each is visited by Python before anything is compiled
+MAX_LAYERS = 10_000  # Python visits each of them before anything is compiled
 
 
 class RopeScaling(NamedTuple):
-    """How Llama 3.1 lowers rotary frequencies, for contexts beyond that of its pretraining.
+    """How Llama 3.1 lowers rotary frequencies for contexts that are longer than in pretraining.
 
-    Frequencies that turn less than `low_freq_factor` times in the original context are divided by
-    `factor`, those that turn more than `high_freq_factor` times are kept.
+    A frequency that turns less than `low_freq_factor` times in the original context is divided by
+    `factor`. One that turns more than `high_freq_factor` times is kept.
     """
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
-    original_length: int  # tokens of the original context
+    original_length: int  # tokens in the original context
 
 
 def parse_rope_scaling(field: str, value: str) -> RopeScaling | None:
-    """The RopeScaling of model.rope_scaling; None for none. Raises ValueError, one line."""
+    """Return the RopeScaling of model.rope_scaling, or None. Raises a one-line ValueError."""
     kind, *numbers = value.split(':')
     if value == 'none':
         return None
@@ -53,7 +53,7 @@ def parse_rope_scaling(field: str, value: str) -> RopeScaling | None:
 
 @dataclasses.dataclass(frozen=True)
 class ModelHparams:
-    """The transformer; knobs as in configs/base.py."""
+    """The transformer. configs/base.py describes the knobs."""
 
     vocab_size: checks.Size
     num_layers: Annotated[int, functools.partial(checks.positive, maximum=MAX_LAYERS)]
@@ -71,7 +71,7 @@ class ModelHparams:
     norm_placement: checks.choice('pre', 'post', 'reordered')
     norm_eps: checks.AboveZero
     qk_norm: checks.choice('none', 'head', 'full')
-    rope_theta: Annotated[float, checks.positive]  # below 1, its frequencies would rise
+    rope_theta: Annotated[float, checks.positive]  # below 1, the frequencies would rise
     rope_scaling: Annotated[str, parse_rope_scaling]
     use_bias: bool
     attention_bias: checks.choice('none', 'qkv', 'qkvo')
@@ -93,7 +93,7 @@ class ModelHparams:
     adapters: AdapterHparams
 
     def check_values(self):
-        """Refuse what no class of a router or depth stream has to check; needs no JAX."""
+        """Make all checks but those of the depth stream's class, which would import JAX."""
         checks.check_fields(self, 'model.')
         if self.num_heads % self.num_kv_heads:
             right = f'must divide model.num_heads={self.num_heads}'
@@ -122,21 +122,21 @@ class ModelHparams:
         self.depth.stream_class.check(self)
 
     def _require(self, needed: dict, why: str):
-        """Refuse knobs, by their names after `model.`, with another value than the needed one."""
+        """Refuse a knob that differs from its value in `needed`, where names lack `model.`."""
         for name, right in needed.items():
             value = operator.attrgetter(name)(self)
             if value != right:
                 refuse(f'model.{name}', value, f'must be {right}{why}')
 
     def _check_stream(self):
-        stated, stream = self.depth.stated, self.depth.stream
-        if not stated.scans:
+        traits, stream = self.depth.traits, self.depth.stream
+        if not traits.scans:
             why = f': layers of the {stream} stream differ in what they read'
             self._require({'layer_loop': 'unrolled', 'looped_layers': 'none'}, why)
         if not self.routed_layers and self.depth.skipped_slots == 'masked':
             right = 'must be auto: no block is routed, so no token skips one'
             refuse('model.depth.skipped_slots', self.depth.skipped_slots, right)
-        if not stated.keeps_sum:
+        if not traits.keeps_sum:
             why = f': the {stream} stream carries no single running sum between blocks; '
             why += 'use stream residual'
             self._require({'embedding_residual': 'none', 'loop_embeddings': 'none'}, why)
@@ -150,7 +150,7 @@ class ModelHparams:
             ('experts.choice', self.experts.choice, 'none'),
         ):
             if value != right:
-                why = f'must be block where model.{field}={value}; with {right} it can be this too'
+                why = f'must be block if model.{field}={value}; or set that to {right}'
                 refuse('model.routing.part', self.routing.part, why)
 
     def _check_exits(self):
@@ -166,59 +166,43 @@ class ModelHparams:
         if self.loops < 2:
             refuse('model.loops', self.loops, f'must be 2 or more{why}')
         needed = {'loop_order': 'cycle', 'loop_norms': 'shared', 'loop_embeddings': 'none'}
-        needed |= {'experts.choice': 'none', 'depth.stream': 'residual'}
-        needed |= {'embedding_residual': 'none'}
-        self._require(needed | {'routing.select_per': 'row', 'routing.part': 'block'}, why)
-        if self.routing.stated.is_control:
+        needed |= {'embedding_residual': 'none', 'depth.stream': 'residual'}
+        needed |= {'experts.choice': 'none', 'routing.select_per': 'row', 'routing.part': 'block'}
+        self._require(needed, why)
+        if self.routing.traits.is_control:
             right = f'must be learned, norm or straight_through{why}'
             refuse('model.routing.router', self.routing.router, right)
 
     def _check_loops(self):
-        first, last = self._loop
         if self.num_blocks > MAX_LAYERS:
-            right = f'must be at most {(MAX_LAYERS - self.num_layers) // (last - first) + 1}: '
-            right += f'{self.num_blocks} blocks would run, {MAX_LAYERS} may'
+            most = (MAX_LAYERS - self.num_layers) // len(self.looped_range) + 1
+            right = f'must be at most {most}: {self.num_blocks} blocks would run, and the limit is '
+            right += f'{MAX_LAYERS}'
             refuse('model.loops', self.loops, right)
         if not self.looped:
             plain = {'loops': 1, 'loop_order': 'cycle', 'loop_norms': 'shared'}
             plain |= {'loop_embeddings': 'none', 'loop_exit_threshold': 0}
             self._require(plain, ': no block is looped; set model.looped_layers to all')
 
-    @functools.cached_property
-    def _loop(self):
-        """(first looped block, the block after the last)."""
-        if not self.looped:
-            return 0, 0
-        if self.looped_layers == 'all':
-            return 0, self.num_layers
-        kind, *numbers = self.looped_layers.split(':')
-        if kind == 'middle' and len(numbers) == 2 and all(map(str.isdecimal, numbers)):
-            first, last = int(numbers[0]), self.num_layers - int(numbers[1])
-            if first < last:
-                return first, last
-        right = 'must be none, all or middle:FIRST:LAST, which leaves out that many blocks at both '
-        right += f'ends of {self.num_layers} and loops at least one'
-        return refuse('model.looped_layers', self.looped_layers, right)
-
     def _check_experts(self):
         self.experts.expert_layers(self.num_layers)
         if self.use_bias:
             refuse('model.use_bias', True, 'must be False: experts have no biases')
         if self.experts.row_capacity and self.routed_layers:
-            right = 'must be 0 where blocks are routed: only one limit on computed tokens at a time'
+            right = 'must be 0 where blocks are routed, which already limits the computed tokens'
             refuse('model.experts.row_capacity', self.experts.row_capacity, right)
         if self.experts.choice == 'expert' and self.routing.train_rule == 'threshold':
-            right = 'must be top_c where experts choose: they look at whole rows in training'
+            right = 'must be top_c where experts choose: they see whole rows in training'
             refuse('model.routing.train_rule', self.routing.train_rule, right)
 
     @property
     def without_adapters(self) -> 'ModelHparams':
-        """The model whose adapters are merged."""
+        """These hyper-parameters after the adapters are merged into their matrices."""
         return dataclasses.replace(self, adapters=dataclasses.replace(self.adapters, rank=0))
 
     @functools.cached_property
     def scaled_rope(self) -> RopeScaling | None:
-        """The scaling of the rotary frequencies; None if they are not scaled."""
+        """The scaling of the rotary frequencies, or None."""
         return parse_rope_scaling('model.rope_scaling', self.rope_scaling)
 
     @property
@@ -233,36 +217,51 @@ class ModelHparams:
 
     @property
     def looped(self) -> bool:
-        """Whether some blocks can run several times, with the same parameters each time."""
+        """Whether some blocks can run several times with the same parameters."""
         return self.looped_layers != 'none'
+
+    @functools.cached_property
+    def looped_range(self) -> range:
+        """The looped blocks; range(0, 0) if there are none."""
+        if not self.looped:
+            return range(0)
+        if self.looped_layers == 'all':
+            return range(self.num_layers)
+        kind, *numbers = self.looped_layers.split(':')
+        if kind == 'middle' and len(numbers) == 2 and all(map(str.isdecimal, numbers)):
+            looped = range(int(numbers[0]), self.num_layers - int(numbers[1]))
+            if looped:
+                return looped
+        right = 'must be none, all or middle:FIRST:LAST, which leaves out that many blocks at each '
+        right += f'end of {self.num_layers} and loops at least one'
+        return refuse('model.looped_layers', self.looped_layers, right)
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks that run, one after another; looped ones count once a loop."""
-        first, last = self._loop
-        return self.num_layers + (self.loops - 1) * (last - first)
+        """How many blocks run one after another; a looped block counts once for each loop."""
+        return self.num_layers + (self.loops - 1) * len(self.looped_range)
 
     @functools.cached_property
     def block_order(self) -> tuple[int, ...]:
-        """The number of the block, below num_layers, that runs at each of the num_blocks places."""
-        first, last = self._loop
-        looped = list(range(first, last)) * self.loops
+        """The block, below num_layers, that runs at each of the num_blocks places."""
+        once = self.looped_range
+        looped = list(once) * self.loops
         looped = sorted(looped) if self.loop_order == 'sequence' else looped
-        return (*range(first), *looped, *range(last, self.num_layers))
+        return (*range(once.start), *looped, *range(once.stop, self.num_layers))
 
     @property
     def router_of_block(self) -> tuple[int | None, ...]:
-        """The number of the router that chooses the tokens of each block that runs; None: none."""
+        """For each block that runs, the number of the router that chooses its tokens, or None."""
         if not self.routing.routes_loops:
             numbers = {layer: number for number, layer in enumerate(self.routed_layers)}
             return tuple(map(numbers.get, range(self.num_blocks)))
-        first, size = self._loop[0], len(self.looped_range)
+        first, size = self.looped_range.start, len(self.looped_range)
         loops = [(place - first) // size for place in range(self.num_blocks)]
         return tuple(loop if 0 <= loop < self.loops else None for loop in loops)
 
     @property
     def block_names(self) -> list[str]:
-        """What pictures call each block that runs: its number, and its loop if loops are routed."""
+        """Names of the blocks that run, for figures: the number, and the loop if it is routed."""
         loops = self.router_of_block
         if not self.routing.routes_loops:
             loops = (None,) * len(loops)
@@ -271,78 +270,63 @@ class ModelHparams:
 
     @property
     def reads_first_keys(self) -> tuple[bool, ...]:
-        """Whether each block that runs reads the keys of the first routed loop, and no others."""
+        """For each block that runs, whether it reads only the keys of the first routed loop."""
         shared = self.routing.loop_keys == 'first'
         return tuple(shared and bool(router) for router in self.router_of_block)
 
     @property
     def routed_places(self) -> tuple[float, ...]:
-        """The `place` of RoutingHparams.num_selected of each routed loop, or of each block: 1."""
+        """The `place` in RoutingHparams.num_selected of each routed loop; 1 for a routed block."""
         if not self.routing.routes_loops:
             return (1.0,) * len(self.routed_layers)
         return tuple(loop / (self.loops - 1) for loop in range(self.loops))
 
     @property
-    def looped_range(self) -> range:
-        """The numbers of the looped blocks; from 0 to 0 if there are none."""
-        return range(*self._loop)
-
-    @property
     def blocks_that_start_loops(self) -> range:
-        """The numbers of the blocks before which the embedding of a loop is added."""
+        """The blocks that add the embedding of their loop to their input."""
         in_turn = self.loop_order == 'sequence'
         return self.looped_range if in_turn else self.looped_range[:1]
 
     @property
     def sized_by_loops(self) -> str:
-        """What the model has for each loop alone, and not beyond; '' for nothing."""
+        """Words for the parameters that exist once per loop, such as 'norms'; '' if none do."""
         own = {'norms': self.loop_norms == 'own', 'embeddings': self.loop_embeddings != 'none'}
         return ' and '.join(name for name, has in own.items() if has)
 
-    @property
-    def first_looped(self) -> int:
-        """The number of the first looped block; 0 if there are none."""
-        return self._loop[0]
-
-    @property
-    def loops_last_layer(self) -> bool:
-        """Whether the last block is looped, so that others may run after it."""
-        return self.looped and self._loop[1] == self.num_layers
-
     @functools.cached_property
     def routed_layers(self) -> tuple[int, ...]:
-        """Places of the routed blocks among all that run, ascending; empty for the dense model.
+        """Places of the routed blocks among those that run, ascending; () for a dense model.
 
         If loops are routed, the places where they begin.
         """
         if self.routing.routes_loops:
-            first, last = self._loop
-            return tuple(first + loop * (last - first) for loop in range(self.loops))
+            first, size = self.looped_range.start, len(self.looped_range)
+            return tuple(first + loop * size for loop in range(self.loops))
         routed = set(self.routing.routed_layers(self.num_layers))
         return tuple(place for place, block in enumerate(self.block_order) if block in routed)
 
     @functools.cached_property
     def expert_layers(self) -> tuple[int, ...]:
-        """Places, likewise, of the blocks whose mlp is experts; empty without experts."""
+        """Places of the blocks with experts among those that run, ascending."""
         experts = set(self.experts.expert_layers(self.num_layers))
         return tuple(place for place, block in enumerate(self.block_order) if block in experts)
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether training uses later tokens, so that evaluation needs a causal rule."""
+        """Whether training looks at later tokens, so that evaluation needs a causal rule."""
         return self.routing.looks_ahead or self.experts.choice == 'expert'
 
     @property
     def tracks_threshold(self) -> bool:
-        """Whether the model keeps averages of the C-th largest scores."""
+        """Whether the model keeps moving averages of the C-th largest scores."""
         return bool(self.routed_layers) and self.routing.tracks_threshold
 
     @property
     def masks_slots(self) -> bool:
-        """Whether tokens that skip a routed block have no depth slot there."""
+        """Whether a token that skips a routed block has no depth slot there."""
         masked = self.depth.skipped_slots == 'masked' or self.depth.stream_class.masks_skipped
         return bool(self.routed_layers) and masked
 
     def window(self, layer: int) -> int:
-        """Attention window of `layer` in tokens, including the query itself; 0: no limit."""
+        """Return the attention window of a layer in tokens, with the query itself; 0: no limit."""
         return self.windows[layer % len(self.windows)]

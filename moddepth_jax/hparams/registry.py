@@ -1,4 +1,4 @@
-"""The tables of what a knob can name: classes or functions that register themselves."""
+"""Registries: the classes or functions that a knob can name, which register themselves."""
 
 import ast
 import collections.abc
@@ -10,22 +10,22 @@ import types
 
 
 class Registry(collections.abc.Mapping):
-    """The choices of one knob, by name: classes or functions that register themselves.
+    """The choices of one knob, by name.
 
-    Names, and what choices state of themselves, are looked up in the source of `module`, so that a
-    wrong config is refused before JAX and Flax are imported; a choice itself imports the module.
+    Names and class attributes are read from the source text of `module`, so that a wrong config is
+    refused before JAX and Flax are imported. Looking up a choice imports the module.
 
     Args:
-      name: of the table in the code.
+      name: the variable that holds this registry, as it stands in `module`.
       knob: dotted name of the knob, for error messages.
-      module: the module or package in which this package's own choices register themselves.
+      module: the module or package that registers this project's own choices.
     """
 
     def __init__(self, name: str, knob: str, module: str):
         self._name, self._knob, self._module, self._choices = name, knob, module, {}
 
     def register(self, name: str):
-        """A decorator that adds a choice; ValueError if this package has one of that name."""
+        """Return a decorator that adds a choice. Raises ValueError if the project has that name."""
 
         def add(choice):
             known = self._choices.get(name)
@@ -37,8 +37,8 @@ class Registry(collections.abc.Mapping):
         return add
 
     @functools.cached_property
-    def _own_statements(self):
-        """What this package's choices state of themselves: SimpleNamespaces by name, in order."""
+    def _own_traits(self):
+        """The literal class attributes of this project's choices: SimpleNamespaces by name."""
         spec = importlib.util.find_spec(self._module)
         folders = spec.submodule_search_locations or ()
         files = [file for folder in folders for file in sorted(pathlib.Path(folder).glob('*.py'))]
@@ -52,12 +52,13 @@ class Registry(collections.abc.Mapping):
             if ast.unparse(call.func) == f'{self._name}.register'
         }
 
-    def stated(self, name: str):
-        """What has the class attributes of a choice: its class, or literals in the source of one.
+    def traits(self, name: str):
+        """Return an object with the class attributes of a choice, without importing JAX.
 
-        Those of base classes in `module` are included. Needs no JAX.
+        It is the class if that is imported. Otherwise it has the literals in the source of the
+        class and of its base classes in `module`.
         """
-        return self._choices[name] if name in self._choices else self._own_statements[name]
+        return self._choices[name] if name in self._choices else self._own_traits[name]
 
     def __getitem__(self, name):
         if name not in self._choices:
@@ -65,24 +66,24 @@ class Registry(collections.abc.Mapping):
         return self._choices[name]
 
     def __contains__(self, name):
-        return name in self._choices or name in self._own_statements
+        return name in self._choices or name in self._own_traits
 
     def __iter__(self):
-        return iter(dict.fromkeys([*self._own_statements, *self._choices]))
+        return iter(dict.fromkeys([*self._own_traits, *self._choices]))
 
     def __len__(self):
         return len(list(iter(self)))
 
 
 def _registrations(node):
-    """The calls among the decorators of a statement, or the first of two in `f(name)(choice)`."""
+    """Return the calls that register: decorators of a statement, or f(name) in f(name)(choice)."""
     value = getattr(node, 'value', None)
     calls = [*getattr(node, 'decorator_list', ()), getattr(value, 'func', None)]
     return [call for call in calls if isinstance(call, ast.Call)]
 
 
 def _literals(node, classes):
-    """The attributes of a class that are literals, also those of its bases among `classes`."""
+    """Return the literal attributes of a class and of its base classes among `classes`."""
     found = {}
     if not isinstance(node, ast.ClassDef):
         return found
@@ -91,7 +92,7 @@ def _literals(node, classes):
     for line in node.body:
         if isinstance(line, ast.Assign):
             found.pop(name := line.targets[0].id, None)
-            with contextlib.suppress(ValueError):  # of what is no literal
+            with contextlib.suppress(ValueError):  # not a literal
                 found[name] = ast.literal_eval(line.value)
     return found
 

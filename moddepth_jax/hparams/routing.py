@@ -13,14 +13,17 @@ from moddepth_jax.hparams.registry import CAUSAL_RULES, GATES, ROUTERS
 class Stage(NamedTuple):
     """A part of training with one set of static shapes."""
 
-    begins: float  # share of the steps before it
-    capacity: float  # fraction of the tokens that a routed block processes
-    routing: str  # top_c, or the causal rule that selects the tokens
+    begins: float  # the share of the steps that come before it
+    capacity: float  # the share of the tokens that a routed block processes
+    routing: str  # how tokens are selected: top_c or a causal rule
 
 
 @dataclasses.dataclass(frozen=True)
 class RoutingHparams:
-    """Mixture-of-Depths (Raposo et al. 2024, arXiv 2404.02258); knobs as in configs/base.py."""
+    """Mixture-of-Depths (Raposo et al. 2024, arXiv 2404.02258).
+
+    configs/base.py describes the knobs.
+    """
 
     router: str
     layers: str
@@ -48,32 +51,31 @@ class RoutingHparams:
     overflow: checks.choice('skip', 'grow')
 
     def check_values(self):
-        """Refuse what the router's class has not to check, resolve `auto`; needs no JAX."""
+        """Resolve `auto` and make all checks but those of the router's class, which import JAX."""
         checks.one_of('model.routing.router', self.router, ('none', *ROUTERS))
         checks.one_of('model.routing.gate', self.gate, ('auto', *GATES))
         checks.one_of('model.routing.causal_rule', self.causal_rule, ('auto', *CAUSAL_RULES))
         checks.check_fields(self, 'model.routing.')
         self._check_log_length()
-        if not self.routes_loops and self.loop_update != 'auto':
-            right = 'must be auto: no loop is routed; set model.routing.layers to loops'
-            refuse('model.routing.loop_update', self.loop_update, right)
-        if not self.routes_loops and self.loop_keys != 'own':
-            right = 'must be own: no loop is routed; set model.routing.layers to loops'
-            refuse('model.routing.loop_keys', self.loop_keys, right)
         if self.routes_loops:
-            assigns = self.stated.assigns_depth
+            assigns = self.traits.assigns_depth
             self._resolve(
                 'loop_update', ('gated_loops', 'gated_exit') if assigns else ('output', 'change')
             )
-        self._resolve('gate', self.stated.gates)
+        else:
+            for field, only in (('loop_update', 'auto'), ('loop_keys', 'own')):
+                if (value := getattr(self, field)) != only:
+                    right = f'must be {only}: no loop is routed; set model.routing.layers to loops'
+                    refuse(f'model.routing.{field}', value, right)
+        self._resolve('gate', self.traits.gates)
         rules = self._possible_rules()
         by_threshold = self.train_rule == 'threshold' and 'threshold' in rules
         self._resolve('causal_rule', ('threshold',) if by_threshold else rules)
         if self.router != 'none':
             self._check_rule()
-        capped = not self.stated.assigns_depth and self.overflow == 'skip'
+        capped = not self.traits.assigns_depth and self.overflow == 'skip'
         if self.loop_keys == 'first' and capped:
-            right = 'must be grow where loop_keys is first: later loops have no cache to overflow'
+            right = 'must be grow if loop_keys is first: later loops have no cache that overflows'
             refuse('model.routing.overflow', self.overflow, right)
 
     def __post_init__(self):
@@ -83,55 +85,55 @@ class RoutingHparams:
 
     @property
     def routes_loops(self) -> bool:
-        """Whether loops are routed, and not blocks: Mixture-of-Recursions."""
+        """Whether loops are routed instead of blocks (Mixture-of-Recursions)."""
         return self.router != 'none' and self.layers == 'loops'
 
     @property
     def router_class(self):
-        """The `model.mod.routers.Router` of that name; without a router none of it matters."""
+        """The subclass of `model.mod.routers.Router`; without a router that of `learned`."""
         return ROUTERS['learned' if self.router == 'none' else self.router]
 
     @property
-    def stated(self):
-        """What `router_class` states of itself; needs no JAX."""
-        return ROUTERS.stated('learned' if self.router == 'none' else self.router)
+    def traits(self):
+        """The class attributes of `router_class`, without importing JAX."""
+        return ROUTERS.traits('learned' if self.router == 'none' else self.router)
 
     def _possible_rules(self):
-        rules, is_control = self.stated.rules, self.stated.is_control
+        rules, is_control = self.traits.rules, self.traits.is_control
         if self.select_per == 'row' or is_control:
             return rules
         # If documents do not compete, no single score separates the selected tokens of a row.
-        return tuple(rule for rule in rules if not CAUSAL_RULES.stated(rule).needs_threshold)
+        return tuple(rule for rule in rules if not CAUSAL_RULES.traits(rule).needs_threshold)
 
     def _resolve(self, field, choices):
         value = getattr(self, field)
         if value == 'auto':
             object.__setattr__(self, field, choices[0])
         elif value not in choices:
-            how = f', trained by {self.train_rule} per {self.select_per},'
-            right = f'the {self.router} router{how} takes auto, {", ".join(choices)}'
+            how = f', trained by {self.train_rule} per {self.select_per}'
+            right = f'must be one of auto, {", ".join(choices)} for the {self.router} router{how}'
             refuse(f'model.routing.{field}', value, right)
 
     def _check_rule(self):
-        weight = CAUSAL_RULES.stated(self.causal_rule).loss_weight
+        weight = CAUSAL_RULES.traits(self.causal_rule).loss_weight
         if weight and not getattr(self, weight):
-            right = f'must be above 0 where causal_rule is {self.causal_rule}, which it trains'
+            right = f'must be above 0 if causal_rule is {self.causal_rule}, which this loss trains'
             refuse(f'model.routing.{weight}', 0.0, right)
         if self.train_rule == 'top_c':
             return
         if not self.tracks_threshold:
-            right = f'the {self.router} router per {self.select_per} has no average to train by'
-            refuse('model.routing.train_rule', self.train_rule, f'{right}; use top_c')
+            right = f'must be top_c: the {self.router} router per {self.select_per} has no average'
+            refuse('model.routing.train_rule', self.train_rule, right)
         if self.overflow == 'grow':
             right = 'must be skip where train_rule is threshold: C_max is static'
             refuse('model.routing.overflow', self.overflow, right)
         if not self.threshold_warmup:
-            right = 'must be above 0 where train_rule is threshold: top-C starts the average'
+            right = 'must be above 0 where train_rule is threshold: the average starts from top-C'
             refuse('model.routing.threshold_warmup', self.threshold_warmup, right)
 
     def _check_log_length(self):
         stages = [capacity for capacity, _ in _parse_stages(self.capacity_stages)]
-        # Below it, C would shrink while the length grows.
+        # With a smaller capacity, C would shrink while the length grows.
         least = 1 / (1 + math.log(self.log_length_max))
         for field, values in (('capacity', [self.capacity]), ('capacity_stages', stages)):
             if self.capacity_form == 'log_length' and min(values, default=1) < least:
@@ -140,33 +142,33 @@ class RoutingHparams:
 
     @property
     def tracks_threshold(self) -> bool:
-        """Whether the model keeps a moving average of the C-th largest score of each layer."""
-        if self.router == 'none' or self.stated.is_control:
+        """Whether the model keeps a moving average of each layer's C-th largest score."""
+        if self.router == 'none' or self.traits.is_control:
             return False
-        return any(CAUSAL_RULES.stated(rule).needs_threshold for rule in self._possible_rules())
+        return any(CAUSAL_RULES.traits(rule).needs_threshold for rule in self._possible_rules())
 
     @property
     def rules(self) -> tuple[str, ...]:
-        """The causal rules that a model trained with these knobs can run; its own comes first."""
+        """The causal rules that a model trained with these knobs can run, its own first."""
         untrained = (
-            rule for rule in self._possible_rules() if not CAUSAL_RULES.stated(rule).loss_weight
+            rule for rule in self._possible_rules() if not CAUSAL_RULES.traits(rule).loss_weight
         )
         return tuple(dict.fromkeys((self.causal_rule, *untrained, 'bypass')))
 
     @property
     def rule_loss_weight(self) -> float:
-        """Weight of the loss that trains the causal rule; 0 if it needs no training."""
-        weight = CAUSAL_RULES.stated(self.causal_rule).loss_weight
+        """The weight of the loss that trains the causal rule; 0 if no loss does."""
+        weight = CAUSAL_RULES.traits(self.causal_rule).loss_weight
         return getattr(self, weight) if weight else 0.0
 
     def num_selected(self, length: int, place: float = 1.0) -> int:
-        """C, the number of tokens that are selected of a row of `length`, at least 1.
+        """Return C, how many tokens of a row of `length` are selected, at least 1.
 
-        Under `log_length` the share falls from 1 at one token to `capacity` at log_length_max. Of
-        routed loops the first, at place 0, takes all tokens, the last, at place 1, that share, and
-        those between a share between.
+        Under `log_length` the share falls from 1 for one token to `capacity` at log_length_max. The
+        first routed loop, at place 0, selects all tokens, the last one, at place 1, that share, and
+        the share falls linearly between them.
         """
-        share = 1.0 if self.stated.assigns_depth else self.capacity
+        share = 1.0 if self.traits.assigns_depth else self.capacity
         if self.capacity_form == 'log_length':
             clamped = math.log(min(length, self.log_length_max)) / math.log(self.log_length_max)
             share = 1 - clamped * (1 - self.capacity)
@@ -175,13 +177,13 @@ class RoutingHparams:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether training selects tokens by later ones."""
-        return self.router != 'none' and not self.stated.assigns_depth
+        """Whether the selection in training depends on later tokens."""
+        return self.router != 'none' and not self.traits.assigns_depth
 
     def cache_size(self, context: int, routing: str, place: float = 1.0) -> int:
-        """Capacity of a routed block's cache for `context` tokens, under a causal rule.
+        """Return the capacity of a routed block's cache for `context` tokens, under a causal rule.
 
-        `place` as of `num_selected`.
+        `num_selected` describes `place`.
         """
         if not CAUSAL_RULES[routing].is_capped:
             return context
@@ -189,7 +191,7 @@ class RoutingHparams:
         return max(1, math.floor(size))
 
     def max_selected(self, context: int, routing: str, place: float = 1.0) -> int:
-        """Most tokens of a row that are selected under a causal rule: the cache's, or all."""
+        """Return the most tokens of a row that a causal rule selects: `cache_size`, or all."""
         return context if self.overflow == 'grow' else self.cache_size(context, routing, place)
 
     @property
@@ -200,7 +202,7 @@ class RoutingHparams:
             capacities.append((begins, capacity))
             begins += share
         capacities.append((begins, self.capacity))
-        first = self.causal_rule if self.stated.assigns_depth else 'top_c'
+        first = self.causal_rule if self.traits.assigns_depth else 'top_c'
         switch = self.threshold_warmup if self.train_rule == 'threshold' else 1.0
         places = sorted({begins for begins, _ in capacities} | ({switch} if switch < 1 else set()))
         return tuple(
@@ -213,9 +215,9 @@ class RoutingHparams:
         )
 
     def routed_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Indices of the routed blocks, ascending; () if loops are routed.
+        """Return the indices of the routed blocks, ascending; () if loops are routed.
 
-        Raises ValueError if `layers` names none.
+        Raises ValueError if `layers` names no block.
         """
         if self.router == 'none' or self.routes_loops:
             return ()
@@ -223,10 +225,10 @@ class RoutingHparams:
 
 
 def parse_layers(field: str, text: str, num_layers: int) -> tuple[int, ...]:
-    """Indices of the layers that the knob `field` names, ascending; ValueError if there are none.
+    """Return the indices of the layers that a knob names, ascending.
 
-    every:N is each N-th layer from N-1 on; middle:FIRST:LAST leaves out that many layers at both
-    ends; 1,3,5 is a list.
+    every:N is every N-th layer from N-1 on. middle:FIRST:LAST leaves out that many layers at each
+    end. 1,3,5 is a list. Raises ValueError if there are no such layers.
     """
     kind, *numbers = text.split(':')
     try:
@@ -242,15 +244,15 @@ def parse_layers(field: str, text: str, num_layers: int) -> tuple[int, ...]:
         chosen = ()
     if not chosen or not 0 <= chosen[0] <= chosen[-1] < num_layers:
         right = 'must be every:N, middle:FIRST:LAST or a list such as 0,1 of layers below'
-        refuse(field, text, f'{right} {num_layers}, and name at least one')
+        refuse(field, text, f'{right} {num_layers}, with at least one layer')
     return tuple(chosen)
 
 
 def _parse_stages(text):
-    """'1:0.2,0.5:0.3' -> [(1.0, 0.2), (0.5, 0.3)], capacities and shares of the steps."""
+    """Return the capacities and shares of the steps: '1:0.2,0.5:0.3' -> [(1, 0.2), (0.5, 0.3)]."""
     right = (
-        'must be CAPACITY:SHARE,... such as 1:0.2,0.5:0.3, capacities in (0, 1] and shares of the '
-        'steps above 0 that leave some for the end'
+        'must be CAPACITY:SHARE,... such as 1:0.2,0.5:0.3, with capacities in (0, 1] and shares of '
+        'the steps above 0 whose sum is below 1'
     )
     try:
         stages = [tuple(map(float, stage.split(':'))) for stage in text.split(',') if text]

@@ -1,4 +1,4 @@
-"""The routings with which a model can run, and which of them is causal."""
+"""The routings with which a model can run, and its causal one."""
 
 from moddepth_jax.hparams.registry import CAUSAL_RULES
 from moddepth_jax.hparams.run import Hparams
@@ -10,25 +10,25 @@ def check_routing(hparams: Hparams, routing: str):
         raise ValueError(f'routing={routing!r}: must be one of top_c, {", ".join(CAUSAL_RULES)}')
     knobs, rules = hparams.model.routing, hparams.model.routing.rules
     why = f'this model ({knobs.router} router, trained for {rules[0]}) has no such rule; '
-    why += f'it can run top_c, {", ".join(rules)}'
+    why += f'must be top_c, {", ".join(rules)}'
     if not hparams.model.routed_layers:
         rules = (causal_routing(hparams),)
         why = 'no block of this model is routed; its only causal rule is dense'
         if rules == ('threshold',):
-            why = 'its experts choose tokens of whole rows; only threshold is causal'
+            why = 'experts choose tokens of whole rows; only the threshold rule is causal'
     if routing not in ('top_c', *rules):
         raise ValueError(f'routing={routing!r}: {why}')
 
 
 def check_causal(hparams: Hparams, routing: str):
-    """`check_routing`, and raise ValueError for a routing that looks at later tokens."""
+    """Raise ValueError for a routing that the model cannot run or that looks at later tokens."""
     check_routing(hparams, routing)
     if routing == 'top_c' and hparams.model.looks_ahead:
         raise ValueError("routing='top_c': looks at later tokens, which do not exist yet")
 
 
 def causal_routing(hparams: Hparams) -> str:
-    """The causal rule of evaluation and generation."""
+    """Return the causal rule of evaluation and generation."""
     if hparams.model.routed_layers:
         return hparams.model.routing.causal_rule
     return 'threshold' if hparams.model.looks_ahead else 'dense'

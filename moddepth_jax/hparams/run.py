@@ -1,4 +1,4 @@
-"""Hyper-parameters of a run: data, optimizer, training, evaluation, report; and all of it."""
+"""Hyper-parameters of a run: data, optimizer, training, evaluation, report, and `Hparams`."""
 
 import dataclasses
 import fractions
@@ -16,7 +16,7 @@ from moddepth_jax.hparams.routing import Stage
 
 @dataclasses.dataclass(frozen=True)
 class DataHparams:
-    """Corpus, tokenizer and windows; knobs as in configs/base.py."""
+    """Corpus, tokenizer and batches. configs/base.py describes the knobs."""
 
     source: str
     mixture: str
@@ -51,12 +51,12 @@ class DataHparams:
 
     @property
     def members(self) -> dict[str, fractions.Fraction]:
-        """The exact share of each folder of `data.mixture`; empty for another source."""
+        """The exact share of each folder of `data.mixture`; {} for another source."""
         return _members(self.mixture) if self.source == 'mixture' else {}
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Folders of prepared text: the members of the mixture, or the source."""
+        """The folders of prepared text: the members of the mixture, or the source."""
         return tuple(self.members) or (self.source,)
 
 
@@ -75,7 +75,7 @@ def _members(mixture):
         if not weight:
             refuse('data.mixture', mixture, f'weight {text!r} of {folder} must be a number above 0')
         if folder in weights:
-            refuse('data.mixture', mixture, f'{folder} must be a member once; add up its weights')
+            refuse('data.mixture', mixture, f'{folder} must be listed once; add up its weights')
         weights[folder] = weight
     total = sum(weights.values())
     return {folder: weight / total for folder, weight in weights.items()}
@@ -83,7 +83,7 @@ def _members(mixture):
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerHparams:
-    """The optimizer, its schedule and clipping; knobs as in configs/base.py."""
+    """The optimizer, its schedule and clipping. configs/base.py describes the knobs."""
 
     name: checks.choice_of(OPTIMIZERS)
     learning_rate: checks.AboveZero
@@ -93,7 +93,7 @@ class OptimizerHparams:
     warmup_fraction: checks.Fraction
     b1: checks.FractionBelowOne
     b2: checks.FractionBelowOne
-    eps: checks.AboveZero  # if all gradients are 0, it alone divides
+    eps: checks.AboveZero  # if all gradients are 0, the update is divided by this alone
     weight_decay: checks.Weight
     decay_embeddings: bool
     trainable: tuple[str, ...]
@@ -116,14 +116,14 @@ class OptimizerHparams:
 
     @property
     def factors(self) -> tuple[tuple[str, float], ...]:
-        """The globs of `rate_factors`, each with its factor."""
+        """The (glob, factor) pairs of `rate_factors`."""
         parts = (text.rpartition(':') for text in self.rate_factors)
         return tuple((glob, float(factor)) for glob, _, factor in parts)
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingHparams:
-    """The train loop; knobs as in configs/base.py."""
+    """The train loop. configs/base.py describes the knobs."""
 
     num_steps: checks.CountOrZero
     extended_from: checks.CountOrZero
@@ -146,7 +146,7 @@ class TrainingHparams:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationHparams:
-    """Held-out evaluation; knobs as in configs/base.py."""
+    """Evaluation on the held-out set. configs/base.py describes the knobs."""
 
     every: checks.CountOrZero
     num_batches: checks.Count
@@ -158,7 +158,7 @@ class EvaluationHparams:
 
 @dataclasses.dataclass(frozen=True)
 class ReportHparams:
-    """The sample and the picture at the end of a run; knobs as in configs/base.py."""
+    """The sample and the figure at the end of a run. configs/base.py describes the knobs."""
 
     prompt: str
     sample_tokens: checks.Count
@@ -170,13 +170,13 @@ class ReportHparams:
         checks.check_fields(self, 'report.')
         try:
             self.prompt.encode()
-        except UnicodeEncodeError:  # half a surrogate pair, or what a terminal sent in Latin-1
-            refuse('report.prompt', self.prompt, 'must be text that UTF-8 can hold')
+        except UnicodeEncodeError:  # half a surrogate pair, or Latin-1 from a terminal
+            refuse('report.prompt', self.prompt, 'must be text that UTF-8 can encode')
 
 
 @dataclasses.dataclass(frozen=True)
 class Hparams:
-    """All knobs of a run. Hashable, so that it can be a static argument of a jitted function."""
+    """All knobs of a run. Hashable, so that it can be a static argument of jitted functions."""
 
     seed: int
     flop_budget: checks.Weight
@@ -192,9 +192,9 @@ class Hparams:
         if not 0 <= self.seed < 2**32:
             refuse('seed', self.seed, 'must lie in [0, 2**32)')
         if not (self.flop_budget or self.training.num_steps):
-            refuse('flop_budget', self.flop_budget, 'set it, or training.num_steps, above 0')
+            refuse('flop_budget', self.flop_budget, 'must be above 0, or set training.num_steps')
         if self.flop_budget and self.training.num_steps:
-            right = f'must be 0 where flop_budget={self.flop_budget:g} decides; or set that to 0'
+            right = f'must be 0 because flop_budget={self.flop_budget:g} decides; or set that to 0'
             refuse('training.num_steps', self.training.num_steps, right)
         if self.data.batch_size % self.training.accumulate_steps:
             right = f'must divide data.batch_size={self.data.batch_size}'
@@ -215,19 +215,17 @@ class Hparams:
         elif not model.looped:
             right = 'must be (): no block is looped; set model.looped_layers to all'
         elif model.looks_ahead or model.routed_layers:
-            right = 'must be () where blocks are routed or experts choose: each loop has averages '
-            right += 'of its own'
-        elif model.depth.stated.sized_by_depth:
-            right = (
-                f'must be (): the {model.depth.stream} stream has weights for as many outputs as '
-            )
-            right += 'the blocks that run'
+            right = 'must be () where blocks are routed or experts choose: each loop has its own '
+            right += 'averages'
+        elif model.depth.traits.sized_by_depth:
+            stream = model.depth.stream
+            right = f'must be (): the {stream} stream has weights for each block that runs'
         elif model.sized_by_loops and max(counts) != model.loops:
             right = f'must have model.loops={model.loops} as its largest count: each loop has '
-            right += f'{model.sized_by_loops} of its own'
+            right += f'its own {model.sized_by_loops}'
         if right:
             refuse('training.loops', counts, right)
-        dataclasses.replace(model, loops=max(counts))  # refuses too many
+        dataclasses.replace(model, loops=max(counts))  # refuses a count that is too large
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -236,11 +234,11 @@ class Hparams:
         return routing.stages if self.model.routed_layers else (Stage(0.0, 1.0, 'top_c'),)
 
     def steps_of_shares(self, num_steps: int) -> int:
-        """The steps of which warm-up and stages are shares, in a run of `num_steps`."""
+        """Return the steps of which the warm-up and the stages are shares."""
         return self.training.extended_from or num_steps
 
     def with_loops(self, loops: int) -> 'Hparams':
-        """These hyper-parameters, with so many loops of the model in all steps; 0: as they are."""
+        """Return these hyper-parameters with `loops` loops in every step; 0: unchanged."""
         if not loops:
             return self
         training = dataclasses.replace(self.training, loops=())
@@ -249,11 +247,11 @@ class Hparams:
 
     @property
     def without_adapters(self) -> 'Hparams':
-        """These hyper-parameters, of a model whose adapters are merged."""
+        """These hyper-parameters after the adapters are merged into their matrices."""
         return dataclasses.replace(self, model=self.model.without_adapters)
 
     def at(self, stage: Stage) -> 'Hparams':
-        """These hyper-parameters, with the capacity of a stage of training."""
+        """Return these hyper-parameters with the capacity of a stage of training."""
         if not self.model.routed_layers:
             return self
         routing = dataclasses.replace(

@@ -1,7 +1,7 @@
 """Low-rank adapters: W + (alpha / r) A B for chosen matrices W of the stack.
 
-A and B are leaves next to W, and are merged into it before a layer is applied (Hu et al. 2021,
-arXiv 2106.09685, section 4.1). No module knows of them.
+A and B are leaves next to W. They are merged into W before a layer is applied (Hu et al. 2021,
+arXiv 2106.09685, section 4.1), so the modules do not know about them.
 """
 
 import fnmatch
@@ -17,15 +17,15 @@ from flax import traverse_util
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.sharding import axis_names, matrix_sides
 
-ADAPTER = 'adapter'  # the name of a dict of `a` and `b` next to `kernel`
+ADAPTER = 'adapter'  # the name of the dict with `a` and `b` next to `kernel`
 
 
 def add_adapters(key, stack: dict, model: ModelHparams, layer_numbers) -> dict:
-    """The parameters of a stack with new adapters, which change nothing yet: B = 0.
+    """Return the parameters of a stack with new adapters, which change nothing yet: B = 0.
 
-    A is normal with variance 1 / (3 inputs), that of the authors' code; its draw depends on the
-    key, the number of the layer (of `Stack.layer_numbers`) and its name. Raises ValueError, one
-    line, for a pattern without a matrix.
+    A is normal with the variance 1 / (3 inputs) of the authors' code. Its draw depends on the key,
+    the number of the layer (`Stack.layer_numbers`) and the name of the matrix. Raises a one-line
+    ValueError for a pattern that matches no matrix.
     """
     adapters = model.adapters
     if not adapters.rank:
@@ -44,14 +44,15 @@ def add_adapters(key, stack: dict, model: ModelHparams, layer_numbers) -> dict:
         _, run, layer, *rest = name.split('/')
         numbers = layer_numbers[int(run.removeprefix('run_'))]
         numbers = numbers[:, int(layer.removeprefix('layer_'))]
-        stem, own = name.removesuffix('kernel'), '/'.join(r for r in rest if r != 'block')
-        a, b = _new(key, leaves[name], _sides(name, leaves[name]), numbers, own, adapters.rank)
+        stem, in_layer = name.removesuffix('kernel'), '/'.join(r for r in rest if r != 'block')
+        sides = _sides(name, leaves[name])
+        a, b = _new(key, leaves[name], sides, numbers, in_layer, adapters.rank)
         leaves |= {f'{stem}{ADAPTER}/a': a, f'{stem}{ADAPTER}/b': b}
     return traverse_util.unflatten_dict(leaves, sep='/')['stack']
 
 
 def _sides(name, leaf):
-    """(batch, inputs, outputs): the axes of a matrix of the stack, but for the first; else None."""
+    """Return the (batch, input, output) axes of a matrix after its layer axis, or None."""
     names = axis_names(name, leaf.ndim)[1:]
     return matrix_sides(names) if name.endswith('/kernel') and 'vocab' not in names else None
 
@@ -70,12 +71,12 @@ def _new(key, kernel, sides, numbers, name, rank):
 
 
 def has_adapters(params: dict) -> bool:
-    """Whether there is an adapter in nested dicts of parameters."""
+    """Return whether nested dicts of parameters contain an adapter."""
     return any(ADAPTER in path for path in traverse_util.flatten_dict(params))
 
 
 def merge_adapters(params: dict, model: ModelHparams) -> dict:
-    """Parameters, of a layer or of many, with each adapter added to its matrix and gone."""
+    """Return the parameters of one or many layers with each adapter merged into its matrix."""
     if not model.adapters.rank:
         return params
 
@@ -85,7 +86,7 @@ def merge_adapters(params: dict, model: ModelHparams) -> dict:
         rest = {name: merge(part) for name, part in node.items() if name != ADAPTER}
         if ADAPTER in node:
             delta = _product(node[ADAPTER]['a'], node[ADAPTER]['b'], node['kernel'].ndim)
-            # With += the arrays of NumPy that were given would change.
+            # += would change NumPy arrays of the caller.
             rest['kernel'] = rest['kernel'] + model.adapters.scale * delta
         return rest
 
@@ -93,7 +94,7 @@ def merge_adapters(params: dict, model: ModelHparams) -> dict:
 
 
 def _product(a, b, ndim):
-    """A B over the rank: [batch, inputs, r] and [batch, r, outputs], any number of axes each."""
+    """Return A B of [batch, inputs, r] and [batch, r, outputs], where each may be many axes."""
     letters = iter(string.ascii_lowercase.replace('r', ''))
     batch = a.ndim + b.ndim - 2 - ndim
     shared, inputs, outputs = (

@@ -1,10 +1,10 @@
-"""Compiling before there are values: functions that jitted calls make up, of abstract arrays."""
+"""Ahead-of-time compilation of functions that consist of jitted calls, by abstract arrays."""
 
 import jax
 
 
 def abstract(tree):
-    """A pytree of arrays as ShapeDtypeStructs, with their shardings."""
+    """Return ShapeDtypeStructs, with shardings, of a pytree of arrays."""
     return jax.tree.map(_struct, tree, jax.tree.map(lambda x: x.sharding, tree))
 
 
@@ -13,15 +13,15 @@ def _struct(x, sharding):
 
 
 def is_abstract(tree) -> bool:
-    """Whether a leaf of the pytree is a ShapeDtypeStruct."""
+    """Return whether a leaf of the pytree is a ShapeDtypeStruct."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 
 def call(function, *args, **static):
-    """`function(*args, **static)` of a jitted function; of abstract `args`, compiles it only.
+    """Call a jitted function, or only compile it if `args` are abstract.
 
-    Then a call with such arrays, in any thread, neither traces nor compiles. Returns its result, or
-    the abstract form of it.
+    A later call with such arrays, in any thread, neither traces nor compiles. Returns the result,
+    or its abstract form.
     """
     if not is_abstract(args):
         return function(*args, **static)

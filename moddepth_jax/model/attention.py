@@ -1,4 +1,4 @@
-"""Causal self-attention of a block: projections, QK-norm, rotary positions, the kernel."""
+"""Causal self-attention of a block: projections, QK-norm, RoPE, and the call of the kernel."""
 
 import functools
 from typing import NamedTuple
@@ -16,24 +16,25 @@ from moddepth_jax.model.value_embeddings import ValueEmbedding
 
 
 def model_segment_ids(hparams: ModelHparams, segment_ids_BT):
-    """Segment ids that attention uses: under `across_documents` 1 for every real token."""
+    """Return the segment ids for attention: 1 for all real tokens under `across_documents`."""
     if hparams.across_documents:
         return (segment_ids_BT > 0).astype(segment_ids_BT.dtype)
     return segment_ids_BT
 
 
 class KVView(NamedTuple):
-    """The cached keys and values, and the new ones, that new tokens of all or some rows see."""
+    """A block's cache, and what new tokens of all or some of its rows see of it and each other."""
 
     k_BKHS: jax.Array
     v_BKHS: jax.Array
     visible_CTS: jax.Array  # bool, the cache entries that each token sees
-    visible_CTT: jax.Array  # bool, the new tokens that each token sees, itself always
-    rows_C: jax.Array | None = None  # rows of the cache, B and above (last) for none; None: C = B
+    visible_CTT: jax.Array  # bool, the new tokens that each token sees, always including itself
+    # Rows of the cache; B or more, at the end, names none. None: C = B, all rows.
+    rows_C: jax.Array | None = None
 
 
 class AttentionInputs(NamedTuple):
-    """What the queries, keys and values are projected from, [B, T, D] each."""
+    """The inputs of the query, key and value projections, [B, T, D] each."""
 
     query_BTD: jax.Array
     key_BTD: jax.Array
@@ -41,42 +42,42 @@ class AttentionInputs(NamedTuple):
 
 
 class KeysValues(NamedTuple):
-    """Keys and values of tokens: for later tokens of a layer, or a depth slot for later layers."""
+    """Keys and values of tokens: for later tokens, or as a depth slot for later layers."""
 
     k_BTKH: jax.Array
     v_BTKH: jax.Array
 
 
 class FirstKeys(NamedTuple):
-    """What a looped block made in the first loop, and reads in later ones in place of its own."""
+    """Keys and values that a looped block made in the first loop, and reads in later loops."""
 
     keys: KeysValues  # [B, S, K, H]
-    tokens: TokenInfo  # of the keys, [B, S]; in decoding, where a view says who sees whom, unused
+    tokens: TokenInfo  # of the keys, [B, S]; decoding does not use it, since it has a KVView
 
 
 class DepthSlots(NamedTuple):
-    """What earlier layers wrote for the same tokens."""
+    """The depth slots that earlier layers wrote for the same tokens."""
 
     slots: KeysValues  # leaves [L, B, T, K, H]; or an array, as the stream's `slot_shape`
     valid_LBT: jax.Array | None = None  # bool, which tokens have a slot; None: all
-    count: jax.Array | int | None = None  # number of slots that are written; None: L
-    # int32, the tokens that the layer runs on, if not on all T; T and above for none.
+    count: jax.Array | int | None = None  # number of written slots; None: L
+    # int32, the tokens that the layer runs on; T or more names none. None: all T.
     indices_BC: jax.Array | None = None
-    # Like the slots, but never read: their cotangents are the gradients of the slots, in their
-    # dtype. None: the slots' own cotangents are.
+    # Arrays like the slots that are never read. Their cotangents are the gradients of the slots, in
+    # their own dtype. None: the cotangents of `slots` are these gradients.
     sums: KeysValues | None = None
 
     def of_tokens(self):
-        """The slots of the tokens that the layer runs on, [L, B, T or C, ...]."""
+        """Return the slots of the tokens that the layer runs on, [L, B, T or C, ...]."""
         return jax.vmap(self.pick)(self.slots)
 
     @property
     def num_written(self):
-        """The number of slots that are written."""
+        """The number of written slots."""
         return jax.tree.leaves(self.slots)[0].shape[0] if self.count is None else self.count
 
     def pick(self, side_BTX):
-        """Of a slot, or of its validity, that of the tokens that the layer runs on."""
+        """Return the part of one slot, or of its validity, for the tokens the layer runs on."""
         if self.indices_BC is None:
             return side_BTX
         return jax.tree.map(lambda side: gather_tokens(side, self.indices_BC), side_BTX)
@@ -86,14 +87,17 @@ SLOTS = (None, 'batch', None, 'kv_heads', None)
 
 
 def _axis_names(name: str) -> tuple:
-    """How an argument of depth_attention is split over a mesh, by the letters of its name."""
+    """Return how depth_attention's argument of that name, by its letters, is split over a mesh."""
     letters = name.rpartition('_')[2]
     names = {'B': 'batch', 'N': 'heads', 'K': 'kv_heads'}
     return tuple(names.get(letter) for letter in letters) if letters.isupper() else ()
 
 
 def attend(hparams: ModelHparams, q_BTNH, k_BSKH, v_BSKH, depth: DepthSlots | None, options: dict):
-    """o_BTNH and `depth`, threaded, over a mesh; `options`: other arguments of depth_attention."""
+    """Call depth_attention on each device's part. Returns o_BTNH and `depth`, threaded.
+
+    `options` are further arguments of depth_attention.
+    """
     arrays = {'q_BTNH': q_BTNH, 'k_BSKH': k_BSKH, 'v_BSKH': v_BSKH, **options}
     static = {name: arrays.pop(name) for name in ('window', 'slot_window') if name in arrays}
     queries = _axis_names('q_BTNH')
@@ -120,7 +124,7 @@ def attend(hparams: ModelHparams, q_BTNH, k_BSKH, v_BSKH, depth: DepthSlots | No
 
 
 def slot_arguments(hparams: ModelHparams, depth: DepthSlots) -> dict:
-    """The arguments of depth_attention, and of its reference, that describe the slots."""
+    """Return the arguments of depth_attention, and of its reference, that describe the slots."""
     return {
         'k_depth_LBRKH': depth.slots.k_BTKH,
         'v_depth_LBRKH': depth.slots.v_BTKH,
@@ -132,13 +136,13 @@ def slot_arguments(hparams: ModelHparams, depth: DepthSlots) -> dict:
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention in one softmax over the sequence and the token's own depth slots."""
+    """Grouped-query attention, with one softmax over the sequence and the token's depth slots."""
 
     hparams: ModelHparams
-    window: int  # tokens that a query sees, itself included; 0: all earlier ones
-    gathered: bool = False  # whether the tokens are a selection rather than whole rows
+    window: int  # tokens that a query sees, including itself; 0: all earlier ones
+    gathered: bool = False  # whether the tokens are selected ones rather than whole rows
     mixes: bool = False  # whether the stream's `value_mixer` changes the values
-    embeds: bool = False  # whether a ValueEmbedding adds to what they are projected to
+    embeds: bool = False  # whether a ValueEmbedding adds to the projected values
 
     def setup(self):
         hparams = self.hparams
@@ -172,12 +176,19 @@ class SelfAttention(nn.Module):
         depth: DepthSlots | None = None,
         first: FirstKeys | None = None,
     ):
-        """Attend to each other, to the cache of `view` if there is one, and to `depth`.
+        """Attend to the tokens, to a cache if there is one, and to depth slots.
 
-        With `first`, to its keys in place of each other's; only queries are projected then.
+        Args:
+          inputs: the inputs of the projections.
+          tokens: positions and documents.
+          view: the cache that the tokens see, and which of each other they see.
+          depth: the slots of the tokens.
+          first: keys and values to attend to in place of the tokens' own. Only queries are
+            projected then.
 
-        Returns the output, KeysValues of tokens (no values if it has no projection for them) and
-        of their depth slots, and `depth`, threaded.
+        Returns:
+          The output [B, T, D], KeysValues of the tokens (without values if there is no value
+          projection), KeysValues of their depth slots, and `depth`, threaded.
         """
         if first is not None:
             o_BTNH = self._over_first(self.query(inputs.query_BTD), tokens, view, first)
@@ -187,8 +198,9 @@ class SelfAttention(nn.Module):
         q_BTNH = self._turned_query(q_BTNH, tokens)
         rotated_BTKH = self._norm_and_rotate(k_BTKH, tokens.positions_BT, tokens.turns)
         if self.mixes:
-            arguments = inputs.value_BTD, q_BTNH, rotated_BTKH, v_BTKH, tokens, depth
-            v_BTKH, depth = self.values(*arguments)
+            v_BTKH, depth = self.values(
+                inputs.value_BTD, q_BTNH, rotated_BTKH, v_BTKH, tokens, depth
+            )
         keys = slot = KeysValues(rotated_BTKH, v_BTKH)
         if self.hparams.depth.slot_keys == 'unrotated':
             slot = KeysValues(self.slot_key(k_BTKH, tokens.positions_BT), v_BTKH)
@@ -201,12 +213,12 @@ class SelfAttention(nn.Module):
         return self.out(o_BTNH), stored, slot, depth if joint is None else joint
 
     def keys(self, x_BTD, tokens: TokenInfo) -> KeysValues:
-        """What tokens are to later ones, of an input that no stream mixes."""
+        """Return the KeysValues of tokens, where no stream mixes their values."""
         rotated_BTKH = self._norm_and_rotate(self.key(x_BTD), tokens.positions_BT, tokens.turns)
         return KeysValues(rotated_BTKH, self._values(x_BTD, tokens))
 
     def slot(self, x_BTD, tokens: TokenInfo) -> KeysValues:
-        """The depth slot of tokens whose layer input this would be."""
+        """Return the depth slot of tokens for this layer input."""
         k_BTKH = self.slot_key(self.key(x_BTD), tokens.positions_BT)
         return KeysValues(k_BTKH, self._values(x_BTD, tokens))
 
@@ -215,10 +227,10 @@ class SelfAttention(nn.Module):
         return self.value_embedding(v_BTKH, x_BTD, tokens.ids_BT) if self.embeds else v_BTKH
 
     def slot_key(self, k_BTKH, positions_BT):
-        """A projected key as a depth slot stores it.
+        """Return a projected key as a depth slot stores it.
 
         `rotated`: as the sequence sees it. `unrotated`: as projected, or divided by its root mean
-        square if readers normalize keys; the scale of a reader's norm is applied to its query.
+        square under QK-norm; the reader then applies the scale of its key norm to its query.
         """
         if self.hparams.depth.slot_keys != 'unrotated':
             return self._norm_and_rotate(k_BTKH, positions_BT)
@@ -247,7 +259,7 @@ class SelfAttention(nn.Module):
         return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
 
     def _slot_query(self, q_BTNH):
-        """The query for depth slots; None if it is that for the sequence."""
+        """Return the query for depth slots; None if it is the query for the sequence."""
         if self.hparams.depth.slot_keys != 'unrotated' or self.hparams.qk_norm == 'none':
             return None
         kv_heads, width = self.hparams.num_kv_heads, self.hparams.head_dim
@@ -257,16 +269,16 @@ class SelfAttention(nn.Module):
 
     def _over_sequence(self, q_BTNH, keys, tokens, depth):
         options = {
-            # In a whole row the position is the index, by which a kernel may count a window.
+            # In a whole row the position is the index, and a kernel can compute the window from it.
             'positions_BT': tokens.positions_BT if self.gathered else None,
-            # Without documents only padding differs, and no token sees it: it comes last.
+            # Without documents, only padding has another id. It comes last, so no token sees it.
             'segment_ids_BT': None if self.hparams.across_documents else tokens.segment_ids_BT,
             'window': self.window,
         }
         if depth is not None:
             options |= slot_arguments(self.hparams, depth)
             options['q_depth_BTNH'] = self._slot_query(q_BTNH)
-        # For `analysis`. Without mutable=['intermediates'] it is in no program.
+        # For `analysis`. It is in a program only with mutable=['intermediates'].
         sown = (q_BTNH, keys.k_BTKH, options, tokens.segment_ids_BT)
         self.sow('intermediates', 'sequence', sown)
         return attend(self.hparams, q_BTNH, *keys, depth, options)
@@ -285,7 +297,7 @@ class SelfAttention(nn.Module):
         return attend(self.hparams, q_BTNH, *first.keys, None, options)[0]
 
     def _over_cache(self, q_BTNH, keys, view, depth):
-        # The names are of implementations that differentiate.
+        # `model.attention` names implementations for training; `xla` stands for all of them here.
         implementation = None if self.hparams.attention == 'auto' else 'xla'
         decode = functools.partial(decode_attention, implementation=implementation)
         if depth is None:

@@ -12,49 +12,65 @@ from moddepth_jax.model.moe.experts import NO_EXPERT_STATE, Experts, ExpertsReco
 from moddepth_jax.model.routing import TokenInfo
 
 
-class SlotInputs(NamedTuple):
-    """What the depth slots of a layer are made from; None for what its stream does not need."""
+class LayerKind(NamedTuple):
+    """The static properties of a layer. Layers of equal kind can share a scan."""
 
-    attention_slot: KeysValues | None = None  # of attention, as a slot stores them
+    routed: bool  # a router selects the tokens that the block processes
+    window: int  # tokens that the attention sees; 0: all earlier ones
+    slots: int = 0  # depth slots that the layer writes
+    inputs: int = 0  # arrays that the layer reads, in a stream that reads outputs
+    experts: bool = False  # the mlp is a mixture of experts
+    part: str = 'block'  # block, entry (before the first block) or exit (after the last)
+    mixes: bool = False  # the stream's `value_mixer` changes the values of the attention
+    opens: tuple[bool, ...] = (False, False)  # the outputs of attention and mlp each open a source
+    embeds: bool = False  # the attention has a ValueEmbedding
+    gathered: bool = False  # the attention runs on selected tokens; set for routed loops
+    own_norms: bool = False  # each loop has its own norm scales
+
+
+class SlotInputs(NamedTuple):
+    """What the depth slots of a layer are made from. None: the stream does not need it."""
+
+    attention_slot: KeysValues | None = None  # keys and values of the attention, as a slot has them
     attention_input_BTD: jax.Array | None = None
     mlp_input_BTD: jax.Array | None = None
 
 
 class BlockAux(NamedTuple):
-    """What a block returns in addition to its output, of its tokens."""
+    """What a block returns for its tokens in addition to its output."""
 
     keys: KeysValues
     slot_inputs: SlotInputs
-    depth: DepthSlots | None  # of its input with threaded cotangents; see SelfAttention
-    experts: ExpertsRecord | None  # None for a block without experts
-    expert_state: ExpertState  # for later tokens; as given for a block without experts
+    depth: DepthSlots | None  # its input with threaded cotangents; see SelfAttention
+    experts: ExpertsRecord | None  # None: the block has no experts
+    expert_state: ExpertState  # for later tokens; unchanged if the block has no experts
 
 
 class Block(nn.Module):
-    """x + f(norm(x)) (`pre`), norm(x + f(x)) (`post`) or x + norm(f(x)): f attention, then mlp."""
+    """Attention f, then the mlp f, each added to x as the norm placement says.
+
+    pre: x + f(norm(x)). post: norm(x + f(x)). reordered: x + norm(f(x)).
+    """
 
     hparams: ModelHparams
-    window: int  # of attention; 0: no limit
-    writes_slots: bool = False  # whether to return the SlotInputs that the stream needs
-    gathered: bool = False  # whether its tokens are a selection rather than whole rows
-    experts: bool = False  # whether experts are its mlp
-    ahead: bool = True  # experts that choose tokens look at whole rows; if not, use thresholds
-    mixes: bool = False  # whether the stream changes the values of attention
-    opens: tuple[bool, ...] = (False, False)  # as of LayerKind
-    embeds: bool = False  # as of LayerKind
-    part: str = 'block'  # what `delta` and `gated` run; as `model.routing.part`
+    kind: LayerKind
+    looks_ahead: bool = True  # whether experts choose among whole rows, or by thresholds
+    part: str = 'block'  # the part that `delta` and `gated` run, as `model.routing.part`
 
     def setup(self):
-        hparams = self.hparams
-        self.attention = SelfAttention(hparams, self.window, self.gathered, self.mixes, self.embeds)
-        self.mlp = Experts(hparams, self.ahead) if self.experts else SwiGLU(hparams, hparams.d_ff)
+        hparams, kind = self.hparams, self.kind
+        self.attention = SelfAttention(hparams, kind.window, kind.gathered, kind.mixes, kind.embeds)
+        if kind.experts:
+            self.mlp = Experts(hparams, self.looks_ahead)
+        else:
+            self.mlp = SwiGLU(hparams, hparams.d_ff)
         self.attention_norm = RMSNorm(hparams.norm_eps)
         self.mlp_norm = RMSNorm(hparams.norm_eps)
         self.attention_connection = self.mlp_connection = None
         connection = hparams.depth.stream_class.connection
         if connection is not None:
-            self.attention_connection = connection(hparams, self.opens[0])
-            self.mlp_connection = connection(hparams, self.opens[1])
+            self.attention_connection = connection(hparams, kind.opens[0])
+            self.mlp_connection = connection(hparams, kind.opens[1])
 
     def __call__(
         self,
@@ -65,14 +81,15 @@ class Block(nn.Module):
         expert_state=NO_EXPERT_STATE,
         first=None,
     ) -> tuple[jax.Array, BlockAux]:
-        """The block's output [B, T, D] and its BlockAux; arguments as of SelfAttention, Experts."""
-        inputs = x_BTD, tokens, view, depth, expert_state, first
-        _, middle_BTD, transformed_BTD, aux = self._run(*inputs)
+        """Return the output [B, T, D] and BlockAux. Arguments as of SelfAttention and Experts."""
+        _, middle_BTD, transformed_BTD, aux = self._run(
+            x_BTD, tokens, view, depth, expert_state, first
+        )
         y_BTD = _add(self.mlp_connection, middle_BTD, transformed_BTD)
         return self.mlp_norm(y_BTD) if self.hparams.norm_placement == 'post' else y_BTD, aux
 
     def delta(self, x_BTD, tokens: TokenInfo, view, depth, expert_state):
-        """part(x) - x, without cancellation where the norm placement allows it, and BlockAux."""
+        """Return part(x) - x and BlockAux. Only post-norm subtracts, which cancels digits."""
         if self.part != 'block':
             y_BTD, added_BTD, keys = self.sublayer(self.part, x_BTD, tokens, view)
             delta_BTD = y_BTD - x_BTD if self.hparams.norm_placement == 'post' else added_BTD
@@ -84,9 +101,9 @@ class Block(nn.Module):
         return attended_BTD + transformed_BTD, aux
 
     def sublayer(self, name: str, x_BTD, tokens: TokenInfo, view=None):
-        """x after attention or mlp with its norm, what it adds to x, and KeysValues of attention.
+        """Run one sublayer, `attention` or `mlp`, without experts and depth slots.
 
-        The mlp is no experts, and there are no depth slots.
+        Returns x after it (and its norm), what it adds to x, and KeysValues (None for the mlp).
         """
         if name == 'attention':
             added_BTD, y_BTD, _, keys, *_ = self._attend(x_BTD, tokens, view, None)
@@ -97,7 +114,7 @@ class Block(nn.Module):
         return y_BTD, added_BTD, None
 
     def gated(self, x, gates_BT, tokens: TokenInfo, view, depth, expert_state):
-        """x after `part` with what it adds to x times the gates, and BlockAux."""
+        """Return x after `part`, with what that adds scaled by the gates, and BlockAux."""
         if self.attention_connection is None:
             delta_BTD, aux = self.delta(x, tokens, view, depth, expert_state)
             return x + (gates_BT[..., None] * delta_BTD).astype(x.dtype), aux
@@ -113,23 +130,23 @@ class Block(nn.Module):
         return x, aux
 
     def keys(self, x_BTD, tokens: TokenInfo):
-        """The KeysValues that the block makes of x, and nothing else."""
+        """Return only the KeysValues that the block makes from x."""
         if self.hparams.norm_placement == 'pre':
             x_BTD = self.attention_norm(x_BTD)
         return self.attention.keys(x_BTD, tokens)
 
     def skip(self, x):
-        """x after the block of tokens that skip it."""
+        """Return the state after the block of tokens that skip it."""
         if self.attention_connection is None:
             return x
         return self.mlp_connection.skip(self.attention_connection.skip(x))
 
     def read(self, x, depth):
-        """What attention reads before its norm, [B, T, D] or AttentionInputs, and `depth`."""
+        """Return the input of attention before its norm, an array or AttentionInputs, and depth."""
         return _read(self.attention_connection, x, depth)
 
     def skipped_slot_inputs(self, x_BTD, tokens: TokenInfo) -> SlotInputs:
-        """SlotInputs of tokens that skip the block, as if attention and mlp added nothing."""
+        """Return SlotInputs of tokens that skip the block, as if attention and mlp added 0."""
         placement, needed = self.hparams.norm_placement, self._needed_slot_inputs
         if not needed:
             return SlotInputs()
@@ -139,7 +156,7 @@ class Block(nn.Module):
         return self._slot_inputs(slot, input_BTD, mlp_input_BTD)
 
     def _run(self, x_BTD, tokens, view, depth, expert_state, first=None):
-        """What attention adds, the stream after it, what the mlp adds to that, and the BlockAux."""
+        """Return the attention output, the stream after it, the mlp output, and BlockAux."""
         attended_BTD, middle_BTD, value_input_BTD, keys, slot, depth = self._attend(
             x_BTD, tokens, view, depth, first
         )
@@ -151,7 +168,11 @@ class Block(nn.Module):
         return attended_BTD, middle_BTD, transformed_BTD, aux
 
     def _attend(self, x_BTD, tokens, view, depth, first=None):
-        """What attention adds, the stream after it, what values read, KeysValues, slot, depth."""
+        """Run attention with its residual and norm.
+
+        Returns its output, the stream after it, the input of its values, KeysValues of the tokens,
+        those of their slots, and depth.
+        """
         placement = self.hparams.norm_placement
         inputs, depth = self.read(x_BTD, depth)
         if placement == 'pre':
@@ -167,11 +188,11 @@ class Block(nn.Module):
         return attended_BTD, middle_BTD, inputs.value_BTD, keys, slot, depth
 
     def _feed_forward(self, middle_BTD, tokens, depth, expert_state):
-        """What the mlp adds, what it reads, depth, the ExpertsRecord and the ExpertState."""
+        """Return the mlp output, the mlp input, depth, the ExpertsRecord and the ExpertState."""
         placement = self.hparams.norm_placement
         read_BTD, depth = _read(self.mlp_connection, middle_BTD, depth)
         mlp_input_BTD = self.mlp_norm(read_BTD) if placement == 'pre' else read_BTD
-        if self.experts:
+        if self.kind.experts:
             real_BT = tokens.segment_ids_BT > 0
             transformed_BTD, record, expert_state = self.mlp(mlp_input_BTD, real_BT, expert_state)
         else:
@@ -180,14 +201,14 @@ class Block(nn.Module):
             transformed_BTD = self.mlp_norm(transformed_BTD)
         return transformed_BTD, mlp_input_BTD, depth, record, expert_state
 
-    def _slot_inputs(self, *inputs):
-        given = dict(zip(SlotInputs._fields, inputs, strict=True))
-        return SlotInputs(**{name: given[name] for name in self._needed_slot_inputs})
+    def _slot_inputs(self, slot, attention_input_BTD, mlp_input_BTD):
+        every = SlotInputs(slot, attention_input_BTD, mlp_input_BTD)
+        return SlotInputs(**{name: getattr(every, name) for name in self._needed_slot_inputs})
 
     @property
     def _needed_slot_inputs(self):
         depth = self.hparams.depth
-        return depth.stream_class.slot_inputs(depth) if self.writes_slots else ()
+        return depth.stream_class.slot_inputs(depth) if self.kind.slots else ()
 
 
 def _read(connection, x, depth):

@@ -1,6 +1,6 @@
-"""Next-token cross-entropy with z-loss, in chunks of tokens that never hold all logits.
+"""Next-token cross-entropy with z-loss, in chunks of tokens that never hold all logits at once.
 
-The chunks also take the divergence from another model's logits (Hinton et al. 2015, arXiv
+The chunks can also compute the divergence from a teacher's logits (Hinton et al. 2015, arXiv
 1503.02531, section 2).
 """
 
@@ -14,23 +14,26 @@ from kernels_pallas.xla.sequence import dot
 from moddepth_jax.model.layers import head_matrix, logits
 from moddepth_jax.model.sharding import constrain, map_shards, part_shape
 
-# Bytes of a device's float32 logits, unless loss_chunk is set. Up to the first number there is one
-# chunk; above it, chunks of at most half of the logits and at most the second number: each reads
-# and writes the gradient of the matrix.
+# Bytes of a device's float32 logits, unless loss_chunk is set. Up to the first number, one chunk.
+# Above it, chunks of at most half of the logits and at most the second number: chunks should be
+# few, since each reads and writes the gradient of the matrix.
 LOGITS_BYTES = 2**26, 2**28
 
 
 class SoftTargets(NamedTuple):
-    """Another model's distributions: `weight` of T^2 KL(p_T || q_T), and 1 - weight of the nll."""
+    """A teacher's distributions p; the loss is (1 - weight) nll + weight T^2 KL(p_T || q_T)."""
 
-    x_BTE: jax.Array  # its hidden states after the final norm
-    params: dict  # of its head, over the same ids
+    x_BTE: jax.Array  # the teacher's hidden states after its final norm
+    params: dict  # of the teacher's head, over the same ids
     weight: float
     temperature: float  # T, which divides the logits of both
 
 
 def token_losses(logits_BTV, labels_BT):
-    """nll [B, T] in nats, log-partition, whether a target counts: float32, 0 if label < 0."""
+    """Return nll [B, T] in nats, log-partition and whether a target counts (label >= 0).
+
+    All are float32, and 0 for a target that does not count.
+    """
     counted_BT = (labels_BT >= 0).astype(jnp.float32)
     log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     safe_BT1 = jnp.maximum(labels_BT, 0)[..., None]
@@ -39,10 +42,10 @@ def token_losses(logits_BTV, labels_BT):
 
 
 def cross_entropy(x_BTD, params, labels_BT, z_loss: float, loss_chunk: int):
-    """The sum over targets of nll + z_loss log_z^2; and, without gradients, nll_BT and log_z_BT.
+    """Return the sum over targets of nll + z_loss log_z^2, and nll_BT and log_z_BT.
 
-    Labels are negative for targets that do not count. At most `loss_chunk` tokens of a device have
-    logits at once; 0: by LOGITS_BYTES.
+    The last two have no gradients. Negative labels mark targets that do not count. At most
+    `loss_chunk` tokens per device have logits at once; 0: as many as LOGITS_BYTES allows.
     """
     matrix, axes = head_matrix(params, x_BTD.dtype)
     tokens, most = _chunking(x_BTD, matrix, axes, loss_chunk)
@@ -60,9 +63,9 @@ def cross_entropy(x_BTD, params, labels_BT, z_loss: float, loss_chunk: int):
 def distillation(
     x_BTD, params, labels_BT, z_loss: float, loss_chunk: int, targets: SoftTargets
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`cross_entropy` with the weights of `targets`; and T^2 KL [B, T] in nats, as the last.
+    """Return `cross_entropy` with the divergence from `targets`, and T^2 KL [B, T] in nats last.
 
-    `targets` get no gradients. Their logits are of as many tokens at once as the model's.
+    `targets` get no gradients. Their logits are computed in the same chunks as the model's.
     """
     matrix, axes = head_matrix(params, x_BTD.dtype)
     tokens, most = _chunking(x_BTD, matrix, axes, loss_chunk)
@@ -74,7 +77,7 @@ def distillation(
 
 
 def _chunking(x_BTD, matrix, axes, loss_chunk):
-    """Tokens of a device, and the most of them that have logits at once."""
+    """Return the tokens of a device, and the most of them that have logits at once."""
     names = _names(axes)
     rows, length, _ = part_shape(names['x_BTD'], x_BTD.shape)
     vocab_size = part_shape(names['matrix'], matrix.shape)[axes.index('v')]
@@ -86,14 +89,14 @@ def _chunking(x_BTD, matrix, axes, loss_chunk):
 
 
 def chunk_size(tokens: int, most: int) -> int:
-    """Tokens of a chunk, at most `most`: a divisor of `tokens` if one is above half of that."""
+    """Return the tokens per chunk: a divisor of `tokens` in (most / 2, most], or about `most`."""
     fewest = -(-tokens // most)
     count = next((count for count in range(fewest, 2 * fewest) if tokens % count == 0), fewest)
     return -(-tokens // count)
 
 
 def _names(axes, soft_axes=''):
-    """Names of the axes of each array; `axes` of the matrices are dv or vd."""
+    """Return the axis names of each array; `axes` of the matrices are dv or vd."""
     states, labels = ('batch', None, None), ('batch', None)
     names = {'x_BTD': states, 'matrix': _names_of_matrix(axes), 'labels_BT': labels}
     if soft_axes:
@@ -127,8 +130,8 @@ def _in_chunks_forward(x_BTD, matrix, labels_BT, targets, z_loss, axes, chunk, s
     # Reduce-scattered in the dtype of the matrix.
     names = ['vocab' if axis == 'v' else 'embed' for axis in axes]
     d_matrix = constrain(jnp.sum(sums, axis=0, dtype=sums.dtype), *names)
-    # Without a barrier XLA postpones the sum to its first reader, the optimizer, and keeps the
-    # float32 parts, as large as the matrix, until then.
+    # Without a barrier XLA postpones the sum until the optimizer reads it, and until then keeps the
+    # float32 parts, each as large as the matrix.
     slopes = jax.lax.optimization_barrier((dx_BTD, d_matrix))
     return (_total(parts, z_loss, soft), *parts), slopes
 
@@ -143,10 +146,10 @@ _in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)
 
 
 def _sharded(x_BTD, matrix, labels_BT, targets, z_loss, axes, chunk, soft, slopes):
-    """nll_BT, log_z_BT and with `soft` T^2 KL; with `slopes` also dx_BTD and the parts of d_matrix.
+    """Return nll_BT, log_z_BT and, with `soft`, T^2 KL; with `slopes` also the gradients.
 
-    The parts, [X, ...], sum up to it. `targets` are hidden states and matrix of another model, and
-    `soft` its axes, the weight and the temperature, or both None.
+    These are dx_BTD and parts [X, ...] that sum to d_matrix. `targets` are the teacher's hidden
+    states and matrix, and `soft` is (axes of that matrix, weight, temperature); or both are None.
     """
     soft_axes, weight, temperature = soft or ('', 0, 1)
     names = _names(axes, soft_axes)
@@ -157,7 +160,7 @@ def _sharded(x_BTD, matrix, labels_BT, targets, z_loss, axes, chunk, soft, slope
     vocab_size = matrix.shape[vocab_axis]
 
     def own(x_BTD, matrix, labels_BT, soft_BTE=None, soft_matrix=None):
-        # Without a mesh, or if `tensor` does not divide V, each device holds all ids.
+        # Without a mesh, or if `tensor` does not divide V, each device has all ids.
         split = 'tensor' if matrix.shape[vocab_axis] < vocab_size else None
         tokens = labels_BT.size
         count = -(-tokens // chunk)
@@ -214,7 +217,10 @@ def _sharded(x_BTD, matrix, labels_BT, targets, z_loss, axes, chunk, soft, slope
 
 
 def _divergence(logits_KV, other_KV, temperature, split):
-    """T^2 KL(p || q) [K], p = softmax(other / T), q = softmax(logits / T); and its slope [K, V]."""
+    """Return T^2 KL(p || q) [K] and its gradient by the logits [K, V].
+
+    p = softmax(other / T) is the teacher, and q = softmax(logits / T).
+    """
     sides = logits_KV / temperature, other_KV / temperature
     no_labels_K = jnp.full(logits_KV.shape[0], -1)
     log_q_KV, log_p_KV = (
@@ -228,7 +234,10 @@ def _divergence(logits_KV, other_KV, temperature, split):
 
 
 def _log_partition(logits_KV, labels_K, split):
-    """log_z_K, the label's logit (0 if negative), and its position [K, V]; V may be `split`."""
+    """Return log_z_K, the label's logit (0 for a negative label), and where it is, bool [K, V].
+
+    `split` is the mesh axis over which V is split, or None.
+    """
     high_K = jnp.max(logits_KV, axis=-1)
     first = 0
     if split:

@@ -1,6 +1,6 @@
-"""Decoding: a prompt in one pass, then token by token over a cache of keys and values.
+"""Decoding with a KV cache: a prompt in one pass, then token by token.
 
-Layers are unrolled: XLA would copy every cache of a scan at every token.
+Layers are unrolled, because XLA would copy every cache of a scan at every token.
 """
 
 import functools
@@ -14,11 +14,13 @@ from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.kv_cache import (
     Cache,
+    LayerCache,
     cache_from_prefill,
     documents_of,
     next_positions,
     without_newest,
 )
+from moddepth_jax.model.layer import LayerOutput
 from moddepth_jax.model.layers import embed, lm_head, rms_norm, rope_turns
 from moddepth_jax.model.loop_exit import apply_exits, extend_with_exits, has_exits
 from moddepth_jax.model.loop_params import with_embeddings
@@ -31,35 +33,39 @@ from moddepth_jax.model.transformer import check_dtype, layer_args, token_info
 
 
 def unroll(variables, hparams: Hparams, routing: str) -> dict:
-    """The variables for decoding: `layers` in place of `stack`; new `layer_args` and `turns`."""
+    """Return the variables for decoding, with a list `layers` in place of `stack`.
+
+    They also have the `layer_args` and `turns`, and `loops` if loops are routed.
+    """
     check_dtype(hparams.model)
     params = variables['params']
     stored = with_embeddings(merge_adapters(params['stack'], hparams.model), params)
-    layers = [one for _, one in unstack_layers(Stack(hparams.model, routing), stored)]
     args = layer_args(hparams.model, variables.get('averages'), routing)
-    rest = {name: params[name] for name in ('embedding', 'final_norm', 'head') if name in params}
-    kinds = layer_kinds(hparams.model)
-    unrolled = {**rest, 'layers': layers, 'layer_args': per_layer_args(kinds, args)}
+    kept = 'embedding', 'final_norm', 'head'
+    unrolled = {name: params[name] for name in kept if name in params}
+    stack = Stack(hparams.model, routing)
+    unrolled['layers'] = [layer for _, layer in unstack_layers(stack, stored)]
+    unrolled['layer_args'] = per_layer_args(layer_kinds(hparams.model), args)
     unrolled['turns'] = _turns(hparams)
     if hparams.model.routing.routes_loops:
-        of_loops = (params['loop_routers'], args.routing)
-        each = range(hparams.model.loops)
-        unrolled['loops'] = [jax.tree.map(lambda leaf, n=n: leaf[n], of_loops) for n in each]
+        stacked, loops = (params['loop_routers'], args.routing), range(hparams.model.loops)
+        unrolled['loops'] = [jax.tree.map(lambda leaf, n=n: leaf[n], stacked) for n in loops]
     return unrolled
 
 
 def _turns(hparams):
-    """`rope_turns` of all positions of the context, [T, 1, F] each.
+    """Return `rope_turns` of all positions of the context, [T, 1, F] each.
 
-    Of a program of unrolled layers XLA would let every layer compute sines again, several times.
+    Without this table, XLA would compute the sines several times in every unrolled layer.
     """
     model, positions_1T = hparams.model, jnp.arange(hparams.data.sequence_length)[None]
-    how = model.head_dim // 2, model.dtype, model.rope_theta, model.scaled_rope
-    return jax.tree.map(lambda side: side[0], rope_turns(positions_1T, *how))
+    half = model.head_dim // 2
+    turns = rope_turns(positions_1T, half, model.dtype, model.rope_theta, model.scaled_rope)
+    return jax.tree.map(lambda side: side[0], turns)
 
 
 def _with_turns(unrolled, tokens):
-    """TokenInfo with the `turns` of its positions."""
+    """Return TokenInfo with the `turns` of its positions."""
     positions_BT = tokens.positions_BT
     turns = jax.tree.map(lambda side: side.at[positions_BT].get(mode='clip'), unrolled['turns'])
     return tokens._replace(turns=turns)
@@ -76,7 +82,7 @@ def _final(unrolled, hparams, x_BTD):
 
 
 def layers_of(unrolled, hparams, routing, sizes=()):
-    """Yields (Layer, its variables, LayerArgs) of each layer that runs."""
+    """Yield (Layer, its variables, LayerArgs) of each layer that runs."""
     stack, kinds = Stack(hparams.model, routing, sizes), layer_kinds(hparams.model)
     for kind, params, args in zip(kinds, unrolled['layers'], unrolled['layer_args'], strict=True):
         params = unshard_params(params, hparams.model.dtype)
@@ -84,11 +90,20 @@ def layers_of(unrolled, hparams, routing, sizes=()):
 
 
 def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, routed_capacity):
-    """float32 logits_BV after the last token of each prompt, and the Cache, by a causal rule.
+    """Process whole prompts by a causal rule.
 
-    Prompts are followed by padding, of segment id 0. `capacity` is that of a dense block's cache,
-    at least T, `routed_capacity` that of a routed block's, and the most tokens selected; None: T.
-    Routed loops have capacities of their own, or T if it is None.
+    Args:
+      unrolled: the variables that `unroll` returns.
+      tokens_BT: int, the prompts, each followed by padding.
+      segment_ids_BT: int, 0 for padding.
+      hparams: those of the model.
+      routing: the causal rule.
+      capacity: of a dense block's cache, at least T.
+      routed_capacity: of a routed block's cache, and so the most tokens that it selects; None: T.
+        Routed loops have their own capacities, or T if this is None.
+
+    Returns:
+      float32 logits_BV after the last token of each prompt, and the Cache.
     """
     check_causal(hparams, routing)
     batch, length = tokens_BT.shape
@@ -102,45 +117,36 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
         recursions = Recursions(hparams, routing, unrolled['loops'], layers)
         grows, layers = routed_capacity is None, []
         x_BTD, caches, dropped_B = recursions.prefill(x_BTD, tokens, capacity, grows)
-    exits, leaves = None, has_exits(hparams.model, routing)
+    exits, may_exit = None, has_exits(hparams.model, routing)
     for place, (layer, params, args) in enumerate(layers):
         output = layer.apply(params, x_BTD, stack_slots(written), tokens, args, embedded_BTD)
         before_BTD, x_BTD = x_BTD, output.x_BTD
-        if leaves:
+        if may_exit:
             x_BTD, exits = apply_exits(hparams.model, place, exits, before_BTD, x_BTD)
         record = output.records.routing
         if layer.kind.part == 'block':
             last_block = place, before_BTD, [*written], record
         written.append(output.written)
         if layer.kind.routed and hparams.model.routing.part != 'mlp':
-            size = routed_capacity or sizes[-1]
-            indices_BC = mask_to_indices(record.selected_BT, sizes[-1])
-            positions_BC = gather_tokens(tokens.positions_BT, indices_BC)
-            lengths_B = jnp.sum(record.selected_BT, axis=1)
-            caches.append(cache_from_prefill(output.aux.keys, size, positions_BC, lengths_B))
+            caches.append(_selected_tokens(output, tokens, sizes[-1], routed_capacity))
         elif layer.kind.part == 'block':
-            cache = cache_from_prefill(output.aux.keys, capacity)
-            cache = cache._replace(taken_BE=output.aux.expert_state.taken_BE)
-            if layer.kind.routed:
-                selected_B = jnp.sum(record.selected_BT, axis=1, dtype=jnp.int32)
-                cache = cache._replace(selected_B=selected_B)
-            caches.append(cache)
+            caches.append(_all_tokens(output, capacity))
         if layer.kind.routed:
             dropped_B += jnp.sum(record.dropped_BT, axis=1)
     lengths_B = jnp.sum(tokens.segment_ids_BT > 0, axis=1)
     last_B = jnp.maximum(lengths_B - 1, 0)
-    of_last = functools.partial(gather_tokens, indices_BC=last_B[:, None])
-    last = jax.tree.map(of_last, tokens)
+    take_last = functools.partial(gather_tokens, indices_BC=last_B[:, None])
+    last = jax.tree.map(take_last, tokens)
     documents_B = jnp.argmax(tokens.segment_ids_BT == last.segment_ids_BT, axis=1)
     cache = Cache(tuple(caches), lengths_B, documents_B.astype(jnp.int32), dropped_B)
-    if leaves or not layers or hparams.model.experts.row_capacity:
-        x_B1D = of_last(x_BTD)
+    if may_exit or not layers or hparams.model.experts.row_capacity:
+        x_B1D = take_last(x_BTD)
     else:
-        # The output of the last block is used nowhere else, so that what all other tokens need for
-        # it (queries, attention, mlp) is not computed above: programs have nothing that is unused.
-        place, x_BTD, *of_block = last_block
-        x_B1D, embedded_B1D, (written, record) = jax.tree.map(
-            of_last, (x_BTD, embedded_BTD, of_block)
+        # Run the last block again, for the last token only. Then nothing uses its output above, so
+        # XLA removes its queries, attention and mlp for all other tokens from the program.
+        place, x_BTD, written, record = last_block
+        x_B1D, embedded_B1D, written, record = jax.tree.map(
+            take_last, (x_BTD, embedded_BTD, written, record)
         )
         if record is not None:
             caches[-1] = without_newest(caches[-1], record.selected_BT[:, 0])
@@ -149,31 +155,57 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
     return lm_head(_final(unrolled, hparams, x_B1D), unrolled)[:, 0], cache
 
 
+def _selected_tokens(output: LayerOutput, tokens, most: int, capacity: int | None) -> LayerCache:
+    """Return the cache of a block that has only the tokens that its router selected."""
+    selected_BT = output.records.routing.selected_BT
+    positions_BC = gather_tokens(tokens.positions_BT, mask_to_indices(selected_BT, most))
+    lengths_B = jnp.sum(selected_BT, axis=1)
+    return cache_from_prefill(output.aux.keys, capacity or most, positions_BC, lengths_B)
+
+
+def _all_tokens(output: LayerOutput, capacity: int) -> LayerCache:
+    """Return the cache of a block whose attention runs on all tokens."""
+    cache, record = cache_from_prefill(output.aux.keys, capacity), output.records.routing
+    if record is not None:
+        selected_B = jnp.sum(record.selected_BT, axis=1, dtype=jnp.int32)
+        cache = cache._replace(selected_B=selected_B)
+    return cache._replace(taken_BE=output.aux.expert_state.taken_BE)
+
+
 def empty_cache(unrolled, batch: int, *, hparams, routing, capacity: int, routed_capacity):
-    """A Cache of no tokens for `batch` rows; capacities as of `prefill`, where None: `capacity`."""
+    """Return an empty Cache for `batch` rows; a `routed_capacity` of None stands for `capacity`."""
     tokens_BT = jax.ShapeDtypeStruct((batch, capacity), jnp.int32)
-    how = {'hparams': hparams, 'routing': routing, 'capacity': capacity}
-    run = functools.partial(prefill, **how, routed_capacity=routed_capacity)
+    run = functools.partial(prefill, hparams=hparams, routing=routing, capacity=capacity)
+    run = functools.partial(run, routed_capacity=routed_capacity)
     _, shapes = jax.eval_shape(run, unrolled, tokens_BT, tokens_BT)
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def extend(unrolled, cache: Cache, tokens_BT, begins_BT, branches_BT, *, hparams, routing: str):
-    """What `lm_head` reads [B, T, D] of T more tokens of each row; CacheUpdates; dropped_BT.
+    """Process T more tokens of each row. The cache is not changed; see `update_cache`.
 
-    Writes nothing. `begins_BT`: tokens that begin a document. `branches_BT`: 0 or False for those
-    that do not exist, the last of each row, of which what is computed means nothing and no cache
-    will hold any. The others are one branch, of True, or several by number, one after another:
-    each goes on from the cache as if it were alone, without documents that begin and where no
-    expert's `row_capacity` counts the tokens of a row. dropped_BT int32: how many routed blocks had
-    no room for a token that they selected.
+    Args:
+      unrolled: the variables that `unroll` returns.
+      cache: the earlier tokens.
+      tokens_BT: int, the new tokens.
+      begins_BT: bool, tokens that begin a document.
+      branches_BT: the branch of each token. All True: one branch. Numbers above 0: several
+        branches, one after another. Each continues from the cache as if it were alone; then no
+        document may begin, and no expert may have a `row_capacity`. 0 or False, at the end of a
+        row: the token does not exist; its results mean nothing and must not enter the cache.
+      hparams: those of the model.
+      routing: the causal rule.
+
+    Returns:
+      The input of `lm_head` [B, T, D], CacheUpdates, and dropped_BT, int32: how many routed blocks
+      selected a token but had no room for it.
     """
     check_causal(hparams, routing)
     documents_BT = documents_of(cache, begins_BT & (branches_BT > 0))
     branches_BT = branches_BT.astype(jnp.int32)
     positions_BT = next_positions(cache, branches_BT)
     tokens = _with_turns(unrolled, token_info(hparams, tokens_BT, branches_BT, positions_BT))
-    tokens = tokens._replace(segment_ids_BT=branches_BT)  # also where attention crosses documents
+    tokens = tokens._replace(segment_ids_BT=branches_BT)  # also if attention crosses documents
     x_BTD = _embed(unrolled, hparams, tokens_BT)
     embedded_BTD = embedded_input(hparams.model, x_BTD)
     most = hparams.model.routing.max_selected(hparams.data.sequence_length, routing)
@@ -191,11 +223,15 @@ def extend(unrolled, cache: Cache, tokens_BT, begins_BT, branches_BT, *, hparams
 
 
 def _extend_layers(hparams, layers, by_token, written, caches):
-    """`extend` by some layers: x_BTD, CacheUpdates and dropped_BT.
+    """Run `extend` through some layers. Returns x_BTD, CacheUpdates and dropped_BT.
 
-    `by_token`: x_BTD, TokenInfo, where documents begin and the `embedded_input`. `written` are the
-    NewSlots of the layers before these, of the new tokens alone: a query sees those of its own
-    position, so none is kept. `caches` are those of all blocks, of which the last are read.
+    Args:
+      hparams: those of the model.
+      layers: (Layer, its variables, LayerArgs) of each layer.
+      by_token: x_BTD, TokenInfo, where documents begin [B, T], and the `embedded_input`.
+      written: the NewSlots of earlier layers for the new tokens. A query sees only the slots of its
+        own position, so the cache has none.
+      caches: those of all blocks; the last ones belong to `layers`.
     """
     x_BTD, tokens, documents_BT, embedded_BTD = by_token
     written, updates, dropped_BT = [*written], [], jnp.zeros_like(tokens.positions_BT)
@@ -217,7 +253,7 @@ def _extend_layers(hparams, layers, by_token, written, caches):
 
 
 def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams, routing: str):
-    """float32 logits_BV after one more token of each row; CacheUpdates; dropped_BT; as `extend`."""
-    one = token_B[:, None], begins_B[:, None], active_B[:, None]
-    x_B1D, *updates = extend(unrolled, cache, *one, hparams=hparams, routing=routing)
+    """Run `extend` on one token per row. Returns float32 logits_BV, CacheUpdates and dropped_BT."""
+    new_tokens = token_B[:, None], begins_B[:, None], active_B[:, None]
+    x_B1D, *updates = extend(unrolled, cache, *new_tokens, hparams=hparams, routing=routing)
     return lm_head(x_B1D, unrolled)[:, 0], *updates

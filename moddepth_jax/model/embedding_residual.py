@@ -1,6 +1,6 @@
-"""The embedded tokens once more before each block: x = r_i x + a_i x_0, with two scalars a block.
+"""The embedding residual: x = r_i x + a_i x_0 before each block i, with x_0 the embedded tokens.
 
-After nanochat's gpt.py (Karpathy, github.com/karpathy/nanochat), `resid_lambdas`, `x0_lambdas`.
+From nanochat's gpt.py (Karpathy, github.com/karpathy/nanochat): `resid_lambdas`, `x0_lambdas`.
 """
 
 import flax.linen as nn
@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.sharding import constrain
 
-# (in the first block, in the last): the first values of r_i and a_i under `learned`, linear in i.
+# Initial r_i and a_i under `learned` in the (first, last) block; linear in i between them.
 FIRST_RESIDUAL_SCALES = (1.15, 1.05)
 FIRST_EMBEDDING_SCALES = (0.20, 0.05)
 
 
 def embedded_input(hparams: ModelHparams, x_BTD):
-    """x_0 of what the first layer gets, [B, T, D], or None if no block reads it.
+    """Return x_0 [B, T, D] from the input of the first layer, or None if no block reads it.
 
-    It is float32 or wider, because its gradient is a sum over the layers.
+    It is float32 or wider because its gradient is a sum over the layers.
     """
     if hparams.embedding_residual == 'none':
         return None
@@ -27,13 +27,13 @@ def embedded_input(hparams: ModelHparams, x_BTD):
 
 
 def blend_embedding(x_BTD, embedded_BTD, residual_scale, embedding_scale):
-    """residual_scale x + embedding_scale x_0, in float32 or wider, returned in the dtype of x."""
+    """Return residual_scale x + embedding_scale x_0, computed in float32, in the dtype of x."""
     blended_BTD = residual_scale * x_BTD.astype(embedded_BTD.dtype) + embedding_scale * embedded_BTD
     return blended_BTD.astype(x_BTD.dtype)
 
 
 def first_scales(hparams: ModelHparams, number) -> dict:
-    """The scales with which the block of that number starts, if they are not 1 and 0."""
+    """Return the initial scales of a block by parameter name; {} if they are 1 and 0."""
     if hparams.embedding_residual != 'learned':
         return {}
     depth = number / max(1, hparams.num_layers - 1)
@@ -47,7 +47,7 @@ def first_scales(hparams: ModelHparams, number) -> dict:
 
 
 class EmbeddingBlend(nn.Module):
-    """`blend_embedding` with learned scalars, float32; they start at 1 and 0 or `first_scales`."""
+    """`blend_embedding` with two learned float32 scalars: at first 1 and 0, or `first_scales`."""
 
     @nn.compact
     def __call__(self, x_BTD, embedded_BTD) -> jax.Array:

@@ -1,4 +1,4 @@
-"""FLOPs of a model by formula (docs/flops.md), and of a traced program, to check the formula."""
+"""FLOPs of a model by formula (docs/flops.md), and of a traced program to check the formula."""
 
 import math
 from typing import NamedTuple
@@ -12,25 +12,25 @@ from moddepth_jax.model.value_embeddings import gate_flops
 
 
 class _Work(NamedTuple):
-    """What a layer processes of a row."""
+    """The work of a layer on one row."""
 
     kind: LayerKind
-    tokens: int  # that its attention processes
-    pairs: float  # of a query and a key that it sees
-    keys: int  # those of its attention, seen or not
+    tokens: int  # tokens that its attention processes
+    pairs: float  # pairs of a query and a key that it sees
+    keys: int  # keys of its attention, seen or not
     makes_keys: bool  # whether it projects keys and values
     transformed: int  # tokens that its mlp processes
 
 
 def _pairs(length: int, window: int) -> float:
-    """Query-key pairs of causal attention: n^2 / 2, or w n - w^2 / 2 under a window of w < n."""
+    """Return the pairs of causal attention: n^2 / 2, or w n - w^2 / 2 for a window of w < n."""
     if not window or window >= length:
         return length**2 / 2
     return window * length - window**2 / 2
 
 
 def _layers(hparams: Hparams, length: int, routing: str):
-    """The _Work of each layer. Selected tokens are counted as if spread evenly."""
+    """Yield the _Work of each layer. Selected tokens are counted as if spread evenly."""
     model, looped = hparams.model, 0
     for kind in layer_kinds(model):
         tokens, place, loop = length, 1.0, 0
@@ -55,7 +55,7 @@ def _layers(hparams: Hparams, length: int, routing: str):
 
 
 def expert_pairs(experts: ExpertsHparams, tokens: int) -> float:
-    """Pairs of a token and a routed expert in a layer, for `tokens` of a row at balanced loads."""
+    """Return the pairs of a token and a routed expert, for `tokens` of a row at balanced loads."""
     if experts.choice == 'expert':
         return experts.num_routed * experts.num_taken(tokens)
     pairs = tokens * experts.top_k * experts.num_routed / experts.num_choices
@@ -68,9 +68,9 @@ def _pair_flops(model: ModelHparams) -> int:
 
 
 def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c') -> dict:
-    """FLOPs of one forward pass over [batch, length] tokens, by part.
+    """Return the FLOPs of one forward pass over [batch, length] tokens, by part.
 
-    Routed blocks count C tokens under top_c, and under a causal rule the most that may be selected.
+    A routed block counts C tokens under top_c, and the most that it can select under a causal rule.
     """
     model, experts, stream = hparams.model, hparams.model.experts, hparams.model.depth.stream_class
     width, heads, kv_heads = model.d_model, model.num_heads, model.num_kv_heads
@@ -111,7 +111,7 @@ def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c'
 
 
 def depth_readers(hparams: Hparams, length: int, routing: str) -> list[tuple[int, int, int]]:
-    """(queries of a row, slots that each sees, slots written before) of each reading layer."""
+    """Return (queries of a row, slots that each sees, slots written before) of layers that read."""
     depth, readers, written = hparams.model.depth, [], 0
     if not depth.stream_class.attends:
         return readers
@@ -125,14 +125,14 @@ def depth_readers(hparams: Hparams, length: int, routing: str) -> list[tuple[int
 
 
 def forward_flops(hparams: Hparams, batch: int, length: int, routing: str = 'top_c') -> float:
-    """Counted FLOPs of one forward pass over [batch, length] tokens."""
+    """Return the FLOPs of one forward pass over [batch, length] tokens."""
     return sum(forward_breakdown(hparams, batch, length, routing).values())
 
 
 def train_step_flops(hparams: Hparams, stage: Stage | None = None, loops: int = 0) -> float:
-    """Counted FLOPs of a step: three forward passes of its batch.
+    """Return the FLOPs of a training step: three times those of its forward pass.
 
-    `stage` is the last by default, `loops` that of the model.
+    By default `stage` is the last one, and `loops` that of the model.
     """
     hparams = hparams.with_loops(loops)
     stage = hparams.stages[-1] if stage is None else stage
@@ -141,7 +141,7 @@ def train_step_flops(hparams: Hparams, stage: Stage | None = None, loops: int = 
 
 
 def dot_general_flops(jaxpr) -> int:
-    """FLOPs of every product in a jaxpr: scans by their length, conds by their largest branch."""
+    """Return the FLOPs of all products in a jaxpr; a scan counts its length, a cond its maximum."""
     jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
     total = 0
     for eqn in jaxpr.eqns:
@@ -165,7 +165,7 @@ def _ragged_dot_flops(eqn):
     shape = eqn.invars[0].aval.shape
     products = eqn.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
     if set(ragged.lhs_ragged_dimensions) & set(contracted):
-        products //= eqn.outvars[0].aval.shape[0]  # each group's matrix sums its own rows only
+        products //= eqn.outvars[0].aval.shape[0]  # the matrix of a group sums only its own rows
     return 2 * products
 
 

@@ -1,4 +1,4 @@
-"""What decoding keeps of earlier tokens: the keys and values of each block."""
+"""The KV cache: keys and values of earlier tokens for each block."""
 
 from typing import NamedTuple
 
@@ -11,57 +11,54 @@ from moddepth_jax.model.sharding import constrain
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one block. Tokens are the last axis: attention reads them fastest so."""
+    """Keys and values of one block. Tokens are the last axis, which attention reads fastest."""
 
     k_BKHS: jax.Array
-    v_BKHS: jax.Array | None  # None: those of the first block
-    positions_BS: jax.Array | None  # int32, original positions; None in a dense block: the index
-    lengths_B: jax.Array | None  # int32, tokens in the cache; None in a dense block: all of the row
-    taken_BE: jax.Array | None = None  # int32, of each expert of a dense block, by `row_capacity`
-    # int32, tokens that the mlp has selected, where it alone is routed and so this is a dense cache
+    v_BKHS: jax.Array | None  # None: the block uses the values of the first block
+    positions_BS: jax.Array | None  # int32, original positions; None (dense block): the index
+    lengths_B: jax.Array | None  # int32, tokens in the cache; None (dense block): all of the row
+    taken_BE: jax.Array | None = None  # int32, tokens per expert, under `row_capacity`
+    # int32, tokens that the mlp has selected, if only the mlp is routed; the cache has all tokens
     selected_B: jax.Array | None = None
 
     @property
     def capacity(self) -> int:
-        """S, the most tokens of a row."""
+        """S, the most tokens of a row that fit."""
         return self.k_BKHS.shape[-1]
 
 
 class Cache(NamedTuple):
-    """The caches of all blocks, in order of depth, and what they share."""
+    """The caches of all blocks, in order, and the state that they share."""
 
     layers: tuple[LayerCache, ...]
-    lengths_B: jax.Array  # int32, tokens of each row so far: the position of its next one
+    lengths_B: jax.Array  # int32, tokens of each row so far, which is the next position
     documents_B: jax.Array  # int32, where the current document begins; earlier tokens are hidden
-    dropped_B: jax.Array  # int32, times that a selected token found a routed block's cache full
+    dropped_B: jax.Array  # int32, how often a selected token did not fit a routed block's cache
 
 
 class CacheUpdate(NamedTuple):
     """What new tokens of each row add to a block's cache."""
 
     keys: KeysValues  # [B, T, K, H]
-    selected_BT: jax.Array | None  # bool, what a routed block selected; None in a dense block
+    selected_BT: jax.Array | None  # bool, tokens that a routed block selected; None: dense block
     taken_BE: jax.Array | None = None  # as LayerCache
 
 
-def rows_of_cache(layer: LayerCache, rows_C) -> LayerCache:
-    """The cache for some rows, without keys and values: attention reads each row's in place."""
-
-    def pick(side):
-        return side.at[rows_C].get(mode='clip')
-
-    return jax.tree.map(pick, layer._replace(k_BKHS=None, v_BKHS=None))
-
-
 def view_of(cache: LayerCache, tokens: TokenInfo, documents_CT, window: int, rows_C=None) -> KVView:
-    """What new tokens see of a block's cache and of each other, among all rows or `rows_C`.
+    """Return what new tokens see of a block's cache and of each other.
 
-    `tokens` are those of these rows, in the order of time in each branch, which is their segment
-    id; other branches, and tokens of id 0, they do not see. `documents_CT` is where their documents
-    begin.
+    Args:
+      cache: the LayerCache of all rows.
+      tokens: the new tokens of all rows, or of `rows_C`. The segment id is the branch of a token. A
+        branch is in time order. A token does not see other branches, nor tokens of id 0.
+      documents_CT: where the document of each token begins.
+      window: of the attention; 0: no limit.
+      rows_C: rows of the cache; None: all.
     """
     positions_CT = tokens.positions_BT
-    seen = cache if rows_C is None else rows_of_cache(cache, rows_C)
+    seen = cache._replace(k_BKHS=None, v_BKHS=None)  # attention reads those in place
+    if rows_C is not None:
+        seen = jax.tree.map(lambda side: side.at[rows_C].get(mode='clip'), seen)
     index_S = jnp.arange(cache.capacity)
     routed = seen.lengths_B is not None
     positions_CS = seen.positions_BS if routed else index_S[None]
@@ -82,9 +79,9 @@ def view_of(cache: LayerCache, tokens: TokenInfo, documents_CT, window: int, row
 
 
 def select_into_cache(cache: LayerCache, wanted_BT, branches_BT, most: int | None = None):
-    """The wanted tokens for which a routed block has room: the first of each branch.
+    """Return the wanted tokens for which a routed block has room, the first ones of each branch.
 
-    The room is that of its cache; `most` tokens of a row where only the mlp is routed.
+    The room is the capacity of its cache, or `most` tokens of a row if only the mlp is routed.
     """
     rank_BT = jnp.cumsum(wanted_BT, axis=1)
     earlier_BT = jnp.where(_begins(branches_BT), rank_BT - wanted_BT, 0)
@@ -96,20 +93,23 @@ def select_into_cache(cache: LayerCache, wanted_BT, branches_BT, most: int | Non
 
 
 def _begins(branches_BT):
-    """bool: the first token of each branch."""
+    """Return a bool mask of the first token of each branch."""
     before_BT = jnp.pad(branches_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     return branches_BT != before_BT
 
 
 def next_positions(cache: Cache, branches_BT):
-    """int32 [B, T]: the positions of new tokens, where each branch goes on from the cache."""
+    """Return the positions of new tokens, int32 [B, T]. Each branch continues from the cache."""
     index_BT = jnp.broadcast_to(jnp.arange(branches_BT.shape[1]), branches_BT.shape)
     begin_BT = jax.lax.cummax(jnp.where(_begins(branches_BT), index_BT, 0), axis=1)
     return cache.lengths_B[:, None] + index_BT - begin_BT
 
 
 def documents_of(cache: Cache, begins_BT):
-    """int32 [B, T]: where the documents of the next tokens begin; `begins_BT`: those that do."""
+    """Return where the documents of new tokens begin, int32 [B, T].
+
+    `begins_BT` marks the tokens that begin a document.
+    """
     positions_BT = cache.lengths_B[:, None] + jnp.arange(begins_BT.shape[1])[None]
     begin_BT = jnp.where(begins_BT, positions_BT, cache.documents_B[:, None])
     return jax.lax.cummax(begin_BT, axis=1)
@@ -128,7 +128,7 @@ def _fit(side_BXS, capacity):
 
 
 def cache_from_prefill(keys, capacity: int, positions_BS=None, lengths_B=None) -> LayerCache:
-    """A block's cache of `capacity` tokens from KeysValues [B, C, K, H]."""
+    """Return a block's cache of `capacity` tokens from KeysValues [B, C, K, H]."""
     k_BKHS, v_BKHS = jax.tree.map(
         lambda side_BCKH: _shard(_fit(jnp.moveaxis(side_BCKH, 1, 3), capacity)), keys
     )
@@ -137,22 +137,22 @@ def cache_from_prefill(keys, capacity: int, positions_BS=None, lengths_B=None) -
 
 
 def without_newest(layer: LayerCache, selected_B) -> LayerCache:
-    """The cache of a routed block before it took the newest token of the rows that selected it."""
+    """Return the cache as it was before it took the newest token of the rows that selected it."""
     counts = {name: getattr(layer, name) for name in ('lengths_B', 'selected_B')}
     fewer = {name: old_B - selected_B for name, old_B in counts.items() if old_B is not None}
     return layer._replace(**fewer)
 
 
 def _put_tokens(side_XS, new_TX, index_T, free):
-    """One row of a cache with new tokens at distinct places, those of S and above nowhere.
+    """Put new tokens into one row of a cache at distinct places.
 
-    All others are from `free` on, and below free + T.
+    Places of S or more are dropped. All others lie in [free, free + T).
     """
     length, (*_, capacity) = len(new_TX), side_XS.shape
     if length == 1:
         new_X1 = jnp.moveaxis(new_TX, 0, -1)
         return side_XS.at[..., index_T].set(new_X1, mode='drop', unique_indices=True)
-    # XLA on CPUs writes number by number what it does not write as one slice.
+    # XLA on CPUs writes a slice at once, but a scatter number by number.
     size = min(length, capacity)
     first = jnp.minimum(free, capacity - size)
     token_C = jnp.full(size, length).at[index_T - first].set(jnp.arange(length), mode='drop')
@@ -163,11 +163,13 @@ def _put_tokens(side_XS, new_TX, index_T, free):
 
 
 def update_cache(cache: Cache, updates, begins_BT, dropped_BT, active_BT) -> Cache:
-    """The cache after the active tokens, which come first, by what `decoding.extend` returns.
+    """Return the cache after the active tokens, given what `decoding.extend` returned.
 
-    They may be fewer than those that were active there, if no layer counts `taken_BE`.
+    The active tokens are the first ones of each row. They may be fewer than in `extend`, unless a
+    layer counts `taken_BE`.
 
-    Jit it by itself and donate `cache`: in one program with the reads, XLA copies every cache.
+    Jit this function by itself and donate `cache`. In one program with the reads, XLA would copy
+    every cache.
     """
     layers, each_T = [], jnp.arange(active_BT.shape[1])
     positions_BT = cache.lengths_B[:, None] + each_T[None]
@@ -177,12 +179,12 @@ def update_cache(cache: Cache, updates, begins_BT, dropped_BT, active_BT) -> Cac
             writes_BT = active_BT & update.selected_BT
         free_B = cache.lengths_B if layer.lengths_B is None else layer.lengths_B
         rank_BT = jnp.cumsum(writes_BT, axis=1) - 1
-        # A token without an update is written past the capacity, which is dropped.
+        # A token that is not written gets a place past the capacity, which is dropped.
         nowhere_T = layer.capacity + each_T
         index_BT = jnp.where(writes_BT, free_B[:, None] + rank_BT, nowhere_T[None])
 
         def put(side_BX, new_BTX, index_BT=index_BT, free_B=free_B):
-            # By vmap: with row indices too, each device would get the updates of all rows.
+            # A vmap, since with row indices each device would get the updates of all rows.
             return _shard(jax.vmap(_put_tokens)(side_BX, new_BTX, index_BT, free_B))
 
         layer = layer._replace(k_BKHS=put(layer.k_BKHS, update.keys.k_BTKH))
@@ -205,16 +207,16 @@ def update_cache(cache: Cache, updates, begins_BT, dropped_BT, active_BT) -> Cac
 
 
 def longest_routed_row(cache: Cache) -> int:
-    """Most tokens of a row in a routed block, 0 for a dense model. Waits for the device."""
+    """Return the most tokens of a row in a routed block, 0 if dense. Waits for the device."""
     lengths = [layer.lengths_B for layer in cache.layers if layer.lengths_B is not None]
     return max((int(jnp.max(lengths_B)) for lengths_B in lengths), default=0)
 
 
 def cut_cache(cache: Cache, lengths_B, documents_B) -> Cache | None:
-    """The Cache as it was after the first `lengths_B` tokens of each row.
+    """Return the Cache as it was after the first `lengths_B` tokens of each row, or None.
 
-    `documents_B`: where the document of the last one begins. None if the cache has counts that do
-    not say which tokens they count: of dropped tokens, of a routed mlp, of `row_capacity`.
+    `documents_B` is where the document of the last of these begins. None means that the cache has
+    counts which cannot be undone: of dropped tokens, of a routed mlp, or of `row_capacity`.
     """
     counts = (side for layer in cache.layers for side in (layer.taken_BE, layer.selected_B))
     if any(side is not None for side in counts) or bool(jnp.any(cache.dropped_B)):
@@ -233,7 +235,7 @@ def cut_cache(cache: Cache, lengths_B, documents_B) -> Cache | None:
 
 
 def resize_cache(cache: Cache, capacity: int) -> Cache:
-    """The cache with another capacity of each routed block, at least `longest_routed_row`."""
+    """Return the cache with another capacity of routed blocks, at least `longest_routed_row`."""
 
     def resize(layer):
         if layer.lengths_B is None:
@@ -244,5 +246,5 @@ def resize_cache(cache: Cache, capacity: int) -> Cache:
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes of all arrays of a cache, or of its shapes."""
+    """Return the bytes of all arrays of a cache, or of its shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))

@@ -1,4 +1,4 @@
-"""One layer of the stack: it reads from the depth stream, runs its block, and writes."""
+"""One layer of the stack: read from the depth stream, run the block, write to the stream."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import DepthSlots, FirstKeys, KeysValues
-from moddepth_jax.model.block import Block, BlockAux, SlotInputs
+from moddepth_jax.model.block import Block, BlockAux, LayerKind, SlotInputs
 from moddepth_jax.model.embedding_residual import EmbeddingBlend
 from moddepth_jax.model.kv_cache import CacheUpdate, view_of
 from moddepth_jax.model.loop_params import EMBEDDING, add_embedding
@@ -21,30 +21,29 @@ from moddepth_jax.model.routing import (
     indices_to_mask,
     scatter_tokens,
 )
-from moddepth_jax.model.streams import LayerKind
 
 
 class NewSlots(NamedTuple):
     """The depth slots that a layer writes for later layers."""
 
-    # Oldest first, [B, T, K, H]; or arrays [B, T, ...] as the stream's `slot_shape`.
+    # Oldest first, each [B, T, K, H] or [B, T, ...] as the stream's `slot_shape`.
     slots: tuple[KeysValues, ...] = ()
-    valid_BT: jax.Array | None = None  # bool, the tokens that have them; None: all
+    valid_BT: jax.Array | None = None  # bool, the tokens that have these slots; None: all
 
 
 class LayerArgs(NamedTuple):
-    """Arguments of a layer apart from its parameters; traced, so that layers share a scan."""
+    """Arguments of a layer besides its parameters. They are traced, so that layers share a scan."""
 
-    routing: RoutingArgs | None = None  # of a routed block
+    routing: RoutingArgs | None = None  # for a routed block
     expert_state: ExpertState = ExpertState()
 
 
 class Records(NamedTuple):
-    """What a layer decided; or what all layers did, with a leading axis of those that have it."""
+    """The decisions of a layer, or of all layers that make them, along a leading axis."""
 
     routing: RoutingRecord | None = None
     experts: ExpertsRecord | None = None
-    loops_BT: jax.Array | None = None  # int32, loops of each token, if tokens leave them; no axis
+    loops_BT: jax.Array | None = None  # int32, loops of each token if tokens exit; no layer axis
 
 
 class LayerOutput(NamedTuple):
@@ -52,35 +51,33 @@ class LayerOutput(NamedTuple):
 
     x_BTD: jax.Array  # what the stream carries to the next layer
     written: NewSlots
-    depth: DepthSlots | None  # of its input, with threaded cotangents
+    depth: DepthSlots | None  # its input with threaded cotangents
     records: Records
-    aux: BlockAux | None = None  # of its block, for a cache
+    aux: BlockAux | None = None  # of its block, for a KV cache
 
 
 class Layer(nn.Module):
-    """blend, read, run the block, write. The block's parameters are those of the layer itself."""
+    """Blend in the embedding, read, run the block, write.
+
+    The parameters of the block are parameters of the layer itself.
+    """
 
     hparams: ModelHparams
     kind: LayerKind
-    routing: str  # as is `sizes`, of MixtureOfDepths
+    routing: str  # this and `sizes` as of MixtureOfDepths
     sizes: tuple[int, ...] = ()
 
     def setup(self):
-        kind, writes_slots = self.kind, self.kind.slots > 0
-        self.stream = self.hparams.depth.stream_class(self.hparams, kind)
+        hparams, kind = self.hparams, self.kind
+        self.stream = hparams.depth.stream_class(hparams, kind)
         if kind.part != 'block':
             return
-        if self.hparams.embedding_residual != 'none':
+        if hparams.embedding_residual != 'none':
             self.blend = EmbeddingBlend()
-        options = {'experts': kind.experts, 'mixes': kind.mixes, 'opens': kind.opens}
-        options |= {'embeds': kind.embeds}
         if kind.routed:
-            self.operation = MixtureOfDepths(
-                self.hparams, self.routing, kind.window, self.sizes, writes_slots, **options
-            )
+            self.operation = MixtureOfDepths(hparams, self.routing, kind, self.sizes)
         else:
-            options |= {'ahead': self.routing == 'top_c', 'gathered': kind.gathered}
-            self.operation = Block(self.hparams, kind.window, writes_slots, **options)
+            self.operation = Block(hparams, kind, looks_ahead=self.routing == 'top_c')
         nn.share_scope(self, self.operation)
 
     def __call__(
@@ -92,9 +89,15 @@ class Layer(nn.Module):
         embedded_BTD=None,
         first: FirstKeys | None = None,
     ) -> LayerOutput:
-        """Process all tokens of whole rows; `depth` is None if earlier layers wrote nothing.
+        """Process all tokens of whole rows.
 
-        `embedded_BTD` is the `embedded_input` of the model; `first` as of SelfAttention.
+        Args:
+          x_BTD: what the stream carries.
+          depth: the slots of earlier layers; None: they wrote none.
+          tokens: positions and documents.
+          args: those of this layer.
+          embedded_BTD: the `embedded_input` of the model.
+          first: as of SelfAttention.
         """
         input_BTD, visible, depth = self._read(x_BTD, depth, embedded_BTD)
         if self.kind.part != 'block':
@@ -126,10 +129,20 @@ class Layer(nn.Module):
         rows_C=None,
         first: FirstKeys | None = None,
     ):
-        """New tokens of each row: the stream's x, NewSlots, the CacheUpdate, and dropped_BT.
+        """Process new tokens of each row, or of the rows `rows_C` of the cache.
 
-        With `rows_C`, of those rows of the cache alone; all else has them in its place of rows.
-        `first` has what the block made of these tokens in the first loop, whose cache it reads.
+        Returns x_BTD of the stream, NewSlots, the CacheUpdate, and dropped_BT.
+
+        Args:
+          x_BTD: what the stream carries.
+          depth: the slots of earlier layers for these tokens; None: they wrote none.
+          tokens: positions, and the branch of each token as its segment id.
+          args: those of this layer.
+          cache: the LayerCache of the block.
+          documents_BT: where the document of each token begins.
+          embedded_BTD: the `embedded_input` of the model.
+          rows_C: if given, B above stands for these C rows, except in the cache.
+          first: what the block made of these tokens in the first loop, if it reads that cache.
         """
         input_BTD, visible, _ = self._read(x_BTD, depth, embedded_BTD)
         if self.kind.routed:
@@ -148,7 +161,7 @@ class Layer(nn.Module):
         return x_BTD, written, CacheUpdate(aux.keys, None, aux.expert_state.taken_BE), False
 
     def keys(self, x_BTD, tokens: TokenInfo, embedded_BTD=None):
-        """The KeysValues that `extend` makes of tokens of a stream without slots."""
+        """Return only the KeysValues that `extend` makes, for a stream without slots."""
         input_BTD, *_ = self._read(x_BTD, None, embedded_BTD)
         return self.operation.keys(input_BTD, tokens)
 
@@ -157,12 +170,12 @@ class Layer(nn.Module):
             return x_BTD, None, depth
         if self.has_variable('params', EMBEDDING):
             x_BTD = add_embedding(x_BTD, self.get_variable('params', EMBEDDING))
-        if embedded_BTD is not None:  # of all tokens, also those that skip the block
+        if embedded_BTD is not None:  # for all tokens, also those that skip the block
             x_BTD = self.blend(x_BTD, embedded_BTD)
         return self.stream.read(x_BTD, depth)
 
     def _write(self, y_BTD, slot_inputs, tokens, indices_BC):
-        """What the stream carries, and NewSlots of the tokens `indices_BC` (None: of all)."""
+        """Return what the stream carries, and NewSlots for the tokens `indices_BC` (None: all)."""
         if indices_BC is None:
             x_BTD, slots = self.stream.write(y_BTD, slot_inputs, tokens, self._slot_key)
             masked = self.hparams.masks_slots and slots

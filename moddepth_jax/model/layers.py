@@ -1,4 +1,4 @@
-"""Norm, rotary embedding, projections, embedding and head, and the mlp of a block."""
+"""RMSNorm, RoPE, projections, embedding and head, and the mlp of a block."""
 
 import math
 
@@ -12,17 +12,17 @@ from moddepth_jax.model.sharding import constrain, unshard_embedding, unshard_pa
 
 
 def rms_norm(x, scale, epsilon):
-    """x rsqrt(mean(x^2) + epsilon) scale over the last axis, in float32, returned in x's dtype."""
+    """Return x rsqrt(mean(x^2) + epsilon) scale over the last axis, computed in float32."""
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
     return (x32 * inverse * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
 
 
 def rope_frequencies(count, theta, scaling: RopeScaling | None, dtype):
-    """Radians per position of each pair of channels, [count]: theta^(-i / count), then scaled.
+    """Return the radians per position of each pair of channels: theta^(-i / count), then scaled.
 
-    Between the two bounds of `scaling`, the weight of the kept frequency is linear in the turns in
-    the original context (Llama 3.1, arXiv 2407.21783, and its reference code).
+    Between the two bounds of `scaling`, the weight of the unscaled frequency is linear in the
+    number of turns in the original context (Llama 3.1, arXiv 2407.21783, and its reference code).
     """
     frequency_F = theta ** (-jnp.arange(count, dtype=dtype) / count)
     if scaling is None:
@@ -34,7 +34,7 @@ def rope_frequencies(count, theta, scaling: RopeScaling | None, dtype):
 
 
 def rope_turns(positions_BT, half: int, dtype, theta, scaling: RopeScaling | None = None):
-    """Sine and cosine, [B, T, 1, F], of the angles by which `half` pairs of channels turn."""
+    """Return the sines and cosines, [B, T, 1, F], of the rotation angles of F = `half` pairs."""
     dtype = jnp.promote_types(dtype, jnp.float32)
     frequency_F = rope_frequencies(half, theta, scaling, dtype)
     angle_BT1F = positions_BT[:, :, None, None] * frequency_F[None, None, None, :]
@@ -42,9 +42,9 @@ def rope_turns(positions_BT, half: int, dtype, theta, scaling: RopeScaling | Non
 
 
 def apply_rope(x_BTNH, positions_BT, theta, scaling: RopeScaling | None = None, turns=None):
-    """Rotary position embedding, half-split form: x cos + concat(-x2, x1) sin (Su et al. 2021).
+    """Apply RoPE in its half-split form: x cos + concat(-x2, x1) sin (Su et al. 2021).
 
-    `turns`: `rope_turns` of the positions, if they are known.
+    `turns` are `rope_turns` of the positions, if they have been computed.
     """
     half = x_BTNH.shape[-1] // 2
     dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
@@ -57,41 +57,41 @@ def apply_rope(x_BTNH, positions_BT, theta, scaling: RopeScaling | None = None, 
 
 
 def logits(x_BTD, matrix, axes: str = 'dv'):
-    """x W in float32, from inputs rounded to x's dtype; `axes` of the matrix are dv or vd."""
+    """Return x W in float32, with W rounded to x's dtype; `axes` of W: dv or vd."""
     logits_BTV = dot(f'btd,{axes}->btv', x_BTD, matrix.astype(x_BTD.dtype))
     return constrain(logits_BTV, 'batch', None, 'vocab')
 
 
 def embed(embedding_VD, tokens_BT, dtype):
-    """The embeddings of the tokens, [B, T, D]."""
+    """Look up the embeddings of tokens, [B, T, D]."""
     x_BTD = jnp.take(unshard_embedding(embedding_VD, dtype), tokens_BT, axis=0).astype(dtype)
     return constrain(x_BTD, 'batch', None, None)
 
 
 def head_matrix(params, dtype):
-    """The unsharded matrix of the logits, and its axes: the head (dv) or a tied embedding (vd)."""
+    """Return the unsharded matrix of the logits and its axes: dv, or vd for a tied embedding."""
     if 'head' in params:
         return unshard_params({'head': params['head']}, dtype)['head']['kernel'], 'dv'
     return unshard_params({'embedding': params['embedding']}, dtype)['embedding'], 'vd'
 
 
 def lm_head(x_BTD, params):
-    """Logits by the head, or by the embedding if it is tied."""
+    """Return the logits, by the head or the tied embedding."""
     return logits(x_BTD, *head_matrix(params, x_BTD.dtype))
 
 
 def swiglu(gate, value):
-    """silu(gate) value (Shazeer 2020)."""
+    """Return silu(gate) value (Shazeer 2020)."""
     return jax.nn.silu(gate) * value
 
 
 def initializer(stddev):
-    """Normal weights of standard deviation `stddev` before truncation at 3 sigma."""
+    """Return an initializer: normal with standard deviation `stddev`, truncated at 3 sigma."""
     return nn.initializers.truncated_normal(stddev, lower=-3.0, upper=3.0)
 
 
 def residual_init(hparams: ModelHparams):
-    """Initial weights of the projections that write into the residual stream."""
+    """Return the initializer of projections that write to the residual stream."""
     shrink = math.sqrt(2 * hparams.num_blocks) if hparams.scale_residual_init else 1.0
     return initializer(hparams.init_std / shrink)
 
@@ -107,9 +107,9 @@ class RMSNorm(nn.Module):
 
 
 def _flat_dot_general(x, kernel, dimensions, **options):
-    """`lax.dot_general` of x [..., contracted] and kernel [contracted, ...] as plain matrices.
+    """Compute `lax.dot_general` of x [..., contracted] and kernel [contracted, ...] in 2-D form.
 
-    The gradient of a product over several axes of tokens makes XLA on CPUs transpose its inputs.
+    With several token axes, XLA on CPUs would transpose the inputs of the gradient's product.
     """
     (contracted, leading), batch = dimensions
     count = len(contracted)
@@ -132,7 +132,7 @@ def projection(
     use_bias: bool | None = None,
     name=None,
 ):
-    """A Linen matrix from the last `contracted` axes of its input to `features`.
+    """Return a Linen module that maps the last `contracted` axes of its input to `features`.
 
     `use_bias` is that of the model by default.
     """

@@ -1,9 +1,10 @@
-"""Exits from the loops: a token whose stream has almost stopped changing keeps it from then on.
+"""Exits from the loops: a token whose stream has almost stopped changing leaves the loops.
 
-At evaluation and in decoding alone, by |x_r - x_(r-1)| / |x_r| of its own stream after loop r
-against a threshold. A token that has left still has keys and values in each later loop, those
-that each block makes of the stream it keeps: nothing depends on later tokens, nor on whether tokens
-come at once or one by one. In decoding a row whose new tokens have left computes nothing else.
+This happens only in evaluation and decoding. A token exits after loop r if the relative change
+|x_r - x_(r-1)| / |x_r| of its stream is below a threshold, and keeps x_r from then on. In later
+loops each block still makes keys and values from x_r, so that the result depends neither on later
+tokens nor on whether tokens are decoded at once or one by one. In decoding, a row whose new tokens
+have all exited computes nothing but these keys and values.
 """
 
 from typing import NamedTuple
@@ -17,26 +18,30 @@ from moddepth_jax.model.routing import run_on_rows
 
 
 class Exits(NamedTuple):
-    """What is known of the tokens during the loops."""
+    """The state of the tokens during the loops."""
 
     start_BTD: jax.Array  # the stream before this loop
-    left_BT: jax.Array  # bool, tokens that have left
+    left_BT: jax.Array  # bool, tokens that have exited
     loops_BT: jax.Array  # int32, how many loops each token went through
 
 
 def has_exits(hparams: ModelHparams, routing: str) -> bool:
-    """Whether tokens leave the loops under that routing: never under that of training."""
+    """Return whether tokens exit under that routing; they never do under that of training."""
     return hparams.loop_exit_threshold > 0 and routing != 'top_c'
 
 
 def apply_exits(hparams: ModelHparams, place: int, exits: Exits | None, before_BTD, x_BTD):
-    """The stream after the block at `place`, x_BTD but for tokens that have left; and the Exits.
+    """Return the stream after the block at `place`, and the Exits.
 
-    `before_BTD` is the stream that the block has read; `exits` is None before the first block, and
-    has what the last loop left from then on.
+    Args:
+      hparams: those of the model.
+      place: the number of the block among those that run.
+      exits: returned for the block before; None before the first block.
+      before_BTD: the input of the block, which tokens that have exited keep.
+      x_BTD: the output of the block.
     """
-    size, first = len(hparams.looped_range), hparams.first_looped
-    loop, block = divmod(place - first, size)
+    size = len(hparams.looped_range)
+    loop, block = divmod(place - hparams.looped_range.start, size)
     if not 0 <= loop < hparams.loops:
         return x_BTD, exits
     if exits is None:
@@ -51,12 +56,19 @@ def apply_exits(hparams: ModelHparams, place: int, exits: Exits | None, before_B
 
 
 def extend_with_exits(hparams: ModelHparams, layers, by_token, caches):
-    """`extend` of decoding by the layers of a model with exits: x_BTD and CacheUpdates.
+    """Run `decoding.extend` through the layers of a model with exits.
 
-    `layers` are (Layer, its variables, LayerArgs), `by_token` x_BTD, TokenInfo, where documents
-    begin and the `embedded_input`. From the second loop on a loop computes the rows with a token
-    that has not left, at the least bucket of rows that holds them, and of the others the keys and
-    values of its blocks.
+    From the second loop on, a loop runs in full only on rows with a token that has not exited, in
+    the smallest bucket of rows that holds them. On the others it makes only keys and values.
+
+    Args:
+      hparams: those of the model.
+      layers: (Layer, its variables, LayerArgs) of each layer.
+      by_token: x_BTD, TokenInfo, where documents begin [B, T], and the `embedded_input`.
+      caches: the LayerCache of each layer.
+
+    Returns:
+      x_BTD after the layers, and a CacheUpdate for each.
     """
     x_BTD, *by_token = by_token
 
@@ -83,14 +95,14 @@ def extend_with_exits(hparams: ModelHparams, layers, by_token, caches):
         sides = x_BTD, *by_token, left_BT
         return run_on_rows(lambda sides, rows_C: run(some, *sides, rows_C), skip, stay_B, sides)
 
-    first, size = hparams.first_looped, len(hparams.looped_range)
+    first, size = hparams.looped_range.start, len(hparams.looped_range)
     x_BTD, keys = run(slice(first), x_BTD, *by_token)
     left_BT = None
     for loop in range(hparams.loops):
         start = first + loop * size
         before_BTD = x_BTD
         x_BTD, new = run_loop(slice(start, start + size), x_BTD, left_BT)
-        # Of a token that has left nothing changes.
+        # A token that has exited does not change, so it counts as exited again.
         left_BT = relative_change(before_BTD, x_BTD) < hparams.loop_exit_threshold
         keys += new
     x_BTD, new = run(slice(first + hparams.loops * size, None), x_BTD, *by_token)
@@ -98,7 +110,7 @@ def extend_with_exits(hparams: ModelHparams, layers, by_token, caches):
 
 
 def relative_change(before_BTD, x_BTD) -> jax.Array:
-    """|x - before| / |x| of each token, [B, T], float32 or wider; L2 norms."""
+    """Return |x - before| / |x| of each token by L2 norms, [B, T], float32 or wider."""
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
     before_BTD, x_BTD = before_BTD.astype(wide), x_BTD.astype(wide)
     return jnp.linalg.norm(x_BTD - before_BTD, axis=-1) / jnp.linalg.norm(x_BTD, axis=-1)

@@ -1,8 +1,8 @@
-"""Parameters that each loop has for itself: scales of norms, and a vector added to the stream.
+"""Parameters of each loop: norm scales, and a vector that is added to the stream.
 
-Scales have an axis of loops after that of layers, and no module knows of it: before a layer is
-applied, those of the loop are picked. The vectors are learned, where Universal Transformers add
-sinusoids of the loop's number (Dehghani et al. 2018, arXiv 1807.03819, section 2.1).
+Scales have an axis of loops after the axis of layers. The modules do not know about it: the scales
+of a loop are picked before a layer is applied. The vectors are learned; Universal Transformers add
+sinusoids of the loop's number instead (Dehghani et al. 2018, arXiv 1807.03819, section 2.1).
 """
 
 import operator
@@ -13,24 +13,24 @@ import jax.numpy as jnp
 
 NORMS = frozenset(('attention_norm', 'mlp_norm', 'query_norm', 'key_norm'))
 EMBEDDINGS = 'loop_embeddings'  # [N, D] for N loops, next to the stack
-EMBEDDING = 'loop_embedding'  # [D], among the parameters of a layer that adds it to its input
+EMBEDDING = 'loop_embedding'  # [D], a parameter of a layer that adds it to its input
 
 
 class Visit(NamedTuple):
-    """One run of a stored layer; ints, or int32 arrays."""
+    """One application of a stored layer; ints, or int32 arrays for several."""
 
     row: int | jax.Array  # of the leaves of its stored run
     loop: int | jax.Array = 0
-    embedding: int | jax.Array = -1  # row of the loops' embeddings that it adds; -1: none
+    embedding: int | jax.Array = -1  # row of the loop embeddings that it adds; -1: none
 
 
 def has_loops(path, kind) -> bool:
-    """Whether the leaf of a layer of that kind has an axis of loops."""
+    """Return whether a leaf of a layer of that kind has an axis of loops."""
     return kind.own_norms and len(path) > 1 and path[-2].key in NORMS
 
 
 def repeat_norms(params: dict, kind, loops: int) -> dict:
-    """The initial parameters of a layer with the axis of loops, on which all are equal."""
+    """Return the initial parameters of a layer with norm scales repeated along an axis of loops."""
 
     def repeat(path, leaf):
         return jnp.stack([leaf] * loops) if has_loops(path, kind) else leaf
@@ -39,12 +39,12 @@ def repeat_norms(params: dict, kind, loops: int) -> dict:
 
 
 def with_embeddings(stack: dict, params: dict) -> dict:
-    """The parameters of a stack, and the embeddings of the loops if the model has some."""
+    """Return the parameters of a stack together with the loop embeddings, if there are any."""
     return stack | {name: params[name] for name in (EMBEDDINGS,) if name in params}
 
 
 def visit_params(stack: dict, place, visit: Visit, kind, take=operator.getitem) -> dict:
-    """The parameters of a visit, but its embedding; `take` (leaf, index) picks from a leaf."""
+    """Return the parameters of a visit without its embedding; `take(leaf, index)` picks a row."""
 
     def pick(path, leaf):
         leaf = take(leaf, visit.row)
@@ -55,13 +55,13 @@ def visit_params(stack: dict, place, visit: Visit, kind, take=operator.getitem) 
 
 
 def visit_embedding(stack: dict, visit: Visit, take=operator.getitem) -> dict:
-    """The embedding of a visit, as a parameter of the layer; 0 if it has none."""
+    """Return the embedding of a visit as a parameter of the layer; 0 if it has none."""
     vector_D = take(stack[EMBEDDINGS], jnp.maximum(visit.embedding, 0))
     return {EMBEDDING: jnp.where(visit.embedding >= 0, vector_D, 0)}
 
 
 def add_gradient(dstack: dict, place, visit: Visit, kind, dlayer: dict) -> dict:
-    """The gradients of all parameters of a stack with those of a visit added in place."""
+    """Return the gradients of a stack's parameters, with those of one visit added."""
     dlayer = dict(dlayer)
     vector_D = dlayer.pop(EMBEDDING, None)
     if vector_D is not None:
@@ -80,6 +80,6 @@ def add_gradient(dstack: dict, place, visit: Visit, kind, dlayer: dict) -> dict:
 
 
 def add_embedding(x_BTD, embedding_D) -> jax.Array:
-    """The stream plus the embedding of a loop, rounded once to the dtype of the stream."""
+    """Return the stream plus the embedding of a loop, rounded once to the dtype of the stream."""
     wide = jnp.promote_types(x_BTD.dtype, embedding_D.dtype)
     return (x_BTD.astype(wide) + embedding_D.astype(wide)[None, None]).astype(x_BTD.dtype)

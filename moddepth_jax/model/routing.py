@@ -1,6 +1,6 @@
-"""Which tokens a routed block processes, and `route`, which routes any function of tokens.
+"""The selection of tokens for a routed block, and `route`, which routes any function of tokens.
 
-Indices of tokens [B, C] are distinct and ascending; those of T or more name no token.
+Indices of tokens [B, C] are distinct and ascending. An index of T or more names no token.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from moddepth_jax.model.sharding import map_batch_shards
 
-CHOICE = 'routing choice'  # checkpoint name: rematerialisation keeps what was chosen
+CHOICE = 'routing choice'  # checkpoint name: rematerialization keeps the choice
 PARTS = (8, 4, 2, 1)  # static sizes of a routed block: an eighth, a quarter, a half, all
 
 
@@ -21,35 +21,35 @@ class TokenInfo(NamedTuple):
     """What a block needs to know about its tokens; gathered with them when they are routed."""
 
     positions_BT: jax.Array  # int32, in the original row, ascending
-    segment_ids_BT: jax.Array  # int32; tokens of one id see each other, 0 is padding
-    seeds_BT: jax.Array | None = None  # uint32, from which the `random` router draws
-    ids_BT: jax.Array | None = None  # int32, if layers look up values by them
+    segment_ids_BT: jax.Array  # int32; tokens of the same id see each other; 0 is padding
+    seeds_BT: jax.Array | None = None  # uint32, seeds of the `random` router
+    ids_BT: jax.Array | None = None  # int32, vocabulary ids, if layers look up values by them
     turns: tuple | None = None  # `rope_turns` of the positions; None: each layer computes them
 
 
 class RoutingRecord(NamedTuple):
     """What a routed block decided for each token."""
 
-    scores_BT: jax.Array  # float32, the router's r
-    rule_logits_BT: jax.Array  # float32, above 0 where the causal rule selects the token
-    top_c_BT: jax.Array  # bool, whether the score is among the C highest of the row
-    selected_BT: jax.Array  # bool, the tokens that the block processed in this forward pass
-    dropped_BT: jax.Array  # bool, tokens that the causal rule selected beyond the capacity
-    gates_BT: jax.Array  # float32, factor on the delta of a selected token; 0 for padding
+    scores_BT: jax.Array  # float32, the router's score r
+    rule_logits_BT: jax.Array  # float32, above 0 if the causal rule selects the token
+    top_c_BT: jax.Array  # bool, the score is among the C highest of the row
+    selected_BT: jax.Array  # bool, the block processed the token in this forward pass
+    dropped_BT: jax.Array  # bool, the causal rule selected the token beyond the capacity
+    gates_BT: jax.Array  # float32, factor on the change of a selected token; 0 for padding
 
 
 class Selection(NamedTuple):
-    """The tokens that a block processes; indices may name padding (top-C) or none (causal)."""
+    """The tokens that a block processes."""
 
-    indices_BC: jax.Array  # int32, ascending
+    indices_BC: jax.Array  # int32, ascending; may name padding (top-C) or no token (causal rules)
     selected_BT: jax.Array  # bool, the real tokens among them
-    dropped_BT: jax.Array  # bool, tokens that were wanted and found no place
+    dropped_BT: jax.Array  # bool, wanted tokens beyond the capacity
 
 
 class Routed(NamedTuple):
-    """What `route` returns: x_BTD after the block, and the Selection."""
+    """What `route` returns."""
 
-    x_BTD: jax.Array
+    x_BTD: jax.Array  # after the block
     selection: Selection
 
 
@@ -64,22 +64,28 @@ def route(
     positions_BT=None,
     segment_ids_BT=None,
 ) -> Routed:
-    """Apply any block to at most `capacity` tokens of each row; the others keep their bits.
+    """Apply any block to at most `capacity` tokens of each row. The others keep their bits.
 
     x'_t = x_t + gate(score_t) block_fn(x_selected)_t for the selected tokens (Mixture-of-Depths,
-    Raposo et al. 2024, equation 1). The scores learn through the gate alone.
+    Raposo et al. 2024, equation 1). The scores get gradients only through the gate.
 
     Args:
-      block_fn: called as block_fn(x_BCD, tokens) with the selected tokens in time order; returns
-        what it adds to them. It must use the positions and segment ids (0: unused) of the
+      block_fn: called as block_fn(x_BCD, tokens) with the selected tokens in time order. Returns
+        what it adds to them. It must use the positions and the segment ids (0: unused) in the
         TokenInfo.
       x_BTD, scores_BT: the residual stream, and float32 router scores.
-      capacity: C; ValueError outside [1, T].
-      gate: maps scores to the factors on the block's output.
-      wanted_BT: bool, a causal rule's choice, such as scores_BT > threshold, of which the first C
-        of each row are processed; None: the C highest scores, which look at later tokens.
+      capacity: C, in [1, T].
+      gate: maps scores to factors on the block's output.
+      wanted_BT: bool, the choice of a causal rule, such as scores_BT > threshold. The first C of
+        each row are processed. None: the C highest scores, a choice that depends on later tokens.
       positions_BT: int32; None: 0 to T - 1.
       segment_ids_BT: int32, 0 for padding, which is never selected; None: no padding.
+
+    Returns:
+      x_BTD after the block, and the Selection.
+
+    Raises:
+      ValueError: capacity is outside [1, T].
     """
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2])
@@ -102,7 +108,7 @@ def route(
 
 
 def update_tokens(block_fn, x_BTD, tokens: TokenInfo, gates_BT, indices_BC):
-    """x with gate * delta added to the tokens of the indices, and what else the block returns."""
+    """Return x with gate * delta added at the indices, and the second output of the block."""
     picked = jax.tree.map(lambda side_BT: gather_tokens(side_BT, indices_BC), tokens)
     delta_BCD, aux = block_fn(gather_tokens(x_BTD, indices_BC), picked)
     update_BCD = gather_tokens(gates_BT, indices_BC)[..., None] * delta_BCD
@@ -110,7 +116,7 @@ def update_tokens(block_fn, x_BTD, tokens: TokenInfo, gates_BT, indices_BC):
 
 
 def select_highest(scores_BT, segment_ids_BT, num_selected: int, per_segment=False) -> Selection:
-    """The C highest scores of each row, or C shared out over its segments; never padding."""
+    """Select the C highest scores of each row, or share C among its segments; never padding."""
     length = scores_BT.shape[1]
     real_BT = segment_ids_BT > 0
     eligible_BT = jnp.where(real_BT, scores_BT, -jnp.inf)
@@ -125,22 +131,25 @@ def select_highest(scores_BT, segment_ids_BT, num_selected: int, per_segment=Fal
 
 
 def select_first(wanted_BT, capacity: int) -> Selection:
-    """The first `capacity` wanted tokens of each row: a causal count."""
+    """Select the first `capacity` wanted tokens of each row, which is causal."""
     selected_BT = checkpoint_name(apply_capacity(wanted_BT, capacity), CHOICE)
     indices_BC = mask_to_indices(selected_BT, capacity)
     return Selection(indices_BC, selected_BT, wanted_BT & ~selected_BT)
 
 
 def check_capacity(capacity: int, length: int):
-    """Raise ValueError if C tokens cannot be selected of a row of `length`."""
+    """Raise ValueError if C tokens cannot be selected from a row of `length`."""
     if not 1 <= capacity <= length:
         raise ValueError(f'num_selected={capacity} must lie in [1, {length}]')
 
 
 def select_top_c(scores_BT, num_selected: int):
-    """Indices int32 [B, C] of the C highest scores, in time order; of ties the lower, NaN first."""
+    """Return the indices of the C highest scores, int32 [B, C], in time order.
+
+    Of equal scores the earlier one counts as higher, and NaN as the highest score.
+    """
     check_capacity(num_selected, scores_BT.shape[1])
-    # top_k ranks by bits: -0.0 below 0.0, and a NaN of negative sign below all.
+    # top_k compares bits: -0.0 ranks below 0.0, and a negative NaN below all.
     scores_BT = jnp.where(scores_BT == 0, 0.0, scores_BT)
     scores_BT = jnp.where(jnp.isnan(scores_BT), jnp.nan, scores_BT)
     indices_BC = map_batch_shards(lambda rows: jax.lax.top_k(rows, num_selected)[1], scores_BT)
@@ -148,9 +157,9 @@ def select_top_c(scores_BT, num_selected: int):
 
 
 def segment_top_c(scores_BT, segment_ids_BT, num_selected: int):
-    """Mask bool [B, T] of the highest scores (NaN first) of each contiguous segment; no padding.
+    """Return a bool mask [B, T] of the highest scores of each contiguous segment, without padding.
 
-    Whatever the scores, tokens [s, e) of a segment have floor(C e / T) - floor(C s / T) places.
+    A segment of tokens [s, e) gets floor(C e / T) - floor(C s / T) places. NaN counts as highest.
     """
     length = scores_BT.shape[1]
     index_T = jnp.arange(length)
@@ -171,7 +180,7 @@ def segment_top_c(scores_BT, segment_ids_BT, num_selected: int):
 
 
 def mask_to_indices(mask_BT, size: int):
-    """Indices int32 [B, size] of the first True entries of each row; T and above for none."""
+    """Return the indices of the first True entries, int32 [B, size]; T or more names no token."""
     length = mask_BT.shape[1]
     index_T = jnp.arange(length)
 
@@ -184,39 +193,57 @@ def mask_to_indices(mask_BT, size: int):
 
 
 def indices_to_mask(indices_BC, length: int):
-    """bool [B, T]: True at the indices."""
+    """Return a bool mask [B, T] that is True at the indices."""
     mask_BT = jnp.zeros((indices_BC.shape[0], length), bool)
     mark = jax.vmap(lambda mask_T, index_C: mask_T.at[index_C].set(True, mode='drop'))
     return mark(mask_BT, indices_BC)
 
 
 def apply_capacity(wanted_BT, capacity: int):
-    """Keep the first `capacity` wanted tokens of each row: a causal count."""
+    """Keep the first `capacity` wanted tokens of each row, which is causal."""
     if capacity >= wanted_BT.shape[1]:
         return wanted_BT
     return wanted_BT & (jnp.cumsum(wanted_BT, axis=1) <= capacity)
 
 
 def mask_tokens(tokens: TokenInfo, keep_BT) -> TokenInfo:
-    """The tokens, of which the others are padding from now on."""
+    """Return the tokens with all but `keep_BT` turned into padding."""
     return tokens._replace(segment_ids_BT=jnp.where(keep_BT, tokens.segment_ids_BT, 0))
 
 
 def static_sizes(length: int, capacity: int) -> tuple[int, ...]:
-    """Ascending sizes; under a causal rule a block runs at the least that holds every row."""
+    """Return ascending sizes; under a causal rule a block runs at the smallest that is enough."""
     return tuple(sorted({min(capacity, length, -(-length // part)) for part in PARTS}))
 
 
 def batch_buckets(batch: int) -> tuple[int, ...]:
-    """Ascending sizes; a decoding step runs at the least that holds the selected rows."""
+    """Return ascending sizes; a decoding step runs at the smallest that holds the selected rows."""
     return tuple(sorted({0, *(-(-batch // part) for part in PARTS)}))
 
 
-def run_on_rows(run, skip, some_B, sides):
-    """run(sides of some rows, these rows), in its rows of skip(sides): arrays [B, ...].
+def smallest_size(needed, sizes: tuple[int, ...]):
+    """Return the place in the ascending sizes of the smallest that is at least `needed`."""
+    return jnp.sum(needed > jnp.array(sizes[:-1], needed.dtype))
 
-    It runs at the least of `batch_buckets` that holds the rows of `some_B`, bool. The rows are
-    int32, B and above (last) for none; None: all, as they are.
+
+def pad_tokens(tree, length: int):
+    """Return arrays [B, C, ...] with zeros after their tokens, up to [B, length, ...]."""
+
+    def pad(side):
+        return jnp.pad(side, ((0, 0), (0, length - side.shape[1]), *[(0, 0)] * (side.ndim - 2)))
+
+    return jax.tree.map(pad, tree)
+
+
+def run_on_rows(run, skip, some_B, sides):
+    """Run on some rows only: skip(sides), with the rows of `some_B` replaced by those of `run`.
+
+    Args:
+      run: called as run(sides of C rows, rows_C), with the smallest of `batch_buckets` for C. The
+        rows are int32; B or more, at the end, names none. None: all rows, in order.
+      skip: called as skip(sides); returns arrays [B, ...], as `run` does for its rows.
+      some_B: bool, the rows to run on.
+      sides: arrays [B, ...].
     """
     batch = some_B.shape[0]
     indices_B = mask_to_indices(some_B[None], batch)[0]
@@ -239,7 +266,7 @@ def run_on_rows(run, skip, some_B, sides):
         return bucket
 
     sizes = batch_buckets(batch)
-    which = jnp.sum(jnp.sum(some_B) > jnp.array(sizes[:-1]))
+    which = smallest_size(jnp.sum(some_B), sizes)
     return jax.lax.switch(which, [run_at(size) for size in sizes], sides)
 
 
@@ -247,18 +274,18 @@ _SORTED = {'indices_are_sorted': True, 'unique_indices': True}
 
 
 def gather_tokens(x_BTX, indices_BC):
-    """[B, C, ...]: the tokens of the indices, 0 for an index of T or more."""
+    """Return the tokens at the indices, [B, C, ...]; 0 for an index of T or more."""
     gather = jax.vmap(lambda x, index: x.at[index].get(**_SORTED, mode='fill', fill_value=0))
     return gather(x_BTX, indices_BC)
 
 
 def scatter_tokens(x_BTX, indices_BC, update_BCX):
-    """x with the tokens of the indices replaced."""
+    """Return x with the tokens at the indices replaced."""
     scatter = jax.vmap(lambda x, index, new: x.at[index].set(new, **_SORTED, mode='drop'))
     return scatter(x_BTX, indices_BC, update_BCX)
 
 
 def scatter_add_tokens(x_BTD, indices_BC, update_BCD):
-    """x with `update` added to the tokens. Indices are distinct, so reruns are bit-equal."""
+    """Return x with `update` added at the indices. Distinct indices make reruns bit-equal."""
     scatter = jax.vmap(lambda x, index, new: x.at[index].add(new, **_SORTED, mode='drop'))
     return scatter(x_BTD, indices_BC, update_BCD)

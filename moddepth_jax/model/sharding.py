@@ -1,4 +1,4 @@
-"""The axes of arrays over those of the context's mesh, if there is one: a table, and its users."""
+"""Sharding: how named axes of arrays are split over the axes of the context's mesh, if any."""
 
 import functools
 import math
@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec
 
 from moddepth_jax.hparams.registry import STREAMS
 
-# An axis of an array has a name, and is split over the mesh axes of the first rule of that name
-# that fits: they divide it, and no earlier rule has split another axis of the array over them. An
-# axis without a rule that fits is replicated.
+# Each axis of an array has a name. It is split over the mesh axes of the first rule of its name
+# that fits: they divide its size, and no earlier rule has split another axis of the array over
+# them. An axis without such a rule is replicated.
 RULES = (
     ('batch', ('data', 'fsdp', 'expert')),
     ('experts', ('expert',)),
@@ -23,12 +23,12 @@ RULES = (
     ('embed', ('fsdp', 'tensor')),  # if no other axis of the array is split over tensor
     ('embed', ('fsdp',)),
 )
-STORED = 'embed'  # the axis along which parameters are split in storage, but not in use
+STORED = 'embed'  # the axis along which stored parameters are split; computations gather it
 
-# The first pattern that matches the end of a leaf's path and has as many axes names them. Layers of
-# a stack have one more axis in front, which is replicated. A dense mlp has the paths of experts,
-# and one axis less. Leaves without a pattern are vectors and narrow matrices, and replicated.
-# A depth stream states its own patterns, as `parameter_axes`.
+# The axis names of parameters: those of the first pattern that matches the end of the path and has
+# as many axes. Leaves of a stack have a replicated axis of layers in front. A dense mlp has the
+# same paths as experts, but one axis less. Leaves without a pattern are vectors and narrow
+# matrices, which are replicated. A depth stream adds patterns as its `parameter_axes`.
 LEAVES = (
     (r'embedding', ('vocab', 'embed')),
     (r'value_embedding/embedding', ('vocab', 'kv_heads', 'embed')),
@@ -47,7 +47,7 @@ LEAVES = (
 
 
 def axis_names(path: str, ndim: int) -> tuple:
-    """Names or None for each axis of the parameter with a path such as params/head/kernel."""
+    """Return a name or None for each axis of a parameter with a path such as params/head/kernel."""
     layers = ('stack' in path.split('/')) * (None,)
     if side := re.fullmatch('(.*/)adapter/([ab])', path):
         path = f'{side[1]}kernel'
@@ -60,9 +60,9 @@ def axis_names(path: str, ndim: int) -> tuple:
 
 
 def matrix_sides(names) -> tuple[list[int], list[int], list[int]] | None:
-    """The axes of a batch of matrices, of their inputs and of their outputs; None without `embed`.
+    """Return the batch, input and output axes of a matrix; None if it has no `embed` axis.
 
-    `names` are those of `axis_names`, without the axis of layers.
+    `names` are those of `axis_names` without the axis of layers.
     """
     if 'embed' not in names:
         return None
@@ -73,7 +73,7 @@ def matrix_sides(names) -> tuple[list[int], list[int], list[int]] | None:
 
 
 def _of_adapter(names, side):
-    """Names of the axes of A (`a`) or B of the adapter of a matrix; the rank is replicated."""
+    """Return the axis names of A (`a`) or B of a matrix's adapter; the rank is replicated."""
     sides = matrix_sides(names)
     if sides is None:
         return ()
@@ -82,7 +82,7 @@ def _of_adapter(names, side):
 
 
 def spec(mesh, names, shape, without: str | None = None) -> PartitionSpec:
-    """The PartitionSpec by RULES of an array; axes named `without` are replicated."""
+    """Return the PartitionSpec of an array by RULES; axes named `without` are replicated."""
     used, entries = set(), [None] * len(shape)
     for name, axes in RULES:
         axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
@@ -96,13 +96,13 @@ def spec(mesh, names, shape, without: str | None = None) -> PartitionSpec:
 
 
 def _mesh():
-    """The mesh of the context; None if it has one device, or inside a shard_map."""
+    """Return the mesh of the context; None if it has one device, or inside a shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.size <= 1 or mesh.manual_axes else mesh
 
 
 def constrain(array, *names) -> jax.Array:
-    """Split an array and its cotangent by RULES over the mesh of the context."""
+    """Shard an array and its cotangent by RULES over the mesh of the context."""
     mesh = _mesh()
     if mesh is None:
         return array
@@ -110,7 +110,7 @@ def constrain(array, *names) -> jax.Array:
 
 
 def part_shape(names, shape) -> tuple[int, ...]:
-    """The shape of one device's part of an array that `constrain` or `map_shards` splits."""
+    """Return the shape of one device's part of an array that `constrain` or `map_shards` splits."""
     mesh = _mesh()
     if mesh is None:
         return tuple(shape)
@@ -122,7 +122,7 @@ def _unshard(array, names):
     return jax.lax.with_sharding_constraint(array, spec(_mesh(), names, array.shape, STORED))
 
 
-# The gradient is split as it is stored: a reduce-scatter over devices, not an all-reduce.
+# The gradient is split like the stored parameter: a reduce-scatter, not an all-reduce.
 _unshard.defvjp(
     lambda array, names: (_unshard(array, names), None),
     lambda names, _, cotangent: (constrain(cotangent, *names),),
@@ -130,7 +130,7 @@ _unshard.defvjp(
 
 
 def unshard_params(params, dtype):
-    """Parameters of one layer in `dtype`, replicated along `embed` after they are rounded."""
+    """Return the parameters of one layer in `dtype`, gathered along `embed` after rounding."""
     mesh = _mesh()
     if mesh is None:
         return params
@@ -139,9 +139,9 @@ def unshard_params(params, dtype):
         names = axis_names(jax.tree_util.keystr(path, simple=True, separator='/'), leaf.ndim)
         if STORED not in names:
             return leaf
-        if {'vocab', 'kv_heads'} <= {*names}:  # rows are looked up, as those of `unshard_embedding`
+        if {'vocab', 'kv_heads'} <= {*names}:  # a lookup table, as in `unshard_embedding`
             return _unshard_wide(leaf, names, dtype)
-        # With this constraint, XLA rounds the parts rather than the gathered matrix.
+        # This constraint makes XLA round the parts rather than the gathered matrix.
         return _unshard(constrain(leaf.astype(dtype), *names), names)
 
     return jax.tree_util.tree_map_with_path(gather, params)
@@ -153,7 +153,7 @@ def _unshard_wide(array, names, dtype):
     return _unshard(rounded, names).astype(array.dtype)
 
 
-# The gradient is summed by the devices that hold the batch; by one constraint XLA moves all rows.
+# The devices that hold the batch sum the gradient. By a single constraint XLA would move all rows.
 _unshard_wide.defvjp(
     lambda array, names, dtype: (_unshard_wide(array, names, dtype), None),
     lambda names, dtype, _, cotangent: (constrain(_unshard(cotangent, names), *names),),
@@ -161,16 +161,17 @@ _unshard_wide.defvjp(
 
 
 def unshard_embedding(embedding_VD, dtype):
-    """The embedding, unsharded, in its own dtype, in which gradients of equal tokens are summed."""
+    """Return the unsharded embedding in its own dtype, in which gradients of a token are summed."""
     if _mesh() is None:
         return embedding_VD
     return _unshard_wide(embedding_VD, axis_names('embedding', 2), dtype)
 
 
 def map_shards(function, arrays: dict, names: dict, names_out):
-    """Call `function` with `arrays` by name on each device's own parts, which are independent.
+    """Call a function with `arrays` by name on each device's own parts, which are independent.
 
-    XLA would run a kernel on all parts on every device. `names` and `names_out` name the axes.
+    Without this, XLA would run a kernel on all parts on every device. `names` and `names_out` are
+    the axis names of the arguments and of the results.
     """
     mesh = _mesh()
     if mesh is None:
@@ -188,7 +189,7 @@ def map_shards(function, arrays: dict, names: dict, names_out):
         return PartitionSpec(*[axes.get(axis) for axis in names])
 
     single = not isinstance(names_out[0], tuple)
-    # With check_vma arrays would be cast, and a backward pass would save them twice.
+    # With check_vma, arrays would be cast and the backward pass would save them twice.
     return jax.shard_map(
         lambda arrays: function(**arrays),
         in_specs=({name: split(names[name]) for name in arrays},),
@@ -198,14 +199,17 @@ def map_shards(function, arrays: dict, names: dict, names_out):
 
 
 def _axes(mesh, name, size):
-    """The mesh axes by the first rule of an axis name; None if they do not divide its size."""
+    """Return the mesh axes of the first rule for a name; None if they do not divide the size."""
     axes = next((axes for rule, axes in RULES if rule == name), ())
     axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
     return axes if axes and size % math.prod(mesh.shape[axis] for axis in axes) == 0 else None
 
 
 def map_batch_shards(function, array_BX) -> jax.Array:
-    """Apply `function`, from rows to as many: XLA would gather all on every device for a top_k."""
+    """Apply a function that maps rows to rows, such as top_k, on each device's own rows.
+
+    Without this, XLA would gather all rows on every device for a top_k.
+    """
     names = ('batch',) + (None,) * (array_BX.ndim - 1)
     return map_shards(lambda rows: function(rows), {'rows': array_BX}, {'rows': names}, names)
 
@@ -213,12 +217,12 @@ def map_batch_shards(function, array_BX) -> jax.Array:
 def sharded_routed_mlp(
     routed_mlp, x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD, *static
 ) -> jax.Array:
-    """`experts.routed_mlp` over the mesh of the context; a plain call if there is none.
+    """Run `experts.routed_mlp` over the mesh of the context, or as a plain call without one.
 
-    Experts are split along `expert`, whose devices all take the rows of the group.
+    Experts are split along the mesh axis `expert`. The devices along it share their rows.
     """
     mesh = _mesh()
-    # Their gradients are split likewise: a device gets those of its own rows.
+    # The gradients are split in the same way: a device gets those of its own rows.
     x_BTD, weight_BTk = (constrain(side, 'batch', None, None) for side in (x_BTD, weight_BTk))
     arrays = (x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD)
     if mesh is None:
@@ -235,7 +239,7 @@ def sharded_routed_mlp(
     tokens, inwards = PartitionSpec(rows or None), PartitionSpec('expert', None, inner)
     in_specs = (tokens, tokens, tokens, inwards, inwards, PartitionSpec('expert', inner))
     parts = ('expert', inner) if inner else ('expert',)
-    # The sum is outside: without check_vma, the transpose of a psum is a psum.
+    # The sum is outside because, without check_vma, the transpose of a psum is a psum.
     part_XBTD = jax.shard_map(
         own, in_specs=in_specs, out_specs=PartitionSpec(parts, rows or None), check_vma=False
     )(*arrays)

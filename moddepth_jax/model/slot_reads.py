@@ -1,7 +1,7 @@
 """Softmaxes and sums over the depth slots of a token, one slot after another.
 
-Only slots that are written are read, each once forward and once backward, and nothing of their size
-is kept or zeroed for the backward pass, which adds to the gradients of the slots in place.
+Only written slots are read, once in the forward and once in the backward pass. The backward pass
+adds to the gradients of the slots in place: nothing of the size of all slots is saved or zeroed.
 """
 
 import functools
@@ -13,26 +13,28 @@ from moddepth_jax.model.attention import DepthSlots
 
 
 def softmax_over_slots(score, arguments, depth: DepthSlots):
-    """The mean of the values of the visible slots by a softmax, its log-sum-exp, and `depth`.
+    """Average the values of the visible slots by a softmax with a running maximum and sum.
 
-    Where a token sees none they are 0 and -inf. `depth` is for the next reader: the cotangent that
-    comes with it is that of the slots by later reads, to which this one adds in place, or of
-    `depth.sums` if there are any, in their dtype. The running maximum and sum are those of Milakov
-    and Gimelshein 2018 (arXiv 1805.02867).
+    The method is from Milakov and Gimelshein 2018 (arXiv 1805.02867).
 
     Args:
-      score: a function that closes over no array, of `arguments` and one slot (the stream's
-        `slot_shape` with axes B and T before, in float32 or wider): its logit [B, T, ...] and its
-        value [B, T, ..., W], in that dtype.
+      score: score(arguments, slot) -> (logit [B, T, ...], value [B, T, ..., W]). A slot has the
+        stream's `slot_shape` after axes B and T. All are float32 or wider. The function must not
+        close over arrays.
       arguments: any arrays.
-      depth: the slots, of the tokens that the layer runs on.
+      depth: the slots of the tokens that the layer runs on.
+
+    Returns:
+      The mean, its log-sum-exp (0 and -inf for a token without visible slots), and `depth` for the
+      next reader. The cotangent of that `depth` has the gradients of the slots from later reads,
+      and this read adds to them in place; or those of `depth.sums`, in their dtype.
     """
     mean, lse, buffers = _softmax(score, arguments, depth)
     return mean, lse, _threaded(depth, buffers)
 
 
 def _threaded(depth, buffers):
-    """`depth` with the buffers whose cotangents are the gradients of the slots."""
+    """Return `depth` with the buffers whose cotangents are the gradients of the slots."""
     return depth._replace(**{'slots' if depth.sums is None else 'sums': buffers})
 
 
@@ -42,9 +44,10 @@ def _softmax(score, arguments, depth):
 
 
 def join_softmaxes(parts):
-    """The mean [..., W] over all of `parts`, pairs of a mean and a log-sum-exp, of one softmax.
+    """Join parts of one softmax, pairs (mean, log-sum-exp), into the mean [..., W] over all.
 
-    A single value is such a mean, and its logit the log-sum-exp; one of them must be finite.
+    A single value is also a mean, with its logit as the log-sum-exp. At least one log-sum-exp must
+    be finite.
     """
     means, logits = zip(*parts, strict=True)
     p = jax.nn.softmax(jnp.stack(logits), axis=0)
@@ -52,10 +55,11 @@ def join_softmaxes(parts):
 
 
 def sum_slots(weights_LCBT, depth: DepthSlots):
-    """Sums [C, B, T, D] of all written slots [B, T, D] with a weight for each token, and `depth`.
+    """Return weighted sums [C, B, T, D] of all written slots [B, T, D], and `depth`.
 
-    Weights of [L, C, 1, 1] are those of all tokens. In their dtype, float32 or wider; those of
-    slots from `depth.num_written` on are not read. `depth` as of `softmax_over_slots`.
+    The weights are float32 or wider, which is also the dtype of the sums. Weights of [L, C, 1, 1]
+    are the same for all tokens. Weights from slot `depth.num_written` on are not read. For `depth`
+    see `softmax_over_slots`.
     """
     total_CBTD, buffers = _sum(weights_LCBT, depth)
     return total_CBTD, _threaded(depth, buffers)
@@ -67,7 +71,7 @@ def _sum(weights_LCBT, depth):
 
 
 def _slot(depth, i):
-    """Slot i of all tokens, in float32 or wider."""
+    """Return slot i of all tokens in float32 or wider."""
 
     def take(side_LBTX):
         side_BTX = jax.lax.dynamic_index_in_dim(side_LBTX, i, keepdims=False)
@@ -77,12 +81,12 @@ def _slot(depth, i):
 
 
 def _of_tokens(score, depth):
-    """`score` as a function of the arguments and of a slot of all tokens."""
+    """Return `score` as a function of a slot of all tokens."""
     return lambda arguments, slot: score(arguments, depth.pick(slot))
 
 
 def _visible(depth, i, logit):
-    """The logit, or -inf for tokens that do not see slot i."""
+    """Return the logit, with -inf for tokens that do not see slot i."""
     if depth.valid_LBT is None:
         return logit
     visible_BT = depth.pick(jax.lax.dynamic_index_in_dim(depth.valid_LBT, i, keepdims=False))
@@ -91,12 +95,12 @@ def _visible(depth, i, logit):
 
 
 def _buffers(depth):
-    """Those whose cotangents are the gradients of the slots."""
+    """Return the buffers whose cotangents are the gradients of the slots."""
     return depth.slots if depth.sums is None else depth.sums
 
 
 def _add(dslots, dslot, i):
-    """The gradients of all slots with one more of slot i."""
+    """Add to the gradient of slot i in the gradients of all slots."""
 
     def add(of_all, one):
         new = jax.lax.dynamic_index_in_dim(of_all, i, keepdims=False) + one.astype(of_all.dtype)
@@ -170,7 +174,7 @@ def _sum_forward(weights_LC, depth):
 
 
 def _of_all_tokens(weights_LC, depth):
-    """[L, C, B, T]: a backward pass keeps those that are shared as they are."""
+    """Broadcast to [L, C, B, T]. The backward pass saves shared weights in their own shape."""
     return jnp.broadcast_to(weights_LC, (*weights_LC.shape[:2], *depth.slots.shape[1:3]))
 
 

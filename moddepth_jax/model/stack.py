@@ -1,4 +1,4 @@
-"""A stack of layers: runs of equal layers, their parameters, and the plain unrolled form."""
+"""A stack of layers: runs of equal layers, their parameters, and the unrolled form."""
 
 from typing import NamedTuple
 
@@ -25,14 +25,14 @@ from moddepth_jax.model.streams import LayerKind, layer_kinds, layer_order
 
 
 class Run(NamedTuple):
-    """`group` layer kinds in a row, `repeats` times."""
+    """A group of layer kinds that is repeated `repeats` times."""
 
     group: tuple
     repeats: int
 
 
 def find_runs(kinds) -> tuple[Run, ...]:
-    """Run-length encoding of a layer pattern, by groups: d r d r d -> (d r) x 2, (d) x 1."""
+    """Return a run-length encoding of layer kinds by groups: d r d r d -> (d r) x 2, (d) x 1."""
     runs, start = [], 0
     while start < len(kinds):
         best = Run(tuple(kinds[start : start + 1]), 1)
@@ -49,7 +49,7 @@ def find_runs(kinds) -> tuple[Run, ...]:
 
 
 class Place(NamedTuple):
-    """Where the parameters of a layer that runs are: params[run][layer], and there the Visit."""
+    """Where the parameters of a layer that runs are stored: the Visit in params[run][layer]."""
 
     run: str
     layer: str
@@ -62,7 +62,7 @@ class Stack(NamedTuple):
     hparams: ModelHparams
     routing: str
     sizes: tuple[int, ...] = ()
-    layers: range | None = None  # of the stored ones, each of which runs once; None: all, looped
+    layers: range | None = None  # stored layers that run once each; None: all, with their loops
 
     @property
     def looped(self) -> bool:
@@ -71,12 +71,12 @@ class Stack(NamedTuple):
 
     @property
     def has_exits(self) -> bool:
-        """Whether tokens leave the loops."""
+        """Whether tokens can exit the loops early."""
         return self.looped and has_exits(self.hparams, self.routing)
 
     @property
     def stored_kinds(self) -> list[LayerKind]:
-        """The kinds of the layers that have parameters of their own."""
+        """The kinds of the stored layers, which have their own parameters."""
         kinds = self.hparams.depth.stream_class.layer_kinds(self.hparams)
         return kinds if self.layers is None else [kinds[i] for i in self.layers]
 
@@ -87,11 +87,11 @@ class Stack(NamedTuple):
 
     @property
     def stored_runs(self) -> tuple[Run, ...]:
-        """The layers that have parameters of their own; each leaf has an axis of repeats."""
+        """The stored layers in groups. Each leaf of their parameters has an axis of repeats."""
         return find_runs(self.stored_kinds)
 
     def section(self, params, layers: range):
-        """The Stack of some stored layers, which begin and end with runs, and its parameters."""
+        """Return the Stack of some stored layers, which must be whole runs, and its parameters."""
         part, first = self._replace(layers=layers), 0
         while sum(len(run.group) * run.repeats for run in self.stored_runs[:first]) < layers.start:
             first += 1
@@ -100,7 +100,7 @@ class Stack(NamedTuple):
 
     @property
     def places(self) -> list[Place]:
-        """Where the parameters of each layer that runs are."""
+        """Where the parameters of each layer that runs are stored."""
         stored = [
             Place(f'run_{i}', f'layer_{j}', Visit(row))
             for i, run in enumerate(self.stored_runs)
@@ -122,7 +122,7 @@ class Stack(NamedTuple):
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The layers that run, in groups; the repeats of a layer differ in their Visit."""
+        """The layers that run, in groups. The repeats of a layer differ in their Visit."""
         if not self.looped:
             return self.stored_runs
         of_one_leaf = [
@@ -133,21 +133,21 @@ class Stack(NamedTuple):
         return tuple(Run(tuple(kind for kind, *_ in run.group), run.repeats) for run in runs)
 
     def places_of(self, i: int) -> list[list[Place]]:
-        """The place of each repeat, for each layer in the group of run i."""
+        """Return, for each layer in the group of run i, the Place of each repeat."""
         sizes = [len(run.group) * run.repeats for run in self.runs[: i + 1]]
         places = self.places[sum(sizes[:-1]) : sum(sizes)]
         group = len(self.runs[i].group)
         return [places[j::group] for j in range(group)]
 
     def counts(self, runs, i: int):
-        """int32 [repeats], the number of slots written before each repeat of run i of some runs."""
+        """Return the number of slots written before each repeat of runs[i], int32 [repeats]."""
         *earlier, run = runs[: i + 1]
         first = sum(kind.slots * run.repeats for run in earlier for kind in run.group)
         return first + sum(kind.slots for kind in run.group) * jnp.arange(run.repeats)
 
     @property
     def layer_numbers(self) -> list[np.ndarray]:
-        """int32 [repeats, layers] of each stored run: the block's number; entry -1, exit -2."""
+        """The block numbers of each stored run, int32 [repeats, layers]; entry: -1, exit: -2."""
         kinds, runs = self.stored_kinds, self.stored_runs
         blocks = np.cumsum([kind.part == 'block' for kind in kinds]) - 1
         ends = [{'entry': -1, 'exit': -2}.get(kind.part) for kind in kinds]
@@ -157,11 +157,11 @@ class Stack(NamedTuple):
         return [part.reshape(run.repeats, -1) for part, run in zip(parts, runs, strict=True)]
 
     def layer(self, kind: LayerKind, **options) -> Layer:
-        """The module of a layer of that kind; `options` are those of a Linen module."""
+        """Return the module of a layer of that kind; `options` are those of a Linen module."""
         return Layer(self.hparams, kind, self.routing, self.sizes, **options)
 
     def apply(self, kind: LayerKind, params, x_BTD, *inputs) -> LayerOutput:
-        """Apply a layer of that kind; inputs as of Layer."""
+        """Apply a layer of that kind. `inputs` are the arguments of Layer after x_BTD."""
         params = merge_adapters(params, self.hparams)
         params = unshard_params(params, self.hparams.dtype)
         x_BTD = constrain(x_BTD, 'batch', None, None)
@@ -170,9 +170,9 @@ class Stack(NamedTuple):
 
 
 def unstack_layers(stack: Stack, params):
-    """Yield (kind, parameters) of each layer that runs, from the first to the last.
+    """Yield (kind, parameters) of each layer that runs, in order.
 
-    `params` may be those of `with_embeddings`: a layer gets the embedding that it adds.
+    If `params` come from `with_embeddings`, a layer also gets the loop embedding that it adds.
     """
     for kind, place in zip(stack.kinds, stack.places, strict=True):
         layer, row = visit_params(params, place, place.visit, kind), place.visit.embedding
@@ -182,7 +182,7 @@ def unstack_layers(stack: Stack, params):
 
 
 def stack_slots(written) -> DepthSlots | None:
-    """The DepthSlots of a list of NewSlots; None if they hold no slot."""
+    """Return the DepthSlots of a list of NewSlots, or None if these have no slots."""
     slots = [slot for one in written for slot in one.slots]
     if not slots:
         return None
@@ -192,11 +192,12 @@ def stack_slots(written) -> DepthSlots | None:
 
 
 def with_remat(function, hparams, prevent_cse):
-    """`function`, recomputed backward if `model.remat` says so.
+    """Return `function`, which the backward pass recomputes if `model.remat` says so.
 
-    Kept are the choice that it made and the output of its attention: where the tokens are many,
-    that is dear to compute, and as small as the stream. Not so with depth slots: there XLA would
-    copy their buffer, on a GPU, which only the recomputed attention orders.
+    The choice of tokens and the attention output are kept: for long sequences the latter is
+    expensive to compute, and it is only as large as the stream. With depth slots the attention is
+    recomputed too. On a GPU it orders the reads and writes of the slot buffer, which XLA would
+    otherwise copy.
     """
     if hparams.remat == 'none':
         return function
@@ -206,10 +207,10 @@ def with_remat(function, hparams, prevent_cse):
 
 
 def pick_args(kinds, args: LayerArgs, layers) -> LayerArgs:
-    """Of LayerArgs of all layers, those of one index, or of an array of indices of equal kinds."""
+    """Pick the LayerArgs of one layer, or of an array of layers of equal kind."""
 
     def pick(side, has_it):
-        number = np.cumsum(has_it) - 1  # leaves have no entries for other layers
+        number = np.cumsum(has_it) - 1  # leaves have entries only for layers that have it
         return jax.tree.map(lambda leaf: leaf[number[layers]], side)
 
     kind = kinds[np.ravel(layers)[0]]
@@ -225,7 +226,7 @@ def per_layer_args(kinds, args: LayerArgs) -> list[LayerArgs]:
 
 
 def run_unrolled(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
-    """The plain form of `run_stack`: a list of slots, ordinary differentiation."""
+    """Run the stack as a plain Python loop, with a list of slots and ordinary differentiation."""
     written, records = [], []
     args_of_layers, exits = per_layer_args(stack.kinds, args), None
     layers = unstack_layers(stack, params)
@@ -251,7 +252,7 @@ def run_unrolled(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD
 
 
 def merge_records(records: list[Records], join) -> Records | None:
-    """Records of several layers or runs as one, leaves merged by `join`; None if all are empty."""
+    """Merge the Records of several layers or runs by `join(*leaves)`; None if all are empty."""
     parts = []
     for part in zip(*records, strict=True):
         found = [record for record in part if record is not None]

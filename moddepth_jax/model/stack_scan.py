@@ -1,8 +1,8 @@
 """A stack of layers as scans over runs: one buffer of depth slots, one reverse scan.
 
-Layer l sees only slots that earlier layers wrote. So the buffer after the last layer serves the
-backward pass of every layer. That carries the cotangent of the buffer, to which each layer adds,
-and likewise that of the embedded tokens, if all layers read them.
+Layer l sees only the slots that earlier layers wrote, so the backward pass of every layer can read
+the buffer as it is after the last layer. The backward pass carries the cotangent of the buffer, to
+which each layer adds. If all layers read the embedded tokens, it carries their cotangent as well.
 """
 
 import functools
@@ -29,7 +29,10 @@ from moddepth_jax.model.streams import layer_kinds
 
 
 def run_stack(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
-    """The embedded tokens through all layers, and Records with an axis of layers, or None."""
+    """Run the embedded tokens through all layers.
+
+    Returns x_BTD, and the Records of all layers (None: no records).
+    """
     if stack.hparams.layer_loop == 'unrolled' or stack.has_exits:
         return run_unrolled(stack, params, tokens, args, x_BTD)
     kinds, by_run, first = stack.kinds, [], 0
@@ -38,7 +41,7 @@ def run_stack(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
         by_run.append([pick_args(kinds, args, of_place) for of_place in layers.T])
         first += layers.size
     embedded_BTD = embedded_input(stack.hparams, x_BTD)
-    x_BTD, records = _scanned(stack, params, by_run, tokens, x_BTD, embedded_BTD)
+    x_BTD, records = _run_scans(stack, params, by_run, tokens, x_BTD, embedded_BTD)
 
     def in_order(*leaves):
         together = jnp.stack(leaves, axis=1)
@@ -50,47 +53,54 @@ def run_stack(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
 
 
 def run_with_keys(stack: Stack, params, tokens: TokenInfo, x_BTD, first=None):
-    """x_BTD after a section of layers of the residual stream, and the keys that these made.
+    """Run a section of layers of the residual stream, and make or read keys.
 
-    Those are a pair: KeysValues of each layer in the group of each run, with an axis of repeats,
-    and `tokens`. With such a pair, `first`, the layers read these and make none: None. Keys reach
-    later sections, so that these are scans which JAX differentiates.
+    Later sections read the keys, so JAX differentiates these scans.
+
+    Args:
+      stack: the section.
+      params: its parameters.
+      tokens: positions and documents.
+      x_BTD: the stream before the section.
+      first: the second result of an earlier call, whose keys the layers read; None: they make keys.
+
+    Returns:
+      x_BTD after the section, and (keys, tokens), or None if the layers read keys. The keys are a
+      list for each run: KeysValues of each layer in its group, with an axis of repeats.
     """
-    given = None if first is None else first[0]
     made = []
     for i, run in enumerate(stack.runs):
 
         def body(x_BTD, inputs, run=run):
-            of_repeat, given = inputs
+            of_repeat, reads = inputs
             keys = []
             for j, kind in enumerate(run.group):
 
-                def call(params, x_BTD, given, tokens, kind=kind):
-                    read = None if first is None else FirstKeys(given, first[1])
-                    inputs = x_BTD, None, tokens, LayerArgs(), None, read
-                    output = stack.apply(kind, params, *inputs)
+                def call(params, x_BTD, read, tokens, kind=kind):
+                    read = None if first is None else FirstKeys(read, first[1])
+                    output = stack.apply(kind, params, x_BTD, None, tokens, LayerArgs(), None, read)
                     return output.x_BTD, output.aux.keys
 
                 call = with_remat(call, stack.hparams, prevent_cse=run.repeats == 1)
-                own = None if given is None else given[j]
-                x_BTD, new = call(of_repeat[f'layer_{j}'], x_BTD, own, tokens)
+                read = None if first is None else reads[j]
+                x_BTD, new = call(of_repeat[f'layer_{j}'], x_BTD, read, tokens)
                 keys.append(new)
-            return x_BTD, keys if given is None else None
+            return x_BTD, keys if first is None else None
 
         unroll = run.repeats if stack.hparams.layer_loop == 'unrolled' else 1
-        inputs = params[f'run_{i}'], None if given is None else given[i]
+        inputs = params[f'run_{i}'], None if first is None else first[0][i]
         x_BTD, keys = jax.lax.scan(body, x_BTD, inputs, unroll=unroll)
         made.append(keys)
     return x_BTD, (made, tokens) if first is None else None
 
 
 def slot_buffer_size(slots: int) -> int:
-    """Slots of a buffer. The Hopper kernels read eight at once if 8 divides their number."""
+    """Return the size of a slot buffer: on a GPU, a multiple of the 8 slots that kernels read."""
     return -(-slots // 8) * 8 if jax.default_backend() == 'gpu' else slots
 
 
 def empty_slots(hparams: ModelHparams, x_BTD) -> tuple[KeysValues | None, jax.Array | None]:
-    """Empty buffers for the slots of all layers and their validity; None if there are none."""
+    """Return empty buffers for the slots of all layers and their validity; None without slots."""
     total = sum(kind.slots for kind in layer_kinds(hparams))
     if not total:
         return None, None
@@ -99,7 +109,7 @@ def empty_slots(hparams: ModelHparams, x_BTD) -> tuple[KeysValues | None, jax.Ar
         total = slot_buffer_size(total)
 
     def empty(slot):
-        return _split_slots(jnp.zeros((total, batch, length, *slot.shape), slot.dtype))
+        return _shard_slots(jnp.zeros((total, batch, length, *slot.shape), slot.dtype))
 
     valid_LBT = None
     if hparams.masks_slots:
@@ -107,12 +117,12 @@ def empty_slots(hparams: ModelHparams, x_BTD) -> tuple[KeysValues | None, jax.Ar
     return jax.tree.map(empty, stream.slot_shape(hparams)), valid_LBT
 
 
-def _split_slots(buffer):
+def _shard_slots(buffer):
     return constrain(buffer, *(SLOTS if buffer.ndim == 5 else (None, 'batch', None, None)))
 
 
 def empty_sums(hparams: ModelHparams, slots: KeysValues | None) -> KeysValues | None:
-    """Stand-ins for sums of the slots' gradients, never read; None if these have their dtype."""
+    """Return `DepthSlots.sums` for the slots; None if gradients have the dtype of the slots."""
     if slots is None or hparams.depth.gradient_dtype in ('model', 'none'):
         return None
     slot_dtype = jax.tree.leaves(slots)[0].dtype
@@ -123,7 +133,7 @@ def empty_sums(hparams: ModelHparams, slots: KeysValues | None) -> KeysValues | 
 
 
 def put_slots(slots, valid_LBT, written: NewSlots, first):
-    """The buffers with the NewSlots of a layer, from slot `first` on."""
+    """Return the buffers with the NewSlots of a layer written from slot `first` on."""
 
     def put(buffer, new, at):
         return jax.lax.dynamic_update_index_in_dim(buffer, new.astype(buffer.dtype), at, 0)
@@ -135,8 +145,8 @@ def put_slots(slots, valid_LBT, written: NewSlots, first):
     return slots, valid_LBT
 
 
-def _only(tree, floating: bool):
-    """The tree with its floating leaves, or with its other leaves, and None for the rest."""
+def _select_leaves(tree, floating: bool):
+    """Return the tree with None in place of all leaves that are not (or that are) floating."""
 
     def keep(leaf):
         return leaf if jnp.issubdtype(leaf.dtype, jnp.floating) == floating else None
@@ -144,13 +154,14 @@ def _only(tree, floating: bool):
     return jax.tree.map(keep, tree)
 
 
-def _joined(one, other):
-    pick = functools.partial(jax.tree.map, is_leaf=lambda leaf: leaf is None)
-    return pick(lambda a, b: b if a is None else a, one, other)
+def _merge_leaves(one, other):
+    """Return the tree with the leaves of `one`, or those of `other` where these are None."""
+    is_none = {'is_leaf': lambda leaf: leaf is None}
+    return jax.tree.map(lambda a, b: b if a is None else a, one, other, **is_none)
 
 
-def _function(stack, kind, repeats):
-    """A layer as call(x, other inputs) -> (differentiated outputs, other outputs)."""
+def _layer_function(stack, kind, repeats):
+    """Return a layer as call(x, other inputs) -> (differentiated outputs, other outputs)."""
 
     def call(x_BTD, rest):
         params, slots, valid_LBT, count, args, tokens, embedded_BTD = rest
@@ -159,18 +170,19 @@ def _function(stack, kind, repeats):
         output = stack.apply(kind, params, x_BTD, depth, tokens, args, embedded_BTD)
         slots, sums = (None, None) if slots is None else (output.depth.slots, output.depth.sums)
         written, threaded = output.written, slots if sums is None else sums
-        others = (written.valid_BT, _only(output.records, False), None if sums is None else slots)
-        return (output.x_BTD, written.slots, threaded, _only(output.records, True)), others
+        records = output.records
+        others = written.valid_BT, _select_leaves(records, False), None if sums is None else slots
+        return (output.x_BTD, written.slots, threaded, _select_leaves(records, True)), others
 
-    # Inside a loop of several trips, XLA cannot merge the recomputation with the forward pass.
+    # In a loop with several iterations, XLA cannot merge the recomputation with the forward pass.
     return with_remat(call, stack.hparams, prevent_cse=repeats == 1)
 
 
 def _params_of_run(stack, params, i):
-    """What a scan over run i takes, and a function from that at one repeat and j to layer j's.
+    """Return the scanned input of run i, and pick(input of one repeat, j) -> parameters of layer j.
 
-    Each repeat of an ordinary model takes its slice; of a looped model the Visits of its layers,
-    since copies of the parameters for every loop would be as large as a model without loops.
+    A model without loops scans over the parameters. A looped model scans over Visits and picks from
+    all parameters: a copy for every loop would be as large as a model without loops.
     """
     if not stack.looped:
         return params.get(f'run_{i}', {}), lambda of_repeat, j: of_repeat.get(f'layer_{j}', {})
@@ -190,7 +202,11 @@ def _params_of_run(stack, params, i):
 
 
 def _run_layers(stack, params, args, tokens, x_BTD, embedded_BTD, call):
-    """All layers, in scans over the repeats of each run: the last carry, records, what is saved."""
+    """Run all layers, in a scan over the repeats of each run.
+
+    `call(layer function, x_BTD, other inputs)` returns the outputs of the layer and what to save
+    for the backward pass. Returns the last carry, the records and what was saved.
+    """
     carry = (x_BTD, *empty_slots(stack.hparams, x_BTD))
     records, saved, runs = [], [], stack.runs
     for i, run in enumerate(runs):
@@ -204,12 +220,12 @@ def _run_layers(stack, params, args, tokens, x_BTD, embedded_BTD, call):
                 layer_params = pick(own, j)
                 buffers = (slots, empty_sums(stack.hparams, slots))
                 rest = (layer_params, buffers, valid_LBT, count, args[j], tokens, embedded_BTD)
-                function = _function(stack, kind, run.repeats)
+                function = _layer_function(stack, kind, run.repeats)
                 results, others, residuals = call(function, x_BTD, rest)
                 x_BTD, new, threaded, record = results
                 slots = threaded if others[2] is None else others[2]
                 slots, valid_LBT = put_slots(slots, valid_LBT, NewSlots(new, others[0]), count)
-                outputs.append((_joined(record, others[1]), residuals))
+                outputs.append((_merge_leaves(record, others[1]), residuals))
                 count += kind.slots
             return (x_BTD, slots, valid_LBT), outputs
 
@@ -221,7 +237,7 @@ def _run_layers(stack, params, args, tokens, x_BTD, embedded_BTD, call):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scanned(stack, params, args, tokens, x_BTD, embedded_BTD):
+def _run_scans(stack, params, args, tokens, x_BTD, embedded_BTD):
     def call(function, x_BTD, rest):
         return *function(x_BTD, rest), None
 
@@ -238,8 +254,8 @@ def _forward(stack, params, args, tokens, x_BTD, embedded_BTD):
             leaves,
             has_aux=True,
         )
-        # The backward pass has parameters, slots and tokens: of the arguments, only x is saved. All
-        # other residuals belong to one layer, and none has the size of the buffer.
+        # The backward pass has the parameters, slots and tokens, so x is the only argument to save.
+        # All other residuals belong to one layer, and none is as large as the buffer.
         x_res, leaves_res = vjp.args_res
         dropped = [None if isinstance(res, jax.Array) else res for res in leaves_res]
         vjp.args_res = [x_res, dropped]
@@ -255,9 +271,9 @@ def _backward(stack, residuals, cotangents):
     dx_BTD, drecords = cotangents
     sums = empty_sums(stack.hparams, slots)
     dslots = jax.tree.map(jnp.zeros_like, slots if sums is None else sums)
-    dslots = jax.tree.map(_split_slots, dslots)
+    dslots = jax.tree.map(_shard_slots, dslots)
     runs, looped = stack.runs, stack.looped
-    # Of a looped model the gradients of all parameters, to which each loop adds.
+    # The gradients of all parameters of a looped model, to which each loop adds.
     sums_of_loops = jax.tree.map(jnp.zeros_like, params) if looped else {}
     dembedded_BTD = jax.tree.map(jnp.zeros_like, embedded_BTD)
     carry, dparams = (dx_BTD, dslots, sums_of_loops, dembedded_BTD), {}
@@ -294,10 +310,10 @@ def _backward(stack, residuals, cotangents):
                     dparams[f'layer_{j}'] = dlayer
             return (dx_BTD, dslots, sums_of_loops, dembedded_BTD), dparams
 
-        drecords_of_run = [_only(record, True) for record in drecords[i]]
+        drecords_of_run = [_select_leaves(record, True) for record in drecords[i]]
         inputs = (own, args[i], stack.counts(runs, i), vjps[i], drecords_of_run)
         carry, dparams[f'run_{i}'] = jax.lax.scan(body, carry, inputs, reverse=True)
-    # A layer without parameters has no entry in `params`, and so none here.
+    # A layer without parameters has no entry in `params`, so it gets none here.
     if looped:
         dparams = carry[2]
     else:
@@ -305,4 +321,4 @@ def _backward(stack, residuals, cotangents):
     return dparams, None, None, carry[0], carry[3]
 
 
-_scanned.defvjp(_forward, _backward)
+_run_scans.defvjp(_forward, _backward)

@@ -1,4 +1,4 @@
-"""The decoder-only language model: embedding, stack of dense and routed blocks, head."""
+"""The decoder-only language model: embedding, a stack of dense and routed blocks, head."""
 
 import flax.linen as nn
 import jax
@@ -26,11 +26,11 @@ from moddepth_jax.model.stack import Stack
 from moddepth_jax.model.stack_scan import empty_slots, put_slots, run_stack
 from moddepth_jax.model.streams import LayerKind
 
-MAX_INIT_LENGTH = 2048  # tokens of the random stream on which routers are initialized
+MAX_INIT_LENGTH = 2048  # most tokens of the random row on which parameters are initialized
 
 
 class Head(nn.Module):
-    """The matrix from the hidden states to the logits, declared for `lm_head`."""
+    """The matrix from hidden states to logits. `lm_head` applies it."""
 
     hparams: ModelHparams
 
@@ -43,32 +43,33 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """Token ids to next-token logits.
 
-    Parameters: `embedding` [V, D], `stack` (run_i / layer_j, each leaf with a leading axis of
-    repeats, scanned or not), `final_norm`, `head` [D, V] unless the embedding is tied, and
-    `loop_embeddings` [loops, D] if the model has them.
-    `averages`, which training updates, has those of `average_shapes`.
+    The collection `params` has `embedding` [V, D], `stack` (run_i / layer_j, where each leaf has a
+    leading axis of repeats, scanned or not), `final_norm`, `head` [D, V] unless the embedding is
+    tied, and `loop_embeddings` [loops, D] and `loop_routers` if the model has them. The collection
+    `averages`, which training updates, has the arrays of `average_shapes`.
     """
 
     hparams: Hparams
 
     def __call__(self, tokens_BT, segment_ids_BT=None, routing='top_c', causal_layers_R=None):
-        """logits_BTV in float32, and Records; arguments as of `hidden_states`."""
+        """Return float32 logits_BTV and Records. `hidden_states` describes the arguments."""
         x_BTD, records = self.hidden_states(tokens_BT, segment_ids_BT, routing, causal_layers_R)
         return lm_head(x_BTD, self.variables['params']), records
 
     @nn.compact
     def hidden_states(self, tokens_BT, segment_ids_BT=None, routing='top_c', causal_layers_R=None):
-        """x_BTD after the final norm, and the Records of all layers or None if there are none.
+        """Return x_BTD after the final norm, and the Records of all layers (None: no records).
 
-        The `random` router draws from the PRNG stream `routing`, or else from the knob `seed`. While
-        the model is initialized, no layer runs: the result means nothing.
+        The `random` router draws from the PRNG stream `routing` if there is one, otherwise from the
+        knob `seed`. No layer runs while the model is initialized: its parameters do not
+        depend on tokens, and the result has no meaning.
 
         Args:
           tokens_BT: int, ids below model.vocab_size.
-          segment_ids_BT: int, documents packed in a row, 0 for padding; None: one document.
-          routing: top_c (training; it looks at later tokens) or a rule that `check_routing`
-            accepts.
-          causal_layers_R: bool, routed layers that obey a causal rule and not top-C; None: all.
+          segment_ids_BT: int, the document of each token, 0 for padding; None: one document.
+          routing: top_c (for training; it looks at later tokens) or a causal rule that
+            `check_routing` accepts.
+          causal_layers_R: bool, routed layers that use the causal rule and not top-C; None: all.
         """
         model = self.hparams.model
         check_routing(self.hparams, routing)
@@ -116,9 +117,10 @@ class Transformer(nn.Module):
         return layer_args(self.hparams.model, averages, routing, causal_layers_R)
 
     def _stored(self, name, initializer, *arguments):
-        """A parameter; once it exists it is only read.
+        """Return a parameter, which is initialized if it does not exist.
 
-        `self.param` would retrace the initializer every time, and refuse the rows of more loops.
+        `self.param` alone would retrace the initializer on every call, and refuse `loop_embeddings`
+        of another number of loops.
         """
         if self.has_variable('params', name):
             return self.get_variable('params', name)
@@ -126,14 +128,14 @@ class Transformer(nn.Module):
 
 
 def abstract_variables(hparams: Hparams) -> dict:
-    """Shapes and dtypes of the variables of a Transformer; nothing is compiled."""
+    """Return the shapes and dtypes of a Transformer's variables without compiling anything."""
     key = jax.eval_shape(jax.random.key, 0)
     tokens_BT = jax.ShapeDtypeStruct((1, hparams.data.sequence_length), 'int32')
     return jax.eval_shape(Transformer(hparams).init, key, tokens_BT)
 
 
 def init_loop_routers(key, hparams: Hparams, length: int):
-    """Parameters of the routers of all loops, initialized on a random row like embeddings."""
+    """Initialize the routers of all loops on a random row that is distributed like embeddings."""
     model = hparams.model
     stream_key, key = jax.random.split(key)
     x_BTD = model.embedding_init_std * jax.random.normal(stream_key, (1, length, model.d_model))
@@ -141,7 +143,7 @@ def init_loop_routers(key, hparams: Hparams, length: int):
 
 
 def token_info(hparams: Hparams, tokens_BT, segment_ids_BT=None, positions_BT=None, key=None):
-    """TokenInfo of a batch; by default rows are one document, and random draws use the `seed`."""
+    """Return TokenInfo of a batch. By default a row is one document, and draws use `seed`."""
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones_like(tokens_BT)
     segment_ids_BT = model_segment_ids(hparams.model, segment_ids_BT)
@@ -156,7 +158,7 @@ def token_info(hparams: Hparams, tokens_BT, segment_ids_BT=None, positions_BT=No
 
 
 def random_row_info(hparams: ModelHparams, length: int) -> TokenInfo:
-    """TokenInfo of the row of one document on which new parameters are initialized."""
+    """Return TokenInfo of the row, a single document, on which parameters are initialized."""
     positions_BT = jnp.arange(length)[None]
     ones_BT = jnp.ones_like(positions_BT)
     ids_BT = positions_BT % hparams.vocab_size
@@ -164,7 +166,7 @@ def random_row_info(hparams: ModelHparams, length: int) -> TokenInfo:
 
 
 def average_shapes(hparams: ModelHparams) -> dict[str, tuple[int, ...]]:
-    """Shapes, by name, of the averages that the model keeps in addition to its parameters."""
+    """Return the shapes, by name, of the moving averages that the model keeps."""
     shapes = {}
     if hparams.tracks_threshold:
         shapes['thresholds_R'] = (len(hparams.routed_layers),)
@@ -175,7 +177,10 @@ def average_shapes(hparams: ModelHparams) -> dict[str, tuple[int, ...]]:
 
 
 def layer_args(hparams: ModelHparams, averages, routing: str, causal_layers_R=None) -> LayerArgs:
-    """The arguments of all layers, stacked; ValueError: averages that the routing needs lack."""
+    """Return the arguments of all layers, stacked.
+
+    Raises ValueError if the routing needs averages that are missing.
+    """
     averages, num_routed = averages or {}, len(hparams.routed_layers)
     missing = average_shapes(hparams).keys() - averages.keys()
     rules = {routing, hparams.routing.causal_rule} - {'top_c'}
@@ -199,11 +204,11 @@ def layer_args(hparams: ModelHparams, averages, routing: str, causal_layers_R=No
 
 
 def init_stack(key, hparams: ModelHparams, length: int):
-    """Parameters of the stack, initialized layer by layer on a random row like embeddings.
+    """Initialize the stack layer by layer on a random row that is distributed like embeddings.
 
-    The draw of a parameter depends on the key, its layer's number and its name in the layer alone,
-    so that models of one seed start alike wherever they have the same parameters. A looped layer
-    runs once here.
+    The draw of a parameter depends only on the key, the number of its layer and its name in the
+    layer. So models of the same seed start with equal values where they have the same parameters. A
+    looped layer runs once here.
     """
     stream_key, key = jax.random.split(key)
     shape = (1, length, hparams.d_model)
@@ -228,7 +233,7 @@ def init_stack(key, hparams: ModelHparams, length: int):
             return carry, {name: layer for name, layer in made.items() if layer}
 
         carry, made = jax.lax.scan(init_repeat, carry, (numbers, stack.counts(runs, i)))
-        if made:  # entry or exit may have none
+        if made:  # entry and exit may have no parameters
             params[f'run_{i}'] = made
     return add_adapters(key, params, hparams, stack.layer_numbers)
 
@@ -236,9 +241,10 @@ def init_stack(key, hparams: ModelHparams, length: int):
 def init_layer(
     key, number, stack: Stack, kind: LayerKind, carry, count, tokens: TokenInfo, embedded_BTD
 ):
-    """Parameters of a layer and the carry after it: x_BTD, and its slots from `count` on.
+    """Return the parameters of a layer, and the carry after it: x_BTD and the slots.
 
-    A routed layer's block and stream start as those of a layer that is not routed.
+    The slots of the layer begin at `count`. The block and stream of a routed layer start like those
+    of a layer that is not routed.
     """
     x_BTD, slots, valid_LBT = carry
     depth = None if slots is None else DepthSlots(slots, valid_LBT, count)
@@ -263,13 +269,13 @@ def init_layer(
 
 
 def check_dtype(hparams: ModelHparams):
-    """Raise ValueError if JAX would silently use float32 in place of float64."""
+    """Raise ValueError if JAX would silently replace float64 by float32."""
     if hparams.dtype == 'float64' and not jax.config.jax_enable_x64:
         raise ValueError("model.dtype='float64': needs JAX_ENABLE_X64=1 in the environment")
 
 
 def check_attention(hparams: Hparams):
-    """Raise ValueError if the backend that `model.attention` names cannot run the model here."""
+    """Raise ValueError if the backend in `model.attention` cannot run this model here."""
     name = hparams.model.attention
     if name in ('auto', 'reference', 'xla'):
         return

@@ -1,6 +1,6 @@
-"""A table of values by token in some layers: v += 3 sigmoid(x[:12] W) VE[token], a gate a head.
+"""Value embeddings: v += 3 sigmoid(x[:12] W) VE[token] in some layers, with one gate per head.
 
-After nanochat's gpt.py (Karpathy, github.com/karpathy/nanochat), `value_embeds`, `ve_gate`.
+From nanochat's gpt.py (Karpathy, github.com/karpathy/nanochat): `value_embeds`, `ve_gate`.
 """
 
 import flax.linen as nn
@@ -10,25 +10,25 @@ import jax.numpy as jnp
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.sharding import constrain
 
-GATE_CHANNELS = 12  # of the input of attention, the first ones: what the gates read
+GATE_CHANNELS = 12  # the gates read the first channels of the attention's input
 LARGEST_GATE = 3.0
-LARGEST_GATE_WEIGHT = 0.02  # at first; gates start at about half of the largest
+LARGEST_GATE_WEIGHT = 0.02  # initially, so that gates start at about half of the largest
 
 
 def embeds_values(hparams: ModelHparams, layer: int) -> bool:
-    """Whether that layer has a table: all of them, or each second, among them the last."""
+    """Return whether a layer has a table: all layers, or every second one up to the last."""
     if hparams.value_embeddings == 'alternate':
         return (hparams.num_layers - 1 - layer) % 2 == 0
     return hparams.value_embeddings == 'all'
 
 
 def gate_flops(hparams: ModelHparams) -> int:
-    """FLOPs of the gates of one token in a layer; a lookup is not counted."""
+    """Return the FLOPs of one token's gates in a layer. The lookup is not counted."""
     return 2 * min(GATE_CHANNELS, hparams.d_model) * hparams.num_kv_heads
 
 
 def add_gated(v_BTKH, embedded_BTKH, gate_logits_BTK):
-    """v + 3 sigmoid(gate_logits) embedded, in float32 or wider, returned in the dtype of v."""
+    """Return v + 3 sigmoid(gate_logits) embedded, computed in float32, in the dtype of v."""
     wide = gate_logits_BTK.dtype
     gates_BTK1 = LARGEST_GATE * jax.nn.sigmoid(gate_logits_BTK)[..., None]
     return (v_BTKH.astype(wide) + gates_BTK1 * embedded_BTKH.astype(wide)).astype(v_BTKH.dtype)
@@ -39,16 +39,16 @@ def _uniform(low: float, high: float):
 
 
 class ValueEmbedding(nn.Module):
-    """`add_gated` with a table [V, K, H] and gates [12, K], that start as in nanochat.
+    """`add_gated` with a table [V, K, H] and gates [12, K], initialized as in nanochat.
 
-    The table starts with the variance 1 / D, as that of a value projection of normed inputs.
+    The table starts with variance 1 / D, as do the values that are projected from normed inputs.
     """
 
     hparams: ModelHparams
 
     @nn.compact
     def __call__(self, v_BTKH, x_BTD, ids_BT) -> jax.Array:
-        """Values of tokens, of the input that they are projected from, and of their int32 ids."""
+        """Add to the values of tokens, given the input of their projection and their int32 ids."""
         hparams = self.hparams
         limit = (3 / hparams.d_model) ** 0.5
         shape = (hparams.vocab_size, hparams.num_kv_heads, hparams.head_dim)

@@ -75,7 +75,7 @@ def test_the_reason_names_what_is_in_the_way(tiny_config):
             'model.routing.capacity_stages': '1:0.5',
         },
         'heads share their softmax': {'model.depth.stream': 'moda'},
-        'tells apart by model.norm_eps': {'model.depth.stream': 'attention_residual'},
+        'differ only by model.norm_eps': {'model.depth.stream': 'attention_residual'},
         'mixes values of earlier layers': {'model.depth.stream': 'value_attention'},
         'new slots have values 0': {'model.depth.stream': 'moda', 'model.depth.slots': 'block'},
     }

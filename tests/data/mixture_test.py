@@ -208,7 +208,7 @@ BAD = [
     ('{}/letters:much', ["'much'", 'letters', 'number above 0']),
     ('{}/letters:1,{}/digits:0', ["'0'", 'digits', 'above 0']),
     ('{}/letters:1e-999999999', ["'1e-999999999'"]),
-    ('{}/letters:1,{}/digits/../letters/:2', ['{}/letters must be a member once']),
+    ('{}/letters:1,{}/digits/../letters/:2', ['{}/letters must be listed once']),
 ]
 
 

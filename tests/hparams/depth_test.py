@@ -1,4 +1,4 @@
-"""The knobs of depth streams: what `auto` stands for; tests/model/refused_test.py has the rest."""
+"""The knobs of depth streams: what `auto` stands for. tests/model/refused_test.py has the rest."""
 
 import pytest
 
@@ -28,14 +28,14 @@ def depth(make_config, changes, **model):
     ],
 )
 def test_auto_is_the_choice_of_the_stream(changes, resolved, per_layer, tiny_config):
-    """MoDA's first choices; none for a stream without such a knob."""
+    """`auto` becomes MoDA's first choice, and none in a stream without the knob."""
     found = depth(tiny_config, changes, **{'routing.router': 'learned'}).depth
     assert (found.slots, found.slot_keys, found.skipped_slots) == resolved
     assert found.slots_per_layer == per_layer
 
 
 def test_dense_and_narrow_models_that_fit(tiny_config):
-    """The streams with demands on the model accept one that meets them."""
+    """The streams with requirements accept a model that meets them."""
     for stream in ('dense', 'average'):
         every = depth(tiny_config, {'stream': stream}, layer_loop='unrolled').depth
         assert every.slots == 'none' and every.stream_class.reads_outputs

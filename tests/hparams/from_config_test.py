@@ -1,4 +1,4 @@
-"""A config becomes frozen hyper-parameters, or one line that names what is wrong with it."""
+"""A config becomes frozen hyper-parameters, or a one-line error that says what is wrong."""
 
 import dataclasses
 import pathlib
@@ -15,7 +15,7 @@ NAN, INFINITE = float('nan'), float('inf')
 
 
 def knobs(group, names, *values):
-    """{dotted name: bad values} of some knobs of a group."""
+    """Return {dotted name: bad values} for some knobs of a group."""
     return {f'{group}.{name}'.removeprefix('.'): values for name in names.split()}
 
 
@@ -82,7 +82,7 @@ BAD_VALUES = {
     **knobs('data', 'source', '', '  '),
     **knobs('data', 'mixture', 'a:1', 'a'),
     **knobs('data', 'tokenizer', '', 'byte', 'bpe:4096'),
-    **knobs('data', 'encoding', '', 'utf9', 'hex', 'a\0'),  # no text encodings
+    **knobs('data', 'encoding', '', 'utf9', 'hex', 'a\0'),  # not text encodings
     **knobs('data', 'sequence_length', *NOT_POSITIVE),
     **knobs('data', 'batch_size', *NOT_POSITIVE, 2**26),
     **knobs('data', 'held_out_fraction', 0.0, 1.0, *NO_FRACTION),
@@ -107,7 +107,7 @@ BAD_VALUES = {
     **knobs('report', 'temperature', *NO_WEIGHT),
     **knobs('report', 'top_p', 0.0, *NO_FRACTION),
 }
-# Any value of the right type will do here.
+# These knobs accept any value of the right type.
 FREE = {
     *knobs('model', 'use_bias tie_embeddings across_documents scale_residual_init'),
     *('model.experts.layers', 'model.routing.layers', 'data.text_field', 'data.log_windows'),
@@ -121,7 +121,7 @@ NO_LAYERS = [
 
 
 def refusal(config):
-    """What from_config says about a config that it must refuse: one line."""
+    """Return the one-line error of from_config for a config that it must refuse."""
     with pytest.raises(ValueError) as error:
         from_config(config)
     assert '\n' not in str(error.value)
@@ -129,7 +129,7 @@ def refusal(config):
 
 
 def leaves(config, prefix=''):
-    """(dotted name, value) of every knob."""
+    """Yield (dotted name, value) of every knob."""
     for name, value in config.items():
         if hasattr(value, 'items'):
             yield from leaves(value, f'{prefix}{name}.')
@@ -138,7 +138,7 @@ def leaves(config, prefix=''):
 
 
 def test_bad_value_is_named(tiny_config):
-    """A value out of range is refused in one line with the field and the value, for each knob."""
+    """For each knob, the error has the field and the value in one line."""
     assert dict(leaves(tiny_config())).keys() == BAD_VALUES.keys() | FREE
     for field, values in BAD_VALUES.items():
         for value in values:
@@ -147,7 +147,7 @@ def test_bad_value_is_named(tiny_config):
 
 
 def changed(tiny_config, field, *value):
-    """A config with any value of a knob of a dotted name, or without the knob."""
+    """Return a config with any value of a knob, by dotted name, or without the knob."""
     group = config = tiny_config().to_dict()
     *groups, name = field.split('.')
     for inner in groups:
@@ -159,12 +159,12 @@ def changed(tiny_config, field, *value):
 
 
 def test_wrong_types_and_large_numbers_are_named(tiny_config):
-    """Another type is refused by field, value and wanted type; a bool is no number.
+    """The error has the field, the value and the right type; a bool is not a number.
 
-    So is what an int32 or a float32 does not hold, or no float of Python.
+    Numbers that do not fit into int32 or float32, or into a Python float, are refused too.
     """
     for field, value in leaves(tiny_config()):
-        # An empty tuple is of counts, but for one of texts.
+        # Empty tuples hold counts, except for one that holds texts.
         other = '' if field == 'optimizer.rate_factors' else 1
         item = (*value, other)[0] if isinstance(value, tuple) else value
         for wrong in ['three', True, None, 2.5]:
@@ -177,8 +177,8 @@ def test_wrong_types_and_large_numbers_are_named(tiny_config):
             assert field in message and (repr(wrong) in message or f'{float(wrong):g}' in message)
 
 
-def test_an_end_that_is_left_out_is_so_in_float32(tiny_config):
-    """What float32 rounds to 0 or to 1 is refused where that end is: it would divide by zero."""
+def test_an_excluded_end_is_excluded_in_float32(tiny_config):
+    """A number that float32 rounds to an excluded 0 or 1 is refused: it would divide by zero."""
     fields = [name for name, values in BAD_VALUES.items() if isinstance(values[-1], float)]
     ends = [(name, 1e-46, 1e-30) for name in fields if 0.0 in BAD_VALUES[name]]
     ends += [(name, 1 - 1e-9, 0.9999999) for name in fields if 1.0 in BAD_VALUES[name]]
@@ -191,7 +191,7 @@ def test_an_end_that_is_left_out_is_so_in_float32(tiny_config):
 
 
 def test_sizes_are_bounded_before_anything_is_shaped(tiny_config):
-    """So many layers that naming them takes minutes, or an axis whose product overflows."""
+    """Layers that take minutes to name are refused, and axes whose product overflows."""
     for field in ('vocab_size', 'd_model', 'd_ff', 'num_heads', 'head_dim'):
         assert 'at most 1048576' in refusal(tiny_config(**{f'model.{field}': 2**20 + 2}))
     assert 'at most 10000' in refusal(tiny_config(**{'model.num_layers': 10**6}))
@@ -200,13 +200,13 @@ def test_sizes_are_bounded_before_anything_is_shaped(tiny_config):
 
 
 def test_unknown_knob_names_the_nearest(tiny_config):
-    """A typo is refused with its full name and the nearest knob of its group."""
+    """The error for a typo has its full name and the nearest knob of its group."""
     message = refusal(changed(tiny_config, 'model.routing.capacty', 1))
     assert 'model.routing.capacty' in message and "'capacity'" in message
 
 
 def test_missing_knob_is_named(tiny_config):
-    """Each knob and each group, once taken away, is missed by name."""
+    """The error names a knob or a group that is missing."""
     names = [name for name, _ in leaves(tiny_config())]
     for field in {*names, 'model', 'model.routing', 'training'}:
         message = refusal(changed(tiny_config, field))
@@ -225,7 +225,7 @@ def test_steps_or_budget_decides(tiny_config):
 
 
 def test_members_of_a_mixture_are_shares_that_sum_to_one(tiny_config):
-    """Whatever the weights sum to, exactly; another source has none."""
+    """Shares are exact for any sum of the weights. Other sources have no members."""
     changes = {'data.source': 'mixture', 'evaluation.num_batches': 3, 'evaluation.final_batches': 3}
     mixture = {'data.mixture': 'a:0.1, ./b/c:0.2,~/d:0.7e0'}
     data = from_config(tiny_config(**changes, **mixture)).data
@@ -237,7 +237,7 @@ def test_members_of_a_mixture_are_shares_that_sum_to_one(tiny_config):
 
 
 def test_each_member_of_a_mixture_is_evaluated(tiny_config):
-    """Fewer held-out batches than members would leave some unseen."""
+    """With fewer held-out batches than members, some would not be evaluated."""
     mixture = {'data.source': 'mixture', 'data.mixture': 'a:1,b:1'}
     for field in ('evaluation.num_batches', 'evaluation.final_batches'):
         enough = {'evaluation.num_batches': 2, 'evaluation.final_batches': 2}
@@ -246,15 +246,15 @@ def test_each_member_of_a_mixture_is_evaluated(tiny_config):
 
 
 def test_tokenizers_may_be_names_or_paths(tiny_config):
-    """Whether a file exists is not checked: a run keeps its own copy."""
+    """Whether a file exists is not checked, because a run has its own copy."""
     for name in ('bytes', 'prepared', 'a.json', 'b.model', './folder', '~/x'):
         assert from_config(tiny_config(**{'data.tokenizer': name})).data.tokenizer == name
 
 
 def test_every_value_arrives(tiny_config):
-    """Each knob of the config is the field of the same name, so none is dropped or swapped.
+    """Each knob is the field of the same name, so none is dropped or swapped.
 
-    Except `auto`, which is replaced by what it stands for.
+    Only `auto` is replaced by what it stands for.
     """
     auto = {'model.routing.gate': 'tanh', 'model.routing.causal_rule': 'dense'}
     auto |= {'model.routing.router': 'learned'}
@@ -267,7 +267,7 @@ def test_every_value_arrives(tiny_config):
 
 
 def test_is_frozen_and_hashable(tiny_config):
-    """Equal configs give equal hashes, another value another one, and nothing can be assigned."""
+    """Equal configs have equal hashes, other values another one, and fields cannot be assigned."""
     one, same = from_config(tiny_config()), from_config(tiny_config().to_dict())
     other = from_config(tiny_config(**{'model.routing.capacity': 0.5}))
     assert (one, hash(one)) == (same, hash(same))
@@ -277,7 +277,7 @@ def test_is_frozen_and_hashable(tiny_config):
 
 
 def test_harmless_differences_of_type_are_accepted(tiny_config):
-    """A list or one number stands for a tuple, and an integer for a float; the hash is the same."""
+    """A list or a number can stand for a tuple, and an int for a float. The hash is the same."""
     tupled = from_config(tiny_config(**{'model.windows': (8, 0)}))
     assert hash(from_config(changed(tiny_config, 'model.windows', [8, 0]))) == hash(tupled)
     assert from_config(changed(tiny_config, 'model.windows', 8)).model.windows == (8,)
@@ -286,13 +286,13 @@ def test_harmless_differences_of_type_are_accepted(tiny_config):
 
 
 def test_windows_repeat_over_depth(tiny_config):
-    """Layer l takes the window of index l modulo their number."""
+    """Layer l has the window of index l modulo their number."""
     model = from_config(tiny_config(**{'model.windows': (8, 0, 4)})).model
     assert [model.window(layer) for layer in range(7)] == [8, 0, 4, 8, 0, 4, 8]
 
 
 def test_pattern_without_layers_is_refused(tiny_config):
-    """A pattern that cannot be read, leaves the model or names no layer is refused as such."""
+    """A pattern that is malformed, leaves the model or names no layer is refused."""
     knobs = {'model.num_layers': 7, 'model.routing.router': 'learned'}
     for layers in NO_LAYERS:
         message = refusal(tiny_config(**knobs, **{'model.routing.layers': layers}))
@@ -325,7 +325,7 @@ def test_a_wrong_value_is_refused_before_jax_is_imported():
     subprocess.run([sys.executable, '-c', textwrap.dedent(code)], check=True, cwd=ROOT)
 
 
-def test_training_starts_without_libraries_of_pictures():
+def test_training_starts_without_plotting_libraries():
     """Regression: launch.train imported matplotlib before its first step."""
     code = """
         import sys
@@ -338,7 +338,7 @@ def test_training_starts_without_libraries_of_pictures():
 
 
 def test_unknown_knobs_are_listed_with_their_values(tiny_config):
-    """Knobs and groups that this version does not have, wherever they stand; none of its own."""
+    """They are the knobs and groups, at any depth, that this version does not have."""
     config = dataclasses.asdict(from_config(tiny_config()))
     assert unknown_knobs(config) == {}
     config['model']['experts']['later'], config['later'] = 1, {'knob': 2}
@@ -350,10 +350,10 @@ def test_unknown_knobs_are_listed_with_their_values(tiny_config):
     'name', 'ROUTERS CAUSAL_RULES EXPERT_PRODUCTS STREAMS OPTIMIZERS SCHEDULES'.split()
 )
 def test_names_in_the_source_are_those_that_are_registered(name):
-    """A name, and what its class states, are known before its module, which imports JAX, is."""
+    """Names and class attributes are known before the module, which needs JAX, is imported."""
     table = getattr(registry, name)
     own = [n for n in table if table[n].__module__.startswith('moddepth_jax.')]
-    assert sorted(own) == sorted(table._own_statements) and len(own) > 2
+    assert sorted(own) == sorted(table._own_traits) and len(own) > 2
     for choice in own:
-        stated = vars(table._own_statements[choice])
+        stated = vars(table._own_traits[choice])
         assert stated == {field: getattr(table[choice], field) for field in stated}

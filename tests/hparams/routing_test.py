@@ -9,7 +9,7 @@ DEFAULTS = base.get_config().model.routing.to_dict()
 ROUTERS = ('learned', 'norm', 'random', 'position', 'straight_through')
 RULES = ('predictor', 'aux_loss', 'threshold', 'positive', 'dense')
 GATES = ('raw', 'sigmoid', 'tanh', 'none', 'straight_through')
-# docs/mixture_of_depths.md, section 4; the first is the one `auto` means.
+# docs/mixture_of_depths.md, section 4; `auto` means the first.
 ALLOWED = {
     'learned': (
         ('raw', 'sigmoid', 'tanh', 'none'),
@@ -37,7 +37,7 @@ def routing(**changes):
 
 
 def refusal(**changes):
-    """What is said of knobs that must be refused: one line."""
+    """Return the one-line error for knobs that must be refused."""
     with pytest.raises(ValueError) as error:
         routing(**changes)
     assert '\n' not in str(error.value)
@@ -54,11 +54,11 @@ def refusal(**changes):
     ],
 )
 def test_parts_of_a_block_are_refused_by_name(part, knob, value, right, tiny_config):
-    """Where blocks are routed; without a router no knob of routing matters."""
+    """This holds if blocks are routed. Without a router no routing knob matters."""
     knobs = {'model.routing.part': part, f'model.{knob}': value}
     with pytest.raises(ValueError) as error:
         from_config(tiny_config(**knobs, **{'model.routing.router': 'learned'}))
-    why = f'must be block where model.{knob}={value}; with {right} it can be this too'
+    why = f'must be block if model.{knob}={value}; or set that to {right}'
     assert str(error.value) == f'model.routing.part={part!r}: {why}'
     assert from_config(tiny_config(**knobs)).model.routing.part == part
 
@@ -72,15 +72,15 @@ def test_num_selected():
         assert routing(capacity=capacity).num_selected(length) == selected
 
 
-def test_every_nth_of_a_fraction_is_whole():
-    """Where capacity T is whole in exact arithmetic, C is that whole number, and never above T."""
+def test_whole_shares_are_exact():
+    """If capacity T is whole in exact arithmetic, C is that number, and never above T."""
     for length in range(1, 130):
         for selected in range(1, length + 1):
             assert routing(capacity=selected / length).num_selected(length) == selected
 
 
 def test_log_length_falls_from_one_to_the_capacity():
-    """209 of 1024 (a public implementation has 210); past T_max the share stays."""
+    """209 of 1024 (a public implementation has 210). Beyond T_max the share is constant."""
     lengths = (1, 2, 64, 256, 1024, 2048, 4096, 8192)
     knobs = {'capacity_form': 'log_length', 'capacity': 0.125, 'log_length_max': 2048}
     found = [routing(**knobs).num_selected(length) for length in lengths]
@@ -88,7 +88,7 @@ def test_log_length_falls_from_one_to_the_capacity():
 
 
 def test_routed_layers():
-    """every:N starts at layer N - 1, middle leaves out both ends, a list is sorted."""
+    """every:N starts at layer N - 1, middle leaves out both ends, and a list is sorted."""
     for layers, expected in LAYERS.items():
         assert routing(layers=layers).routed_layers(7) == expected
         assert routing(layers=layers, router='none').routed_layers(7) == ()
@@ -96,7 +96,7 @@ def test_routed_layers():
 
 @pytest.mark.parametrize('router', ROUTERS)
 def test_auto_is_the_first_choice_of_the_router(router):
-    """`auto` becomes the first gate and rule of the router, as if they had been written."""
+    """`auto` equals the router's first gate and rule."""
     gates, rules = ALLOWED[router]
     chosen = routing(router=router)
     assert (chosen.gate, chosen.causal_rule) == (gates[0], rules[0])
@@ -106,7 +106,7 @@ def test_auto_is_the_first_choice_of_the_router(router):
 
 @pytest.mark.parametrize('router', ROUTERS)
 def test_each_pair_is_accepted_or_refused_by_name(router):
-    """A gate or rule that the router does not have is refused with the names of the right ones."""
+    """The error for a gate or rule that a router does not have lists the right ones."""
     gates, rules = ALLOWED[router]
     for field, choices, right in (('gate', GATES, gates), ('causal_rule', RULES, rules)):
         for value in choices:
@@ -119,7 +119,7 @@ def test_each_pair_is_accepted_or_refused_by_name(router):
 
 
 def test_rules_are_those_that_need_no_other_training():
-    """A model runs its own rule and those of its router that no loss has to train."""
+    """A model can run its own rule and those rules of its router that no loss trains."""
     assert routing().rules == ('predictor', 'threshold', 'dense', 'bypass')
     assert routing(causal_rule='aux_loss').rules == ('aux_loss', 'threshold', 'dense', 'bypass')
     assert routing(causal_rule='dense').rules == ('dense', 'threshold', 'bypass')
@@ -132,7 +132,7 @@ def test_rules_are_those_that_need_no_other_training():
 
 @pytest.mark.parametrize('router', ['random', 'position'])
 def test_controls_have_one_capacity_and_train_by_top_c(router):
-    """Their scores are compared with a constant: what would need another is refused by name."""
+    """Their scores are compared with a constant, so knobs that need another value are refused."""
     for knobs in ({'capacity_form': 'log_length'}, {'capacity_stages': '1:0.2'}):
         assert f'{router!r}: its scores are compared' in refusal(router=router, **knobs)
     assert f'{router} router per row has no average' in refusal(
@@ -141,7 +141,7 @@ def test_controls_have_one_capacity_and_train_by_top_c(router):
 
 
 def test_training_by_threshold_takes_the_threshold_rule():
-    """A model that trains by the threshold is evaluated by it; another rule is refused."""
+    """A model that trains by the threshold is evaluated by it; other rules are refused."""
     for router in ('learned', 'norm', 'straight_through'):
         assert routing(router=router, train_rule='threshold').causal_rule == 'threshold'
     assert 'C_max is static' in refusal(train_rule='threshold', overflow='grow')
@@ -153,7 +153,7 @@ def test_training_by_threshold_takes_the_threshold_rule():
 
 @pytest.mark.parametrize('rule', ['predictor', 'aux_loss'])
 def test_a_rule_that_is_trained_has_a_loss_that_counts(rule):
-    """A weight of 0 would leave the rule untrained; that of another rule does not matter."""
+    """A weight of 0 would leave the rule untrained. The weight of another rule does not matter."""
     weights = {'predictor': 'predictor_loss_weight', 'aux_loss': 'aux_loss_weight'}
     message = refusal(causal_rule=rule, **{weights.pop(rule): 0.0})
     assert message.startswith('model.routing.') and f'causal_rule is {rule}' in message
@@ -162,7 +162,7 @@ def test_a_rule_that_is_trained_has_a_loss_that_counts(rule):
 
 
 def test_cache_size():
-    """floor(1.5 C), at least C and at most the context; dense keeps all."""
+    """floor(1.5 C), at least C and at most the context. `dense` keeps all tokens."""
     assert routing().cache_size(256, 'predictor') == 48
     assert routing().cache_size(256, 'dense') == 256
     assert routing(cache_capacity=1.29, capacity=0.5).cache_size(200, 'threshold') == 129
@@ -173,7 +173,7 @@ def test_cache_size():
 
 
 def test_a_shorter_row_never_selects_more_than_the_cache_of_a_longer_holds():
-    """C grows with the length in both forms, so that top-C of any prompt fits the cache."""
+    """C grows with the length in both forms, so the top C of any prompt fits the cache."""
     for knobs in ({}, {'capacity_form': 'log_length'}, {'capacity': 1.0}):
         chosen = [routing(**knobs).num_selected(length) for length in range(1, 2500)]
         assert chosen == sorted(chosen)
@@ -185,13 +185,13 @@ def test_a_shorter_row_never_selects_more_than_the_cache_of_a_longer_holds():
 
 
 def test_a_pattern_needs_a_capacity_that_it_can_show():
-    """A position router of hardly any capacity is refused; the other routers are not."""
+    """A position router with a tiny capacity is refused; other routers are not."""
     assert 'capacity=1e-05' in refusal(router='position', capacity=1e-5)
     assert routing(router='random', capacity=1e-5).capacity == 1e-5
 
 
 def test_documents_that_do_not_compete_have_no_threshold():
-    """One number a layer cannot stand for the C-th score of each document: the rule is refused."""
+    """One number per layer cannot be the C-th score of each document, so the rule is refused."""
     for router in ('learned', 'norm', 'straight_through'):
         for knobs in ({'causal_rule': 'threshold'}, {'train_rule': 'threshold'}):
             assert 'per segment' in refusal(router=router, select_per='segment', **knobs)
@@ -201,7 +201,7 @@ def test_documents_that_do_not_compete_have_no_threshold():
 
 
 def test_most_selected_tokens_are_the_cache_or_all():
-    """Under `skip` tokens beyond the cache are dropped, under `grow` none is."""
+    """`skip` drops tokens beyond the cache; `grow` drops none."""
     skips, grows = routing(capacity=0.25), routing(capacity=0.25, overflow='grow')
     assert [grows.max_selected(64, rule) for rule in RULES] == [64] * len(RULES)
     assert [skips.max_selected(64, rule) for rule in RULES] == [24, 24, 24, 24, 64]
@@ -219,7 +219,7 @@ def test_most_selected_tokens_are_the_cache_or_all():
     ],
 )
 def test_stages(capacities, warmup, stages):
-    """Each stretch has one capacity and one rule; the last one trains at `capacity`."""
+    """Each stage has one capacity and one rule. The last one trains at `capacity`."""
     knobs = {'capacity_stages': capacities}
     if warmup:
         knobs |= {'train_rule': 'threshold', 'threshold_warmup': warmup}
@@ -230,8 +230,8 @@ def test_stages(capacities, warmup, stages):
     assert ' '.join(found) == stages
 
 
-def test_stages_that_cannot_be_are_refused_in_one_line():
-    """The line holds the text as written and an example of a right one."""
+def test_malformed_stages_are_refused_in_one_line():
+    """The line has the text as written and a correct example."""
     unreadable = ('1', '1:', ':0.2', '1:0.2:3', 'a:0.2', '1;0.2', '1:0.2 0.5:0.3')
     capacities = ('0:0.2', '-1:0.2', '1.5:0.2', 'nan:0.2')
     shares = ('1:0', '1:-0.1', '1:1', '1:0.5,0.5:0.5', '1:nan', '1:inf')
@@ -242,7 +242,7 @@ def test_stages_that_cannot_be_are_refused_in_one_line():
 
 
 def test_a_stage_is_the_run_at_its_capacity(tiny_config):
-    """Hparams.at changes the capacity of the stage and nothing else that a forward pass reads."""
+    """Hparams.at changes only the capacity, of all that a forward pass reads."""
     knobs = {'capacity_stages': '0.5:0.5', 'train_rule': 'threshold', 'capacity': 0.25}
     knobs = {f'model.routing.{name}': value for name, value in knobs.items()}
     hparams = from_config(tiny_config(**knobs, **{'model.routing.router': 'learned'}))

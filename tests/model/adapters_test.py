@@ -1,4 +1,4 @@
-"""A model with adapters is the model of the matrices W + (alpha / r) A B."""
+"""A model with adapters equals the model with the matrices W + (alpha / r) A B."""
 
 import functools
 
@@ -27,8 +27,8 @@ def flat(params):
 
 
 @pytest.mark.parametrize('name', parameters(('adapters',), NAMES))
-def test_merged_is_unmerged(name, tiny_config):
-    """The logits are those of a plain model with the merged matrices, to 1e-5."""
+def test_merging_adapters_keeps_the_logits(name, tiny_config):
+    """A plain model with the merged matrices has the same logits to 1e-5."""
     model = build(tiny_config, name)
     params = model.variables['params']
     merged = params | {'stack': merge_adapters(params['stack'], model.hparams.model)}
@@ -47,7 +47,7 @@ def test_merged_is_unmerged(name, tiny_config):
 
 
 def test_merging_is_the_product_of_its_matrices(tiny_config):
-    """2 / 3 A B for each layer, head and expert, whatever the axes of the matrix."""
+    """Merging adds 2 / 3 A B for each layer, head and expert, whatever the axes of the matrix."""
     for name in ('adapters', 'adapters, experts'):
         model = build(tiny_config, name)
         before = flat(model.variables['params'])
@@ -68,7 +68,7 @@ def test_merging_is_the_product_of_its_matrices(tiny_config):
 
 
 def test_new_adapters_change_nothing(tiny_config):
-    """Every other leaf and all logits are, to the bit, those of the model without them."""
+    """All other leaves and all logits are bit-equal to those of the model without adapters."""
     layers = {'model.num_layers': 2, 'model.routing.layers': 'every:1'}
     pair = [small_hparams(tiny_config, ROUTED, layers, some) for some in ({}, ADAPTERS)]
     tokens_BT = np.arange(16, dtype=np.int32)[None]
@@ -91,7 +91,7 @@ def test_new_adapters_change_nothing(tiny_config):
 
 
 def test_only_adapters_train(tiny_config):
-    """Frozen matrices keep their bits under weight decay; A begins to move after B."""
+    """Frozen matrices keep their bits under weight decay. A starts to change after B."""
     hparams = from_config(tiny_config(**ROUTED | ADAPTERS | ONLY_ADAPTERS))
     state = jax.jit(lambda: init_state(hparams, NUM_STEPS))()
     trainable, _ = split_params(state.params, hparams.optimizer.trainable)
@@ -107,14 +107,14 @@ def test_only_adapters_train(tiny_config):
 
 
 def test_decoding_merges_once(tiny_config):
-    """The parameters of a decoding step hold no adapter."""
+    """The parameters of a decoding step have no adapters."""
     model = build(tiny_config, 'adapters')
     unrolled = unroll(model.variables, model.hparams, model.routing)
     assert not any(has_adapters(layer) for layer in unrolled['layers'])
 
 
-def test_adapters_are_split_as_their_matrices(tiny_config):
-    """Both have the axes of the matrix, and a replicated rank."""
+def test_adapters_are_sharded_like_their_matrices(tiny_config):
+    """A and B have the axes of the matrix and a replicated rank."""
     stem = 'params/stack/run_0/layer_0'
     expected = {
         'attention/query/adapter/a': (None, 'embed', None),
@@ -143,7 +143,7 @@ def test_a_pattern_without_matrices_is_refused(pattern, tiny_config):
 
 @pytest.mark.slow
 def test_layer_numbers_decide_the_draw(tiny_config):
-    """A layer starts with the same adapter wherever it is stored, so that scans change nothing."""
+    """A layer gets the same initial adapter wherever it is stored, so scans change nothing."""
     knobs = ADAPTERS | {'model.num_layers': 4, 'model.windows': (0,)}
     apart = knobs | {'model.windows': (0, 3, 0, 0)}
     drawn = []

@@ -1,4 +1,4 @@
-"""Attention residuals: what they equal at first, which sources they read, and what they refuse."""
+"""Attention residuals: initial values, visible sources, gradients and precision."""
 
 import functools
 import itertools
@@ -32,17 +32,17 @@ EPSILON = 1e-6
 
 
 def size_of(sublayers):
-    """Knobs of sources of so many sublayers."""
+    """Return knobs for sources of that many sublayers."""
     return SOURCES | {'model.depth.sublayers_per_source': sublayers}
 
 
 def draw(*shape, seed=0):
-    """Normal float32 numbers."""
+    """Return normal float32 numbers."""
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def test_a_zero_query_reads_the_mean_of_the_visible_sources():
-    """Of the slots in use, and of the newer sources; hidden ones hold numbers that would show."""
+    """The mean covers written slots and newer sources. Hidden sources would change it visibly."""
     slots, newer = draw(6, 2, 3, 8), draw(2, 2, 3, 8, seed=1)
     slots[5] = 1e9
     depth = DepthSlots(slots, count=5)
@@ -52,7 +52,7 @@ def test_a_zero_query_reads_the_mean_of_the_visible_sources():
 
 
 def test_sources_are_read_as_they_are_and_keys_are_normed():
-    """The softmax of w . v / rms(v) by a loop, in float64, over tokens with different sources."""
+    """A float64 loop computes the softmax of w . v / rms(v) for tokens with different sources."""
     query, slots = (
         2 * draw(8, seed=3),
         draw(4, 2, 3, 8) * [[[[1.0]]], [[[9.0]]], [[[0.1]]], [[[1.0]]]],
@@ -69,7 +69,7 @@ def test_sources_are_read_as_they_are_and_keys_are_normed():
 
 
 def plain_mix(query, slots, visible, newer):
-    """The same by one softmax over all sources at once."""
+    """Compute the mixture by one softmax over all sources at once."""
     sources = jnp.concatenate([slots, *(one[None].astype(slots.dtype) for one in newer)])
     rms = jnp.sqrt(jnp.mean(sources**2, axis=-1) + EPSILON)
     logits = jnp.einsum('lbtd,d->lbt', sources, query) / rms
@@ -88,7 +88,10 @@ def plain_mix(query, slots, visible, newer):
     ),
 )
 def test_gradients_of_slots_are_those_of_the_sums(gathered, masked, dtype):
-    """In float32, whatever the dtype of the slots; and those of the query and the newer source."""
+    """Gradients of slots are float32 for any dtype of the slots.
+
+    Query and newer source get gradients too.
+    """
     slots, newer = (
         jnp.asarray(draw(4, 2, 3, 8), dtype),
         (jnp.asarray(draw(2, 3, 8, seed=1), dtype),),
@@ -136,7 +139,7 @@ def test_gradients_of_slots_are_those_of_the_sums(gathered, masked, dtype):
 
 @pytest.mark.parametrize('size', parameters((3,), (1, 3)))
 def test_n_sources_act_as_n_squared_epsilon(size, tiny_config, monkeypatch):
-    """With zero queries: as a plain model whose norms of n sources have n^2 times the epsilon."""
+    """With zero queries, n sources equal a plain model whose norms have n^2 times the epsilon."""
     knobs = {'model.dtype': 'float64', 'model.norm_eps': 0.3}
     with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
         plain, other = (small_hparams(tiny_config, knobs, some) for some in ({}, size_of(size)))
@@ -146,7 +149,7 @@ def test_n_sources_act_as_n_squared_epsilon(size, tiny_config, monkeypatch):
         params, _ = transfer_params(other.model, params, plain)
     stack = unstack_layers(Stack(plain.model, 'top_c'), params['stack'])
     params = jax.device_get(params | {'layers': [layer for _, layer in stack]})
-    reads = range(2 * plain.model.num_layers + 1)  # of all sublayers and of the final norm
+    reads = range(2 * plain.model.num_layers + 1)  # for all sublayers and the final norm
     sources = itertools.cycle(1 + math.ceil(read / size) for read in reads)
     norm = oracle.rms_norm
 
@@ -164,7 +167,7 @@ def test_n_sources_act_as_n_squared_epsilon(size, tiny_config, monkeypatch):
 
 
 def test_queries_start_at_zero(tiny_config):
-    """And scales of keys at one."""
+    """Queries start at 0 and key scales at 1."""
     hparams = small_hparams(tiny_config, SOURCES)
     params = initial_params(hparams)['stack']
     found = [
@@ -178,7 +181,7 @@ def test_queries_start_at_zero(tiny_config):
 
 
 def test_blocks_of_one_sublayer_are_the_full_form(tiny_config):
-    """A sublayer opens a source after as many as are summed in one, counted from the first."""
+    """Every n-th sublayer opens a source, counted from the first; n = 1 is the full form."""
 
     def opens(size, layers=4):
         knobs = size_of(size) | {'model.num_layers': layers}
@@ -193,8 +196,8 @@ def test_blocks_of_one_sublayer_are_the_full_form(tiny_config):
 
 
 @pytest.mark.parametrize('gathered', [False, True])
-def test_a_token_reads_its_own_sources_alone(gathered):
-    """Other tokens' sources change no bit of what it reads, nor of the gradient of its sources."""
+def test_a_token_reads_only_its_own_sources(gathered):
+    """Sources of other tokens change no bit of a read or of the gradients of its sources."""
     slots, newer, query = draw(4, 2, 3, 8), draw(2, 3, 8, seed=1), draw(8, seed=3)
     indices = np.array([[0, 1], [0, 1]]) if gathered else None
     newer = newer[:, :2] if gathered else newer
@@ -221,7 +224,7 @@ def test_a_token_reads_its_own_sources_alone(gathered):
 
 
 def test_logits_and_sums_of_bfloat16_are_float32():
-    """A query of 1.003, which bfloat16 would round to 1, shows, and nothing is rounded before."""
+    """A query of 1.003, which bfloat16 rounds to 1, has an effect: nothing is rounded too early."""
     slots, newer = (jnp.asarray(x, 'bfloat16') for x in (draw(4, 2, 3, 64), draw(2, 3, 64, seed=1)))
 
     def mix(query, slots, newer):

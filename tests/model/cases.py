@@ -1,7 +1,7 @@
-"""The table of models against which each property is tested, and how they are built and run.
+"""The table of models for which each property is tested, and how they are built and run.
 
-Every property has a file of its own: decoding_test, causality_test, scan_test, flops_test,
-oracle_test. A model that a property runs in `make test` is named there; `make test-all` runs all.
+Each property has its own file: decoding_test, causality_test, scan_test, flops_test, oracle_test. A
+property names the models that it tests in `make test`; `make test-all` runs all models.
 """
 
 import functools
@@ -15,7 +15,7 @@ from moddepth_jax.hparams import Hparams, from_config
 from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.transformer import Transformer
 
-# Knobs, merged with |.
+# Dicts of knobs, which are merged with |.
 MODA = {'model.depth.stream': 'moda'}
 ATTENTION = {'model.depth.stream': 'attention'}
 VALUES = {'model.depth.stream': 'value_residual'}
@@ -70,12 +70,12 @@ TOKEN_CHOICE = LOOPED | {
 
 
 def routed_by(router, rule, **more):
-    """Knobs of a router and its causal rule."""
+    """Return the knobs of a router and its causal rule."""
     return ROUTED | {'model.routing.router': router, 'model.routing.causal_rule': rule} | more
 
 
 def experts(**knobs):
-    """Knobs of model.experts: 5 experts of width 8, top-2 by token, and those that are given."""
+    """Return knobs of model.experts: 5 experts of width 8, top-2 token choice, and `knobs`."""
     knobs = {'choice': 'token', 'num_routed': 5, 'top_k': 2, 'd_ff': 8} | knobs
     return {f'model.experts.{name}': value for name, value in knobs.items()}
 
@@ -89,21 +89,21 @@ SMALL = {
     'model.routing.predictor_width': 4,
 }
 BATCH, LENGTH = 3, 16
-# Three layers, of which the middle one is routed if any is: it reads slots, and its own are read.
+# Three layers. If any is routed, it is the middle one, which reads slots and whose slots are read.
 SIZES = {
     'model.num_layers': 3,
     'model.vocab_size': 2 * BATCH * LENGTH,
     'model.routing.layers': '1',
     'data.sequence_length': LENGTH,
 }
-# Every place of every row has a token of its own, so that its row of the embedding is its input.
+# Every place of every row has a different token, so each embedding is the input of one place.
 TOKENS_BT = np.random.default_rng(1).permutation(BATCH * LENGTH).reshape(BATCH, LENGTH)
 OTHER_BT = TOKENS_BT + BATCH * LENGTH
 # Two documents, and padding.
 SMALL_BT = np.random.default_rng(1).integers(0, 32, (2, 12)).astype(np.int32)
 SMALL_SEGMENTS_BT = np.array([[1] * 7 + [2] * 5, [1] * 10 + [0] * 2], np.int32)
 
-# name: (knobs, the routing under which the model is causal)
+# name: (knobs, the causal routing)
 CASES = {
     'dense': (WINDOWS, 'dense'),
     'predictor': (routed_by('learned', 'predictor') | TWO | HEAD_NORM, 'predictor'),
@@ -306,27 +306,27 @@ CASES = {
     'staged, experts choose': (experts(choice='expert') | HALF_ROUTED | ROOMY, 'aux_loss'),
 }
 EXPERTS = [name for name, (knobs, _) in CASES.items() if 'model.experts.choice' in knobs]
-# A program as it is compiled for users. tests/conftest.py compiles all others with less effort.
+# Compile as for users. tests/conftest.py compiles all other programs with less optimization.
 OPTIMIZED = {'xla_backend_optimization_level': 3, 'xla_llvm_disable_expensive_passes': False}
 if jax.__version_info__ < (0, 11):  # later versions have no such option
     OPTIMIZED['xla_cpu_use_fusion_emitters'] = True
 
 
 def parameters(fast, names=CASES):
-    """Names as pytest parameters; those that are not in `fast` are marked slow."""
+    """Return names as pytest parameters. Those that are not in `fast` are marked slow."""
     slow = pytest.mark.slow
     each = [(name, name if isinstance(name, tuple) else (name,)) for name in names]
     return [pytest.param(*of, marks=() if name in fast else slow) for name, of in each]
 
 
 def at_size(knobs, sizes):
-    """The knobs of a case and those of a size, which may route other layers, but not loops."""
+    """Merge the knobs of a case and of a size, which may route other layers but not loops."""
     loops = {name: value for name, value in knobs.items() if value == 'loops'}
     return knobs | sizes | loops
 
 
 def small_hparams(make_config, *knobs):
-    """Hparams of SMALL with the knobs of some dicts, the last winning."""
+    """Return Hparams of SMALL with the knobs of some dicts; the last dict wins."""
     merged = dict(SMALL)
     for some in knobs:
         merged |= some
@@ -334,7 +334,7 @@ def small_hparams(make_config, *knobs):
 
 
 def random_like(shapes, seed=0, dtype=None):
-    """Arrays of these shapes, so large that every part matters; scales and reads are about 1."""
+    """Return random arrays of these shapes, large enough that every part matters."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
@@ -355,20 +355,20 @@ def random_like(shapes, seed=0, dtype=None):
 
 
 def random_variables(hparams, tokens_BT, seed=0):
-    """Variables of a Transformer in its dtype, so large that activations are about 1."""
+    """Return random variables of a Transformer in its dtype, for activations of about 1."""
     shapes = jax.eval_shape(Transformer(hparams).init, jax.random.key(0), tokens_BT)
     return random_like(shapes, seed, 'float64' if hparams.model.dtype == 'float64' else None)
 
 
 @functools.cache
 def initial_params(hparams, seed=0):
-    """The parameters with which a Transformer starts, compiled once in a session."""
+    """Return the initial parameters of a Transformer, compiled once per session."""
     init = jax.jit(Transformer(hparams).init)
     return jax.device_get(init(jax.random.key(seed), np.zeros((1, 8), int))['params'])
 
 
 def with_leaves(params, ends):
-    """The parameters, of which those whose paths have these ends are filled with their values."""
+    """Fill the leaves whose paths end like a key of `ends` with its value."""
 
     def fill(path, leaf):
         name = '/' + '/'.join(key.key for key in path)
@@ -392,14 +392,14 @@ def _value_and_slopes(hparams):
 
 
 def gradient(hparams, variables):
-    """Logits of the small tokens, and the gradient of a loss by the parameters."""
+    """Return the logits of the small tokens, and the gradients of a loss by the parameters."""
     rest = {name: side for name, side in variables.items() if name != 'params'}
     (_, logits_BTV), slopes = _value_and_slopes(hparams)(variables['params'], rest)
     return jax.device_get((logits_BTV, slopes))
 
 
 def by_name(hparams, params):
-    """Leaves by the number of their block, 'exit', or None outside the stack, and their name."""
+    """Return leaves by (block number, 'exit', or None outside the stack; name)."""
     layers = list(unstack_layers(Stack(hparams.model, 'top_c'), params['stack']))
     parts = [*enumerate(layer for kind, layer in layers if kind.part == 'block')]
     parts += [('exit', layer) for kind, layer in layers if kind.part == 'exit']
@@ -412,7 +412,7 @@ def by_name(hparams, params):
 
 
 class Model(NamedTuple):
-    """A model of CASES with weights that matter, and its compiled causal forward pass."""
+    """A model of CASES with random weights, and its compiled causal forward pass."""
 
     hparams: Hparams
     variables: dict
@@ -420,7 +420,7 @@ class Model(NamedTuple):
     apply: object
 
     def __call__(self, tokens_BT=TOKENS_BT, segment_ids_BT=None):
-        """Logits, and the records, in NumPy."""
+        """Return logits and records in NumPy."""
         if segment_ids_BT is None:
             segment_ids_BT = np.ones_like(tokens_BT)
         return jax.device_get(self.apply(self.variables, tokens_BT, segment_ids_BT))
@@ -428,10 +428,10 @@ class Model(NamedTuple):
 
 @functools.cache
 def build(make_config, name, routing=None, options=()):
-    """The Model of a case, compiled once in a session.
+    """Return the Model of a case, compiled once per session.
 
-    About 40% of the tokens are selected by thresholds and predictors. `routing`: another than the
-    causal one. `options`: of the compiler, as a tuple of items.
+    Thresholds and predictors are set to select about 40% of the tokens. `routing` replaces the
+    causal one; `options` are compiler options as a tuple of items.
     """
     knobs, causal = CASES[name]
     hparams = small_hparams(make_config, SIZES, knobs)
@@ -448,7 +448,7 @@ def build(make_config, name, routing=None, options=()):
             for layer in run.values():
                 if 'predictor' in layer:
                     layer['predictor']['out']['bias'] -= excess
-        if hparams.model.routing.routes_loops:  # 60% of those that the loop before has selected
+        if hparams.model.routing.routes_loops:  # 60% of the tokens that the previous loop selected
             bias_R1 = model.variables['params']['loop_routers']['predictor']['out']['bias']
             for loop in range(1, hparams.model.loops):
                 logits_BT = model()[1].routing.rule_logits_BT[loop]
@@ -457,7 +457,7 @@ def build(make_config, name, routing=None, options=()):
 
 
 def filled(cache):
-    """The arrays of a Cache in NumPy, with zeros in the places that hold no token."""
+    """Return the arrays of a Cache in NumPy, with zeros where there is no token."""
     layers = []
     for layer in cache.layers:
         lengths_B = cache.lengths_B if layer.lengths_B is None else layer.lengths_B
@@ -471,7 +471,7 @@ def filled(cache):
 
 
 def equations(jaxpr):
-    """Yields the equations of a jaxpr and of every one inside it."""
+    """Yield the equations of a jaxpr and of all jaxprs inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, 'eqns')):

@@ -1,4 +1,4 @@
-"""Nothing later and nothing of another row reaches a token, bit for bit."""
+"""No later token and no other row affects a token's logits, bit for bit."""
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +23,18 @@ CUT = 9
 
 
 def changed(one_BTV, other_BTV):
-    """bool [B, T]: places whose logits differ in any bit."""
+    """Return a bool mask [B, T] of logits that differ in any bit."""
     one, other = (np.asarray(x).view(np.uint32) for x in (one_BTV, other_BTV))
     return (one != other).any(-1)
 
 
 def swapped(places):
-    """The tokens, with others at some places of all rows."""
+    """Return the tokens with other tokens at some places of all rows."""
     return np.where(np.isin(np.arange(LENGTH), places), OTHER_BT, TOKENS_BT)
 
 
 def assert_varied(model, records):
-    """The rule selects some tokens and not all; in every layer some experts take some tokens."""
+    """Assert that the rule selects some but not all tokens, and that some experts take tokens."""
     if records is None:
         return
     if records.routing is not None and model.routing != 'dense':
@@ -66,27 +66,27 @@ FAST += ('recursions, aux_loss',)
 
 
 @pytest.mark.parametrize('name', parameters((*FAST, 'mod and moda', 'experts choose')))
-def test_future_tokens_change_no_bit_of_the_past(name, tiny_config):
-    """Whatever comes at and after a place, the logits before it keep their bits.
+def test_future_tokens_do_not_change_past_logits(name, tiny_config):
+    """Tokens at and after a place change no bit of the logits before it.
 
-    This holds though tokens then have other places among those of a block or of an expert.
+    This holds although earlier tokens then have other places among those of a block or an expert.
     """
     check_the_future(build(tiny_config, name))
 
 
 @pytest.mark.parametrize('name', parameters(('dense', 'predictor')))
-def test_future_tokens_change_no_bit_in_optimized_programs(name, tiny_config):
-    """As above, compiled as users run it: optimization may change the order of sums."""
+def test_future_tokens_do_not_change_past_logits_when_optimized(name, tiny_config):
+    """The same for programs compiled as users run them: optimization may reorder sums."""
     check_the_future(build(tiny_config, name, options=tuple(OPTIMIZED.items())))
 
 
-# A tied table is also read by the logits, of all tokens.
+# The logits of all tokens also read a tied table.
 UNTIED = [name for name, (knobs, _) in CASES.items() if not TIED.items() <= knobs.items()]
 
 
 @pytest.mark.parametrize('name', parameters(('threshold', 'experts choose'), UNTIED))
 def test_past_logits_have_no_gradient_by_future_tokens(name, tiny_config):
-    """Exact zeros in the embedding of every later token, and of no earlier one."""
+    """The gradient is exactly 0 for the embeddings of all later tokens and of no earlier one."""
     model = build(tiny_config, name)
 
     def loss(params):
@@ -103,7 +103,7 @@ def test_past_logits_have_no_gradient_by_future_tokens(name, tiny_config):
 
 @pytest.mark.parametrize('name', ['predictor', 'experts choose'])
 def test_top_c_looks_ahead(name, tiny_config):
-    """By top-C later tokens do change earlier logits, through what is selected alone."""
+    """Under top-C, later tokens change earlier logits, but only through the selection."""
     model = build(tiny_config, name, routing='top_c')
     logits_BTV, records = model()
     other_BTV, other = model(swapped(range(CUT, LENGTH)))
@@ -132,19 +132,19 @@ def check_rows(model, name):
 
 @pytest.mark.parametrize('name', parameters(('aux_loss', 'random', 'experts choose')))
 def test_rows_do_not_depend_on_each_other(name, tiny_config):
-    """Another sequence in the batch changes no bit of a row; where there are experts, rounding."""
+    """Other rows of the batch change no bit; with experts, only the rounding."""
     check_rows(build(tiny_config, name), name)
 
 
-def test_rows_do_not_depend_on_each_other_by_top_c(tiny_config):
-    """Selected tokens are those of a row, and never of the batch."""
+def test_rows_do_not_depend_on_each_other_under_top_c(tiny_config):
+    """Tokens are selected within a row, never across the batch."""
     check_rows(build(tiny_config, 'predictor', routing='top_c'), 'predictor')
 
 
-def test_a_cache_that_grows_changes_bits_by_its_size_alone(tiny_config):
-    """Under `grow` future tokens and other rows may change the static size, and so the last bits.
+def test_a_growing_cache_changes_bits_only_by_its_size(tiny_config):
+    """Under `grow`, future tokens and other rows may change the static size, and so the last bits.
 
-    Choices stay, logits stay within 1e-5 of their size, and every bit where no size changes.
+    Selections stay the same, logits stay within 1e-5, and all bits stay if no size changes.
     """
     model = build(tiny_config, 'aux_loss grows')
     logits_BTV, records = model()

@@ -1,4 +1,4 @@
-"""Cross-entropy equals its definition, and in chunks of tokens what it is of all at once."""
+"""Cross-entropy equals its definition, and chunks of tokens give the same result."""
 
 import functools
 
@@ -28,7 +28,7 @@ ALL_AT_ONCE = B * T
 
 
 def test_losses_are_those_of_float64():
-    """Each counted target costs log sum exp - its logit; an ignored one costs 0 and is not counted.
+    """A counted target costs log sum exp - its logit. An ignored target costs 0.
 
     The log-partition, whose square is the z-loss, is exact too. Ignored targets get no gradient.
     """
@@ -49,7 +49,7 @@ def test_losses_are_those_of_float64():
 
 
 def drawn(tied, dtype='float32', B=B, V=V):
-    """x_BTD, the parameters of the head or of a tied table, and labels, some of them ignored."""
+    """Return x_BTD, parameters of the head or of a tied table, and labels, some of them ignored."""
     random = np.random.default_rng(1)
     x_BTD = jnp.asarray(random.normal(size=(B, T, D)), dtype)
     matrix = random.normal(size=(V, D) if tied else (D, V)).astype(np.float32)
@@ -60,7 +60,7 @@ def drawn(tied, dtype='float32', B=B, V=V):
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def losses(x_BTD, params, labels_BT, z_loss, loss_chunk):
-    """(total, parts) and the gradients of a multiple of the total."""
+    """Return (total, parts) and the gradients of a multiple of the total."""
 
     def scaled(x_BTD, params):
         total, *parts = cross_entropy(x_BTD, params, labels_BT, z_loss, loss_chunk)
@@ -70,7 +70,7 @@ def losses(x_BTD, params, labels_BT, z_loss, loss_chunk):
 
 
 def assert_close(found, expected, tolerance):
-    """Every array, to the tolerance relative to its largest number."""
+    """Compare all arrays, relative to their largest number."""
     for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         got, want = np.float64(got), np.float64(want)
         assert got.shape == want.shape
@@ -88,7 +88,7 @@ def test_chunks_give_the_losses_and_gradients_of_all_at_once(tied):
 
 
 def test_chunks_of_bfloat16_are_as_exact_as_all_at_once():
-    """Against float32 on the same rounded numbers, at most twice the error; its dtypes are kept."""
+    """Their error against float32 is at most twice that of all at once. Dtypes are kept."""
     x_BTD, params, labels_BT = drawn(True, 'bfloat16')
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
     exact = losses(x_BTD.astype(jnp.float32), rounded, labels_BT, 0.1, ALL_AT_ONCE)
@@ -102,7 +102,7 @@ def test_chunks_of_bfloat16_are_as_exact_as_all_at_once():
 
 
 def test_large_logits_have_finite_losses():
-    """Logits of a thousand give the exact difference, not an overflow, in chunks too.
+    """Logits of a thousand do not overflow, with and without chunks.
 
     Ignored targets get gradients of exactly 0.
     """
@@ -116,7 +116,7 @@ def test_large_logits_have_finite_losses():
 
 
 def test_parts_of_the_total_carry_no_gradient():
-    """Only the total is differentiated, in chunks or not: the parts are for the metrics."""
+    """Only the total has gradients, with and without chunks. The parts are metrics."""
     x_BTD, params, labels_BT = drawn(False)
 
     def parts(x_BTD, chunk):
@@ -128,7 +128,7 @@ def test_parts_of_the_total_carry_no_gradient():
 
 
 def test_chunks_are_as_large_as_allowed_or_divide():
-    """At most the allowed tokens; without padding where a divisor is more than half of them."""
+    """A chunk has at most the allowed tokens, and no padding if a divisor exceeds half of them."""
     for tokens in (1, 7, 64, 97, 4096, 5000):
         for most in (1, 3, 8, 100, 668, 4096):
             chunk = chunk_size(tokens, most)
@@ -139,7 +139,7 @@ def test_chunks_are_as_large_as_allowed_or_divide():
 
 @pytest.mark.parametrize('tied', [False, True], ids=['head', 'tied'])
 def test_no_step_holds_the_logits_of_all_tokens(tied, tiny_config, monkeypatch):
-    """A step over many ids computes no array of B x T x V, by the knob and by its default."""
+    """A step with many ids has no array of B x T x V, by the knob and by default."""
     knobs = {'model.vocab_size': 2048, 'model.num_layers': 1, 'model.tie_embeddings': tied}
     rows, length = 4, 64
 
@@ -160,7 +160,7 @@ def test_no_step_holds_the_logits_of_all_tokens(tied, tiny_config, monkeypatch):
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def soft_losses(x_BTD, params, labels_BT, z_loss, loss_chunk, weight, temperature, other=None):
-    """As `losses`, with the distributions of `other`: hidden states and parameters."""
+    """Return `losses` with the distributions of a teacher: hidden states and parameters."""
 
     def scaled(x_BTD, params):
         targets = SoftTargets(*other, weight, temperature)
@@ -171,7 +171,7 @@ def soft_losses(x_BTD, params, labels_BT, z_loss, loss_chunk, weight, temperatur
 
 
 def other_drawn(tied, V=V, B=B):
-    """Hidden states [B, T, 9] and a head of another model over the same ids."""
+    """Return hidden states [B, T, 9] and the head of a teacher over the same ids."""
     random = np.random.default_rng(3)
     matrix = random.normal(size=(V, 9) if tied else (9, V)).astype(np.float32)
     params = {'embedding': matrix} if tied else {'head': {'kernel': matrix}}
@@ -180,9 +180,9 @@ def other_drawn(tied, V=V, B=B):
 
 @pytest.mark.parametrize(('tied', 'temperature'), [(False, 1.0), (True, 2.5)])
 def test_distillation_is_that_of_float64(tied, temperature):
-    """Value and gradients are those of the plain formula, differentiated in float64, in any chunks.
+    """Value and gradients equal the plain formula in float64, with any chunks.
 
-    The other model, of another width, gets no gradients; ignored targets count nothing.
+    The teacher, of another width, gets no gradients, and ignored targets do not count.
     """
     (x_BTD, params, labels_BT), other = drawn(tied), other_drawn(not tied)
     weight, z_loss, ids = 0.7, 0.1, jnp.maximum(labels_BT, 0)[..., None]
@@ -223,7 +223,7 @@ def test_distillation_is_that_of_float64(tied, temperature):
 
 @pytest.mark.parametrize('chunk', [16, ALL_AT_ONCE])
 def test_a_model_does_not_diverge_from_itself(chunk):
-    """The divergence and all gradients are exactly 0."""
+    """The divergence and all its gradients are exactly 0."""
     x_BTD, params, labels_BT = drawn(True)
     (_, (total, *_, kl_BT)), gradients = soft_losses(
         x_BTD, params, labels_BT, 0.0, chunk, 1.0, 3.0, (x_BTD, params)
@@ -233,7 +233,7 @@ def test_a_model_does_not_diverge_from_itself(chunk):
 
 
 LAYOUTS = [
-    ('tensor=4', False, 4, 52),  # the ids split over all devices
+    ('tensor=4', False, 4, 52),  # the ids are split over all devices
     ('data=2,tensor=2', True, 4, 52),
     ('fsdp=2,tensor=2', True, 4, 53),  # ids that do not divide
     ('data=2,fsdp=2', True, 3, 52),  # rows that do not divide
@@ -274,8 +274,8 @@ def on_four_devices():
 
 @pytest.mark.slow
 def test_devices_sum_up_their_own_tokens():
-    """Over rows and ids that are split, or do not divide: losses and gradients of one device.
+    """Losses and gradients equal those of one device, whether rows and ids divide or not.
 
-    Gradients lie as the parameters are stored, and no row is gathered.
+    Gradients are sharded like the stored parameters, and no row is gathered.
     """
     on_devices(4, 'from tests.model import cross_entropy_test as test; test.on_four_devices()')

@@ -1,4 +1,4 @@
-"""A prompt in one pass and then token by token gives what the causal full forward pass gives."""
+"""A prompt in one pass and then token by token gives the logits of the causal forward pass."""
 
 import functools
 import re
@@ -44,17 +44,17 @@ from tests.model.cases import (
     small_hparams,
 )
 
-# A document ends in row 0 after its prompt, in row 2 within it.
+# A document ends after the prompt of row 0, and within the prompt of row 2.
 SEGMENTS_BT = np.array([[1] * 8 + [2] * 8, [1] * LENGTH, [1] * 2 + [2] * 14])
 CHUNK = 4
 
 
 class Rows(NamedTuple):
-    """Rows of tokens, of which the first are prompts."""
+    """Rows of tokens that begin with prompts."""
 
     tokens_BT: np.ndarray
     segments_BT: np.ndarray
-    prompts_B: np.ndarray  # tokens of each row's prompt
+    prompts_B: np.ndarray  # length of each row's prompt
     chunks_B: np.ndarray  # tokens that each row gets at a time; rows end with different lengths
 
     @property
@@ -63,21 +63,21 @@ class Rows(NamedTuple):
 
 
 ROWS = Rows(TOKENS_BT, SEGMENTS_BT, np.array([3, 1, 4]), np.array([3, 4, 2]))
-# A batch whose buckets are not of every size: three rows are computed as four.
+# A batch whose buckets do not have every size: three rows are computed as four.
 FOUR_ROWS = Rows(
     np.concatenate([TOKENS_BT, TOKENS_BT[:1, ::-1]]),
     np.concatenate([SEGMENTS_BT, SEGMENTS_BT[1:2]]),
     np.array([3, 1, 4, 4]),
     np.array([3, 4, 2, 3]),
 )
-# Cases in which some tokens find no place in the cache.
+# Cases in which some tokens do not fit the cache.
 DROPS = ('aux_loss', 'threshold', 'attention routed, aux_loss', 'mlp routed')
 DROPS += ('mlp routed, threshold',)
 
 
 @functools.cache
 def programs(hparams, routing):
-    """Jitted (prefill, a step of one token, an extension); the last two also update the cache."""
+    """Return jitted (prefill, one-token step, extension). The last two also update the cache."""
     how = {'hparams': hparams, 'routing': routing}
     capacity = None if hparams.model.routing.overflow == 'grow' else cache_size(hparams, routing)
     first = functools.partial(prefill, **how, capacity=LENGTH, routed_capacity=capacity)
@@ -104,7 +104,7 @@ def cache_size(hparams, routing):
 
 
 def start(model, rows=ROWS):
-    """(unrolled, logits, cache) of the prompts."""
+    """Return (unrolled variables, logits, cache) of the prompts."""
     hparams, variables, routing, _ = model
     first, *_ = programs(hparams, routing)
     real_BT = np.arange(rows.prompts_B.max())[None] < rows.prompts_B[:, None]
@@ -122,9 +122,9 @@ def start(model, rows=ROWS):
 
 
 def decode(model, rows=ROWS, in_chunks=False):
-    """Logits of a prompt's last token and of each token after it, NaN before, and the cache.
+    """Return the logits of a prompt's last token and of each later token, and the cache.
 
-    One by one, or by `chunks_B` tokens at a time.
+    Earlier logits are NaN. Tokens come one by one, or `chunks_B` at a time.
     """
     unrolled, logits_BV, cache = start(model, rows)
     _, step, several = programs(model.hparams, model.routing)
@@ -150,7 +150,7 @@ def decode(model, rows=ROWS, in_chunks=False):
 
 
 def grown(cache, more):
-    """The cache with room for more tokens in routed blocks, if it has less: for all."""
+    """Return the cache with more room in routed blocks, if it has less than all tokens need."""
     used = kv_cache.longest_routed_row(cache)
     routed = [layer for layer in cache.layers if layer.lengths_B is not None]
     too_small = routed and used + more > routed[0].capacity
@@ -158,7 +158,7 @@ def grown(cache, more):
 
 
 def decode_both(model, rows=ROWS):
-    """As `decode` in chunks, whose logits are those of single steps to 1e-5."""
+    """Run `decode` in chunks, and assert that single steps give the same logits to 1e-5."""
     (in_chunks_BTV, cache), (by_steps_BTV, _) = decode(model, rows, True), decode(model, rows)
     np.testing.assert_allclose(in_chunks_BTV, by_steps_BTV, rtol=0, atol=1e-5)
     return in_chunks_BTV, cache
@@ -186,11 +186,11 @@ FAST_IN_CHUNKS += ('looped, exits',)
 
 @pytest.mark.parametrize('name', parameters(FAST_IN_CHUNKS))
 def test_several_tokens_at_a_time_equal_steps_and_the_full_forward(name, tiny_config, monkeypatch):
-    """Models of `make test` are compared with steps too; of others both equal the full forward.
+    """Models of `make test` are compared with single steps too, the others with the full forward.
 
-    A loop of four rows computes more than have a token in it.
+    With four rows, a loop computes more rows than have a token in it.
     """
-    # Several blocks of keys, the last of which the capacity cuts off.
+    # Several blocks of keys; the capacity cuts off the last one.
     monkeypatch.setattr('kernels_pallas.decode._block', lambda: (5, 3))
     monkeypatch.setattr('kernels_pallas.decode._IN_PLACE', 1)
     by_loops = 'loops' in CASES[name][0].values() or 'exits' in name
@@ -203,8 +203,8 @@ BRANCHES_BT = np.array([[1, 1, 2, 2, 2, 3, 0], [1, 2, 2, 2, 2, 3, 3], [1, 1, 1, 
 
 
 @pytest.mark.parametrize('name', parameters(('aux_loss', 'mod and moda')))
-def test_branches_go_on_from_the_cache_each_alone(name, tiny_config):
-    """Also where a branch fills a routed block's cache."""
+def test_branches_continue_from_the_cache_independently(name, tiny_config):
+    """Also if a branch fills a routed block's cache."""
     model = build(tiny_config, name)
     unrolled, _, cache = start(model)
     cache = kv_cache.resize_cache(cache, kv_cache.longest_routed_row(cache) + 1)
@@ -234,10 +234,10 @@ def test_branches_go_on_from_the_cache_each_alone(name, tiny_config):
 
 
 def check_decoding(name, tiny_config, decode, rows=ROWS):
-    """At most 1e-5 apart at every token, for rows of different lengths and packed documents.
+    """Assert equality to 1e-5 at every token, for rows of different lengths and documents.
 
-    The cache holds the selected tokens, and counts those that were dropped and, under
-    `row_capacity`, what each expert took.
+    The cache has the selected tokens. It counts dropped tokens and, under `row_capacity`, the
+    tokens that each expert took.
     """
     wide = name in IN_FLOAT64
     with jax.enable_x64(wide), jax.numpy_rank_promotion('allow' if wide else 'raise'):
@@ -267,11 +267,11 @@ def check_routed(name, model, record, cache, rows):
         np.testing.assert_array_equal(counts_LB, selected_LBT.sum(axis=2))
         assert not layers and all(layer.capacity == LENGTH for layer in cache.layers)
         selected_LBT = selected_LBT[:0]
-    if model.hparams.model.routing.routes_loops:  # the first loop caches all tokens, as they are
+    if model.hparams.model.routing.routes_loops:  # the first loop caches all tokens in order
         size = len(model.hparams.model.looped_range)
         selected_LBT = selected_LBT[1:].repeat(size, axis=0)
         if model.hparams.model.routing.loop_keys == 'first':
-            selected_LBT = ()  # it alone has caches
+            selected_LBT = ()  # only this loop has caches
             assert len(cache.layers) == model.hparams.model.num_layers
     for layer, selected_BT in zip(layers, selected_LBT, strict=True):
         np.testing.assert_array_equal(layer.lengths_B, selected_BT.sum(axis=1))
@@ -289,7 +289,7 @@ def check_routed(name, model, record, cache, rows):
 
 
 def test_a_step_changes_no_bit_of_an_inactive_row(tiny_config):
-    """Rows that have ended keep their cache bit for bit while others go on."""
+    """Rows that have ended keep their cache bit for bit while others continue."""
     model = build(tiny_config, 'aux_loss')
     unrolled, _, before = start(model)
     active_B, no_B = np.array([True, False, False]), np.zeros(BATCH, bool)
@@ -301,7 +301,7 @@ def test_a_step_changes_no_bit_of_an_inactive_row(tiny_config):
 
 
 def test_buckets_are_few_and_hold_any_number():
-    """0, an eighth, a quarter, a half and all of the rows; at batch 1 a conditional."""
+    """Buckets are 0, an eighth, a quarter, a half and all of the rows."""
     assert batch_buckets(1) == (0, 1)
     assert batch_buckets(4) == (0, 1, 2, 4)
     assert batch_buckets(64) == (0, 8, 16, 32, 64)
@@ -309,7 +309,7 @@ def test_buckets_are_few_and_hold_any_number():
 
 
 def shapes_of_prefill(hparams, capacity, batch):
-    """prefill and its abstract arguments, and the Cache that it returns."""
+    """Return prefill, its abstract arguments, and the Cache that it returns."""
     routing = causal_routing(hparams)
     how = {'hparams': hparams, 'routing': routing}
     routed_capacity = hparams.model.routing.cache_size(capacity, routing)
@@ -323,7 +323,7 @@ def shapes_of_prefill(hparams, capacity, batch):
 
 
 def shapes_of_programs(hparams, capacity, batch=8):
-    """(function, abstract arguments) of prefill, decode_step and update_cache."""
+    """Return (function, abstract arguments) of prefill, decode_step and update_cache."""
     first, inputs, cache = shapes_of_prefill(hparams, capacity, batch)
     how = {'hparams': hparams, 'routing': causal_routing(hparams)}
     row, flag = (jax.ShapeDtypeStruct((batch,), dtype) for dtype in ('int32', 'bool'))
@@ -338,7 +338,7 @@ def shapes_of_programs(hparams, capacity, batch=8):
     )
 
 
-# What a step computes of rows that no bucket holds, in each of the last two loops of two blocks.
+# What a step computes for skipped rows, in each of the last two loops of two blocks.
 SKIPS = {
     'recursions': (RECURSIONS | {'model.routing.causal_rule': 'aux_loss'}, 'nothing'),
     'exits': (LOOPED | HEAD_NORM | {'model.loop_exit_threshold': 0.5}, 'keys and values'),
@@ -346,8 +346,8 @@ SKIPS = {
 
 
 @pytest.mark.parametrize('name', SKIPS)
-def test_a_step_computes_the_rows_that_a_loop_has(name, tiny_config):
-    """At the least bucket of rows: none, a part of the batch, or all."""
+def test_a_step_computes_only_the_rows_of_a_loop(name, tiny_config):
+    """A loop runs on the smallest bucket of rows: none, a part of the batch, or all."""
     batch, (knobs, skipped) = 8, SKIPS[name]
     hparams = small_hparams(tiny_config, knobs, {'data.sequence_length': 16})
     model = hparams.model
@@ -371,7 +371,7 @@ def test_a_step_computes_the_rows_that_a_loop_has(name, tiny_config):
 
 @pytest.mark.parametrize('routing', [{}, pytest.param(ROUTED, marks=pytest.mark.slow)])
 def test_no_slot_outlives_its_token(routing, tiny_config):
-    """The cache is that of the plain model: slots are read at once, or never."""
+    """The cache equals that of the plain model: depth slots are not stored in it."""
 
     def shapes(*stream):
         hparams = small_hparams(tiny_config, {'model.num_layers': 2}, routing, *stream)
@@ -386,8 +386,8 @@ def test_no_slot_outlives_its_token(routing, tiny_config):
 
 
 def test_no_program_copies_a_cache(tiny_config):
-    """Neither the reading step nor the donated update holds a copy as large as a layer's cache."""
-    # Places that no other array's size resembles.
+    """Neither the reading step nor the donated update has a copy as large as a layer's cache."""
+    # A capacity that differs from all other sizes.
     config = tiny_config(**{'model.routing.router': 'learned', 'data.sequence_length': 1208})
     _, (step, of_step), (update, of_update) = shapes_of_programs(from_config(config), 1208)
     reading = jax.jit(step).lower(*of_step).compile()
@@ -397,12 +397,12 @@ def test_no_program_copies_a_cache(tiny_config):
         assert re.search(r'f32\[8,2,8,1208\]', text) and re.search(r'f32\[8,2,8,226\]', text)
         copies = re.findall(r'= f32\[8,2,8,(?:1208|226)\]\S* copy\(', text)
         assert not copies, copies
-    # The smallest cache of a block, in bytes; all temporary arrays together are less.
+    # The smallest cache of a block in bytes. All temporary arrays together are smaller.
     assert updating.memory_analysis().temp_size_in_bytes < 8 * 2 * 8 * 226 * 4
 
 
 def test_programs_lower_for_gpus(tiny_config, monkeypatch):
-    """Prefill, step and update become StableHLO for CUDA, in the forms that are not for CPUs."""
+    """Prefill, step and update lower to StableHLO for CUDA, with the forms that GPUs use."""
     monkeypatch.setattr('jax.default_backend', lambda: 'gpu')
     config = tiny_config(**{'model.routing.router': 'learned', 'model.dtype': 'bfloat16'})
     for function, arguments in shapes_of_programs(from_config(config), 32):
@@ -410,8 +410,8 @@ def test_programs_lower_for_gpus(tiny_config, monkeypatch):
         assert 'stablehlo' in lowered.as_text()
 
 
-# Of `threshold`, the last block drops the last token of row 0 and selects that of row 1.
-# That of row 2 begins a document, and would see two earlier tokens in every window.
+# Under `threshold`, the last block drops the last token of row 0 and selects that of row 1.
+# That of row 2 begins a document. Two earlier tokens are within every window.
 LONG_B = np.array([16, 4, 3])
 AT_ONCE = ('dense', 'predictor', 'threshold', 'norm threshold grows', 'mod and moda', 'mudd')
 AT_ONCE += ('attention routed', 'attention routed, aux_loss', 'mlp routed', 'mlp routed, threshold')
@@ -420,7 +420,7 @@ AT_ONCE += ('value residual', 'shared values', 'hyper-connections', 'attention r
 
 @pytest.mark.parametrize('name', parameters(('dense', 'threshold', 'mudd'), AT_ONCE))
 def test_a_prompt_equals_an_extension_of_an_empty_cache(name, tiny_config):
-    """Its last logits and what it writes, also where the last block drops tokens."""
+    """Both give the same last logits and cache, also if the last block drops tokens."""
     model = build(tiny_config, name)
     first, _, several = programs(model.hparams, model.routing)
     unrolled = unroll(model.variables, model.hparams, model.routing)
@@ -437,8 +437,8 @@ def test_a_prompt_equals_an_extension_of_an_empty_cache(name, tiny_config):
 
 
 @pytest.mark.parametrize('stream', [{}, MODA, MUDD])
-def test_the_last_block_of_a_prompt_computes_the_mlp_of_the_last_token(stream, tiny_config):
-    """That of all other tokens is in no program: nothing reads it."""
+def test_the_last_block_of_a_prompt_runs_its_mlp_on_the_last_token_only(stream, tiny_config):
+    """The program has no mlp for the other tokens, because nothing reads it."""
     hparams = small_hparams(tiny_config, {'model.num_layers': 3, 'model.d_ff': 40}, stream)
     (first, inputs), *_ = shapes_of_programs(hparams, 16, batch=3)
     text = jax.jit(first).lower(*inputs).as_text()

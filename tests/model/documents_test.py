@@ -1,4 +1,4 @@
-"""Packed documents: apart bit for bit, or one text (`model.across_documents`)."""
+"""Packed documents are isolated bit for bit, or one text (`model.across_documents`)."""
 
 import jax
 import numpy as np
@@ -34,7 +34,7 @@ ACROSS = {'model.across_documents': True}
 
 
 def runner(make_config, *knobs, routing='top_c'):
-    """(hparams, variables, a jitted tokens, segments -> logits, records)."""
+    """Return (hparams, variables, jitted (tokens, segments) -> (logits, records))."""
     hparams = small_hparams(make_config, SIZES, *knobs)
     variables, model = random_variables(hparams, TOKENS_BT), Transformer(hparams)
     run = jax.jit(lambda *inputs: model.apply(variables, *inputs, routing=routing))
@@ -42,7 +42,7 @@ def runner(make_config, *knobs, routing='top_c'):
 
 
 def changed(one_BTV, other_BTV):
-    """bool [B, T]: places whose logits differ."""
+    """Return a bool mask [B, T] of logits that differ."""
     return (one_BTV != other_BTV).any(-1)
 
 
@@ -70,9 +70,9 @@ def changed(one_BTV, other_BTV):
     ],
 )
 def test_packed_documents_are_isolated(knobs, tiny_config):
-    """A document's logits keep their bits when the others of its row change.
+    """A document's logits keep their bits when other documents of the row change.
 
-    By top-C this holds where it selects per segment.
+    Under top-C this holds if tokens are selected per segment.
     """
     _, _, run = runner(tiny_config, knobs)
     logits_BTV, _ = run(TOKENS_BT, PACKED_BT)
@@ -84,16 +84,16 @@ def test_packed_documents_are_isolated(knobs, tiny_config):
 
 @pytest.fixture(scope='module')
 def roomy(tiny_config):
-    """A routed model under its predictor, whose cache holds all tokens."""
+    """Return a routed model under its predictor whose cache holds all tokens."""
     return runner(tiny_config, ROUTED | {'model.routing.cache_capacity': 4.0}, routing='predictor')[
         2
     ]
 
 
-def test_packed_documents_under_a_rule_share_places_alone(roomy):
-    """Later documents change no bit of a document; earlier ones no choice where none is dropped.
+def test_packed_documents_under_a_rule_share_only_places(roomy):
+    """Later documents change no bit, and earlier ones no selection if no token is dropped.
 
-    They do move its tokens among those of the block, and so the last bits of its sums.
+    Earlier documents do move the places of tokens in a block, and so the last bits of sums.
     """
     logits_BTV, records = roomy(TOKENS_BT, PACKED_BT)
     assert not records.routing.dropped_BT.any()
@@ -112,7 +112,7 @@ def test_packed_documents_under_a_rule_share_places_alone(roomy):
 
 @pytest.mark.parametrize('name', ['dense', 'roomy'])
 def test_a_packed_document_is_as_it_is_alone(name, roomy, tiny_config):
-    """Its logits are those of a row that holds nothing else, and not those of one long text."""
+    """Its logits equal those of a row with this document only, and not those of one long text."""
     run = roomy if name == 'roomy' else runner(tiny_config)[2]
     logits_BTV, _ = run(TOKENS_BT, PACKED_BT)
     first_four_BT = np.broadcast_to(np.arange(LENGTH) < 4, TOKENS_BT.shape).astype(np.int32)
@@ -128,7 +128,7 @@ def test_a_packed_document_is_as_it_is_alone(name, roomy, tiny_config):
     ids=['dense', 'mod and moda'],
 )
 def test_across_documents_a_row_is_one_text(knobs, tiny_config, monkeypatch):
-    """The logits are those of one document, and attention is given no segments."""
+    """The logits equal those of one document, and attention gets no segment ids."""
     _, _, apart = runner(tiny_config, knobs)
     one, many = (apart(TOKENS_BT, segments)[0] for segments in (ONE_BT, PACKED_BT))
     assert np.abs(one - many)[ONE_BT > 0].max() > 0.1
@@ -147,7 +147,7 @@ def test_across_documents_a_row_is_one_text(knobs, tiny_config, monkeypatch):
 
 @pytest.mark.slow
 def test_prompt_of_several_documents_is_one_text(tiny_config):
-    """The last logits of a prompt are the full forward's, and what comes is in its document."""
+    """The last logits equal the full forward pass, and later tokens are in the last document."""
     hparams, variables, run = runner(tiny_config, ACROSS)
     full_BTV, _ = run(TOKENS_BT, PACKED_BT)
     options = {'hparams': hparams, 'routing': 'dense', 'capacity': LENGTH, 'routed_capacity': None}
@@ -160,7 +160,7 @@ def test_prompt_of_several_documents_is_one_text(tiny_config):
 
 @pytest.mark.slow
 def test_depth_mass_of_one_text(tiny_config):
-    """Documents of a row share the first token of the first."""
+    """All documents of a row share the first token of the first document."""
     hparams, variables, _ = runner(tiny_config, ACROSS, MODA | ROUTED)
     batches = ({'tokens_BT': TOKENS_BT, 'segment_ids_BT': ids} for ids in (PACKED_BT, ONE_BT))
     masses = [depth_mass(variables, hparams, batch, 'top_c') for batch in batches]

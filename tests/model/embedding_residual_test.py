@@ -1,4 +1,4 @@
-"""The embedded tokens before each block: when they change nothing, their gradient, refusals."""
+"""The embedding residual: initial values, gradients, memory and precision."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ IDENTITY = {'model.embedding_residual': 'identity'}
 
 
 def test_identity_starts_as_the_plain_model(tiny_config):
-    """With the same draws to the bit, and scales of 1 and 0."""
+    """The draws are bit-equal, and the scales are 1 and 0."""
     plain, other = (initial_params(small_hparams(tiny_config, some)) for some in ({}, IDENTITY))
     plain, found = (dict(jax.tree_util.tree_leaves_with_path(params)) for params in (plain, other))
     for path, leaf in plain.items():
@@ -57,7 +57,7 @@ def test_scales_start_as_in_nanochat(routing, tiny_config):
 
 
 def stack_of(hparams, variables, **values):
-    """The stack with these leaves as a function of its input, [B, T, D]."""
+    """Return the stack with these leaves as a function of its input [B, T, D]."""
     params = with_leaves(variables['params']['stack'], values)
     args = layer_args(hparams.model, variables.get('averages'), 'top_c')
     tokens = token_info(hparams, jnp.asarray(SMALL_BT), jnp.asarray(SMALL_SEGMENTS_BT))
@@ -80,9 +80,9 @@ LINEAR = {
 
 @pytest.mark.parametrize('name', parameters(('unrolled', 'routed'), LINEAR))
 def test_the_embedded_tokens_reach_the_end_through_every_layer(name, tiny_config):
-    """Of blocks that add nothing, the output is (prod r_i + sum_i a_i prod_{j>i} r_j) x_0.
+    """If blocks add 0, the output is (prod r_i + sum_i a_i prod_{j>i} r_j) x_0.
 
-    So is its gradient, for every token, also those that skip all routed blocks.
+    The gradient has the same factor for every token, also for tokens that skip all routed blocks.
     """
     knobs, order = LINEAR[name]
     with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
@@ -106,7 +106,7 @@ def test_the_embedded_tokens_reach_the_end_through_every_layer(name, tiny_config
 
 @pytest.mark.parametrize('loop', [{}, pytest.param(UNROLLED, marks=pytest.mark.slow)])
 def test_gradients_of_the_embedded_tokens_are_summed_in_float32(loop, tiny_config):
-    """Of 40 layers with a = 2^-9, each below half a unit of bfloat16 at 1, the sum shows."""
+    """40 layers with a = 2^-9 add up. Each is below half a unit of bfloat16 at 1."""
     knobs = {'model.num_layers': 40, 'model.dtype': 'bfloat16'}
     hparams = small_hparams(tiny_config, knobs, EMBEDDED, loop)
     variables = random_variables(hparams, SMALL_BT)
@@ -120,7 +120,7 @@ def test_gradients_of_the_embedded_tokens_are_summed_in_float32(loop, tiny_confi
 
 @pytest.mark.parametrize('routing', [{}, ROUTED])
 def test_no_layer_keeps_the_embedded_tokens(routing, tiny_config):
-    """Of what a gradient keeps with recomputed blocks, x_0 is there once, for any depth."""
+    """With recomputed blocks, a gradient saves x_0 once at any depth."""
     kept = []
     for knobs in ({}, EMBEDDED):
         hparams = small_hparams(tiny_config, routing, knobs)
@@ -133,7 +133,7 @@ def test_no_layer_keeps_the_embedded_tokens(routing, tiny_config):
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_tokens_are_blended_in_float32_and_rounded_once(dtype, tiny_config):
-    """A scale of 1.003, which bfloat16 would round to 1, shows."""
+    """A scale of 1.003, which bfloat16 rounds to 1, has an effect."""
     rng = np.random.default_rng(0)
     x, first = (jnp.asarray(rng.normal(size=(2, 3, 4)), dtype) for _ in range(2))
     embedded = embedded_input(small_hparams(tiny_config, EMBEDDED).model, first)

@@ -1,4 +1,4 @@
-"""Experts: the choice of tokens and experts, and a loop over all of them in float64."""
+"""Experts equal a float64 loop over all tokens and experts, and choose as defined."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.model.attention import TokenInfo
-from moddepth_jax.model.block import Block
+from moddepth_jax.model.block import Block, LayerKind
 from moddepth_jax.model.kv_cache import LayerCache
 from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths, RoutingArgs
 from moddepth_jax.model.moe import experts as experts_module
@@ -23,7 +23,7 @@ from tests.model import oracle
 from tests.model.cases import HALF_ROUTED, experts, parameters, random_like, small_hparams
 
 LENGTH, WIDTH = 8, 16
-# A row of one document, one packed, one with padding, one with a single token, one with none.
+# Rows: one document, two documents, padding at the end, a single token, no tokens.
 SEGMENTS = np.array([[1] * 8, [1] * 3 + [2] * 5, [1] * 5 + [0] * 3, [1] + [0] * 7, [0] * 8])
 REAL = SEGMENTS > 0
 ONE_TOKEN = np.ones((1, 1), bool)
@@ -31,11 +31,12 @@ POSITIONS = np.tile(np.arange(LENGTH), (5, 1))
 
 
 def hparams_of(make_config, **knobs):
-    """Hparams of a small model with these experts."""
+    """Return Hparams of a small model with these experts."""
     return small_hparams(make_config, experts(**knobs)).model
 
 
 def test_ties_go_to_the_lower_number(tiny_config):
+    """Of equal scores, the expert of the lower number is chosen."""
     hparams = hparams_of(tiny_config, num_routed=3, num_noop=1).experts
     scores_BTZ = np.array([[[1, 1, 1, 1], [1, 2, 1, 2], [0, 1, 3, 1], [5, 5, 6, 6]]], np.float32)
     choice = tokens_choose(hparams, scores_BTZ, np.ones((1, 4), bool), None)
@@ -54,7 +55,7 @@ def test_weights_of_tiny_scores():
 
 
 def test_a_score_that_equals_the_threshold_is_not_taken(tiny_config):
-    """Only scores above it are, each expert by its own; padding never."""
+    """An expert takes only tokens with a score above its own threshold, and never padding."""
     hparams = hparams_of(tiny_config, choice='expert', num_routed=2).experts
     scores_BTE = np.array([[[0.5, 0.5], [0.25, 0.75], [0.5001, 0.1], [0.9, 0.9]]], np.float32)
     real_BT = np.array([[True, True, True, False]])
@@ -77,22 +78,22 @@ CASES = {
     'experts choose by sigmoid': {'choice': 'expert', 'scores': 'sigmoid', 'num_shared': 0},
     'thresholds': {'choice': 'expert', 'num_routed': 4, 'route_scale': 0.5},
 }
-THRESHOLDS = np.array([0.15, 0.25, 0.35, 0.9], np.float32)  # nothing is above the last one
+THRESHOLDS = np.array([0.15, 0.25, 0.35, 0.9], np.float32)  # no score is above the last one
 
 
 def stream(seed=1, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=(*SEGMENTS.shape, WIDTH)).astype(dtype)
 
 
-def module(hparams, ahead=True, dtype=None):
-    """The module, and random parameters."""
-    experts = Experts(hparams, ahead)
+def module(hparams, looks_ahead=True, dtype=None):
+    """Return the module and random parameters."""
+    experts = Experts(hparams, looks_ahead)
     shapes = jax.eval_shape(experts.init, jax.random.key(0), stream(), REAL, ExpertState())
     return experts, random_like(shapes['params'], dtype=dtype)
 
 
 def all_on(expert, params, x_BTD):
-    """The same with one expert scored highest by every token, then the others as before."""
+    """Change the inputs so that all tokens score one expert highest, then the others as before."""
     x_BTD, kernel_DZ = x_BTD.copy(), params['router']['kernel'].copy()
     x_BTD[..., 0], kernel_DZ[0] = 1, 0
     kernel_DZ[0, expert] = 6
@@ -100,7 +101,7 @@ def all_on(expert, params, x_BTD):
 
 
 def looped(params, x_BTD, hparams, thresholds_E=None):
-    """The oracle's y_BTD, and what its router saw of all real tokens."""
+    """Return the oracle's y_BTD, and what its router saw of all real tokens."""
     run = oracle.Pass(expert_thresholds={} if thresholds_E is None else {0: thresholds_E})
     rows = zip(x_BTD, SEGMENTS, POSITIONS, strict=True)
     outputs = [oracle.mixture(params, x, oracle.Row(*row, run), 0, hparams) for x, *row in rows]
@@ -108,7 +109,7 @@ def looped(params, x_BTD, hparams, thresholds_E=None):
 
 
 def by_row(pairs):
-    """One array for each row with real tokens."""
+    """Return one array for each row with real tokens."""
     return np.split(np.array(pairs), np.cumsum(REAL.sum(1)))[:4]
 
 
@@ -158,11 +159,12 @@ FAST = ('top one', 'no-op, sigmoid', 'all of them', 'row capacity', 'experts cho
 
 @pytest.mark.parametrize('name', parameters(FAST, CASES))
 def test_experts_are_a_dense_loop(name, tiny_config):
-    """Outputs, records, and gradients of tokens, router and all weights: to 1e-10 in float64.
+    """Outputs, records and all gradients equal the loop to 1e-10 in float64.
 
-    Scores of a softmax stay as they are, sigmoids are divided by the sum of all that was chosen;
-    experts choose from each row by itself, and under a capacity take its first tokens. This holds
-    with every token on one expert (and others empty) too; padding reaches the shared experts alone.
+    Softmax scores are used as they are; sigmoid scores are divided by the sum of the chosen ones.
+    Experts choose in each row separately, and under a capacity take its first tokens. This also
+    holds with every token on one expert, and with empty experts. Padding reaches only the shared
+    experts.
     """
     with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
         check(tiny_config, name, 'blocked', np.float64, 1e-10)
@@ -176,9 +178,9 @@ def test_experts_are_a_dense_loop_by_other_products(name, product, tiny_config):
 
 
 def idle_router(width, num_choices, seed=4):
-    """Router kernel [D, Z] by which the last four experts hold the two highest scores.
+    """Return a router kernel [D, Z] whose two highest scores are among the last four experts.
 
-    Apart from a little noise their logits are v, -v, 2v and -2v, those of the others 0.
+    Apart from a little noise their logits are v, -v, 2v and -2v, and all other logits are 0.
     """
     rng = np.random.default_rng(seed)
     kernel_DZ = 0.001 * rng.normal(size=(width, num_choices))
@@ -189,11 +191,11 @@ def idle_router(width, num_choices, seed=4):
 @pytest.mark.parametrize('form', parameters(('softmax',), ('softmax', 'sigmoid')))
 @pytest.mark.parametrize('placement', parameters(('pre',), ('pre', 'reordered', 'post')))
 def test_experts_that_do_nothing_add_nothing(placement, form, tiny_config):
-    """The block's output is bit for bit that of an mlp that adds zeros, with finite gradients."""
+    """The block's output is bit-equal to that of an mlp that adds 0. Gradients are finite."""
     knobs = experts(num_noop=4, num_shared=0, scores=form, row_capacity=1)
     hparams = small_hparams(tiny_config, knobs, {'model.norm_placement': placement}).model
     tokens = TokenInfo(POSITIONS, SEGMENTS, None)
-    mixed, plain = (Block(hparams, 0, experts=experts) for experts in (True, False))
+    mixed, plain = (Block(hparams, LayerKind(False, 0, experts=some)) for some in (True, False))
     params = random_like(jax.eval_shape(mixed.init, jax.random.key(0), stream(), tokens)['params'])
     params['mlp']['router']['kernel'] = idle_router(WIDTH, 9)
     mlp = jax.eval_shape(plain.init, jax.random.key(0), stream(), tokens)['params']['mlp']
@@ -216,7 +218,7 @@ def test_experts_that_do_nothing_add_nothing(placement, form, tiny_config):
 
 @pytest.fixture
 def filled(monkeypatch):
-    """A list to which every run of experts appends how many blocks of its layout hold some."""
+    """Return a list to which every run of experts appends its number of blocks with an expert."""
     seen, make_layout = [], experts_module.make_layout
 
     def watched(expert_Nk, num_experts, *rest):
@@ -230,15 +232,16 @@ def filled(monkeypatch):
 
 
 def test_experts_that_do_nothing_run_nothing(filled, tiny_config):
-    """No block of the layout holds an expert where all tokens chose no-op experts; nor where an
-    expert's capacity of the row is used up.
+    """No block of the layout has an expert if all tokens choose no-op experts.
+
+    The same holds for an expert that has already taken `row_capacity` tokens.
     """
     x_BTD = np.random.default_rng(0).normal(size=(1, 1, 16)).astype(np.float32)
     for knobs, taken_BE, computed in (
         ({'num_noop': 4}, None, 0),
         ({'top_k': 5, 'row_capacity': 3}, np.array([[3, 4, 3, 2, 3]]), 1),
     ):
-        layer, params = module(hparams_of(tiny_config, **knobs), ahead=False)
+        layer, params = module(hparams_of(tiny_config, **knobs), looks_ahead=False)
         params['router']['kernel'] = idle_router(16, params['router']['kernel'].shape[1])
         del filled[:]
         state = ExpertState(None, taken_BE)
@@ -248,10 +251,11 @@ def test_experts_that_do_nothing_run_nothing(filled, tiny_config):
 
 
 def routed_block(hparams, tokens, routing='top_c'):
-    """A routed block with experts whose router reads component 0 alone, and its RoutingArgs."""
-    block = MixtureOfDepths(hparams, routing, experts=True)
+    """Return a routed block with experts whose router reads component 0, and its RoutingArgs."""
+    kind = LayerKind(routed=True, window=0, experts=True)
+    block = MixtureOfDepths(hparams, routing, kind)
     layer = RoutingArgs(np.int32(0), np.float32(0), np.bool_(True), ExpertState())
-    by_top_c = MixtureOfDepths(hparams, 'top_c', experts=True)
+    by_top_c = MixtureOfDepths(hparams, 'top_c', kind)
     x_BTD = np.zeros((*tokens.positions_BT.shape, hparams.d_model), np.float32)
     init = functools.partial(by_top_c.init, jax.random.key(0), x_BTD, tokens, layer)
     params = random_like(jax.eval_shape(init)['params'])
@@ -261,9 +265,7 @@ def routed_block(hparams, tokens, routing='top_c'):
 
 @pytest.mark.parametrize('batch', [1, 9])
 def test_a_skipped_row_runs_no_expert(batch, filled, tiny_config):
-    """Where no row is selected, the block's experts are not reached; where one of nine is, in a
-    bucket of two, only its own are.
-    """
+    """If no row is selected, no expert runs. If one of nine is, only its experts run."""
     one = {'model.routing.layers': '0', 'model.num_layers': 1}
     hparams = small_hparams(tiny_config, HALF_ROUTED, one, experts()).model
     tokens = TokenInfo(np.full((batch, 1), 3), np.ones((batch, 1), np.int32))
@@ -285,7 +287,8 @@ def test_a_skipped_row_runs_no_expert(batch, filled, tiny_config):
 
 
 @pytest.mark.parametrize('choice', ['token', pytest.param('expert', marks=pytest.mark.slow)])
-def test_experts_of_a_routed_block_count_selected_tokens_alone(choice, tiny_config):
+def test_experts_of_a_routed_block_count_only_selected_tokens(choice, tiny_config):
+    """Padding and tokens that skip the block are not counted."""
     length, noop = 12, {'num_noop': 2} if choice == 'token' else {}
     hparams = small_hparams(tiny_config, HALF_ROUTED, experts(choice=choice, **noop)).model
     segments_BT = np.where(np.arange(length) < np.array([[12], [4]]), 1, 0)  # 4 are fewer than C
@@ -300,5 +303,5 @@ def test_experts_of_a_routed_block_count_selected_tokens_alone(choice, tiny_conf
     np.testing.assert_array_equal(selected_BT.sum(1), [6, 4])
     assert not selected_BT[segments_BT == 0].any()
     assert (counts.tokens, counts.rows) == (10, 2)
-    # By experts: each takes 2 x 6 / 5 of the 6 places of a row.
+    # Under expert choice, each takes 2 x 6 / 5 of the 6 places of a row.
     assert counts.pairs_Z.sum() == (2 * 10 if choice == 'token' else 2 * 5 * 2)

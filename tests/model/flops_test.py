@@ -1,4 +1,4 @@
-"""Counted FLOPs are the sums done by hand, and those of the program that runs."""
+"""Counted FLOPs equal sums by hand and the products of the program that runs."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ QUARTER = ROUTED | {'model.routing.capacity': 0.25}
 
 
 def paper_model(tiny_config, num_layers, d_model, routed, **knobs):
-    """A model of claims.md, Accounting: T=2048, V=32000, G=1, mlp parameters 8 D^2."""
+    """Return a model of claims.md, Accounting: T=2048, V=32000, G=1, mlp parameters 8 D^2."""
     shape = {
         'model.vocab_size': 32000,
         'model.num_layers': num_layers,
@@ -46,14 +46,14 @@ def paper_model(tiny_config, num_layers, d_model, routed, **knobs):
     ('num_layers', 'd_model', 'ratio'), [(12, 768, 0.638), (16, 1024, 0.609), (24, 1024, 0.593)]
 )
 def test_routed_over_dense_is_the_figure_of_the_claims(num_layers, d_model, ratio, tiny_config):
-    """Every other block at 12.5% costs the published fraction of the dense forward pass."""
+    """With every other block at 12.5%, the forward pass costs the published fraction of dense."""
     dense = flops.forward_flops(paper_model(tiny_config, num_layers, d_model, False), 1, 2048)
     routed = flops.forward_flops(paper_model(tiny_config, num_layers, d_model, True), 1, 2048)
     assert round(routed / dense, 3) == ratio
 
 
 def test_blocks_alone_and_equal_cost_in_depth(tiny_config):
-    """Blocks alone cost 0.553; 12 dense layers cost what 22 layers of every-other MoD do."""
+    """Blocks cost 0.553 of dense ones, and 22 layers of MoD cost as much as 12 dense layers."""
 
     def blocks(hparams):
         parts = flops.forward_breakdown(hparams, 1, 2048)
@@ -73,7 +73,7 @@ def test_blocks_alone_and_equal_cost_in_depth(tiny_config):
 
 @pytest.mark.parametrize('rule', ['predictor', 'aux_loss', 'dense'])
 def test_breakdown_is_the_sum_by_hand(rule, tiny_config):
-    """Each part of a small routed model is what its formula gives, term by term."""
+    """Each part of a small routed model equals its formula, term by term."""
     knobs = {'model.num_layers': 3, 'model.windows': (0, 0, 4), 'model.routing.layers': '1'}
     routing = {'model.routing.capacity': 0.25, 'model.routing.causal_rule': rule}
     hparams = from_config(tiny_config(**ROUTED | knobs | routing))
@@ -96,7 +96,7 @@ def test_breakdown_is_the_sum_by_hand(rule, tiny_config):
 
 
 def test_breakdown_of_slots_is_the_sum_by_hand(tiny_config):
-    """Four layers, the second and the fourth routed, projected and masked."""
+    """Four layers, of which the second and fourth are routed, projected and masked."""
     T, C, D, N, K, H = 32, 8, 32, 4, 2, 8
     slot = 2 * 2 * D * K * H
     for knobs, projections in ((MODA, 4 * T), (MODA | MASKED, 2 * T + C)):
@@ -108,13 +108,13 @@ def test_breakdown_of_slots_is_the_sum_by_hand(tiny_config):
 
 
 @pytest.mark.parametrize('window', [0, 4])
-def test_later_loops_make_queries_alone_to_all_keys(window, tiny_config):
-    """C_r queries see what C_r of T tokens, spread evenly, see of the keys of the first loop."""
+def test_later_loops_only_make_queries_to_all_keys(window, tiny_config):
+    """C_r queries see the keys of the first loop that C_r evenly spread tokens see."""
     knobs = RECURSIONS | FIRST_KEYS | GROWS | {'model.num_layers': 4, 'model.windows': (window,)}
     parts = flops.forward_breakdown(from_config(tiny_config(**knobs)), 1, 32)
     T, D, N, K, H = 32, 32, 4, 2, 8
     queries = 2 * T + 2 * (32 + 20 + 8)  # two blocks once, two in loops of 1, 5/8 and 1/4
-    pairs = T / 2 if not window else window - window**2 / (2 * T)  # of a query, on average
+    pairs = T / 2 if not window else window - window**2 / (2 * T)  # per query, on average
     assert parts['attention'] == 4 * N * H * pairs * queries
     assert parts['projections'] == 2 * D * H * (2 * N * queries + 2 * K * 4 * T)
 
@@ -124,7 +124,7 @@ def four_experts(**knobs):
 
 
 KINDS = {
-    # name: (knobs, and by two layers of a row of 32: tokens of the shared expert, scores, pairs)
+    # name: (knobs, and for two layers and a row of 32: tokens of the shared expert, scores, pairs)
     'token': (four_experts(), 64, 2 * 32 * 4, 2 * 64),
     'no shared expert': (four_experts(num_shared=0), 0, 2 * 32 * 4, 2 * 64),
     'second layer only': (four_experts(layers='1'), 32, 32 * 4, 64),
@@ -139,7 +139,7 @@ KINDS = {
 
 @pytest.mark.parametrize('name', KINDS)
 def test_breakdown_of_experts_is_the_sum_by_hand(name, tiny_config):
-    """Where only one of two layers has experts, the other has its mlp."""
+    """If only one of two layers has experts, the other one has its mlp."""
     D, F, F_e, T = 32, 64, 16, 32
     knobs, shared, scored, pairs = KINDS[name]
     hparams = from_config(tiny_config(**knobs))
@@ -151,7 +151,7 @@ def test_breakdown_of_experts_is_the_sum_by_hand(name, tiny_config):
 
 
 def test_dot_general_flops_of_known_programs():
-    """Products count under jit, vmap, scan (times its length), remat, vjp and cond (its max)."""
+    """Products count under jit, vmap, scan (times its length), remat, vjp and cond (maximum)."""
     x, y = jnp.zeros((3, 5)), jnp.zeros((5, 7))
     product = 2 * 3 * 5 * 7
 
@@ -174,7 +174,7 @@ def test_dot_general_flops_of_known_programs():
 
 
 def test_ragged_products_of_known_programs():
-    """A row meets one matrix of the three, in the product and in both of its gradients."""
+    """A row is multiplied by one of three matrices, in the product and in both gradients."""
     x, w, sizes = jnp.zeros((12, 5)), jnp.zeros((3, 5, 7)), jnp.array([4, 0, 8])
 
     def loss(x, w):
@@ -187,7 +187,7 @@ def test_ragged_products_of_known_programs():
 
 
 def traced_step_flops(hparams):
-    """FLOPs of every product in the traced train step."""
+    """Return the FLOPs of all products in the traced train step."""
     state = jax.eval_shape(lambda: init_state(hparams, 10))
     row = jax.ShapeDtypeStruct((hparams.data.batch_size, hparams.data.sequence_length), 'int32')
     batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), row)
@@ -195,7 +195,7 @@ def traced_step_flops(hparams):
 
 
 def _not_counted(hparams, rows, length):
-    """FLOPs of a pass on hidden pairs of a query and a key or slot, and on places of no-ops."""
+    """Return FLOPs of a pass on hidden query-key and query-slot pairs and on places of no-ops."""
     model, hidden, empty = hparams.model, 0.0, 0.0
     experts_of, written = model.experts, sum(kind.slots for kind in layer_kinds(model))
     for kind, tokens, pairs, keys, *_ in flops._layers(hparams, length, 'top_c'):
@@ -213,13 +213,14 @@ def _not_counted(hparams, rows, length):
 
 
 def _traced_reads_of_sources(hparams, rows, length):
-    """Products of the reads of sources in the traced step, less what is counted.
+    """Return the products of the reads of sources in the traced step, minus the counted ones.
 
-    Slots are read one after another; of a loop whose length is data, as in a scan over layers, the
-    trace has one turn. A weighted sum is no product. Of `mudd` the gradients of the weights are
-    one. Of attention residuals the logit takes two, of 2 D each, and their gradients four; for a
-    slot, the backward pass computes the logit again and has one more, and each read has one.
-    Reads of `value_attention` are counted, and their few products in a trace lie below 1%.
+    Slots are read one after another. If the length of that loop is data, as in a scan over layers,
+    the trace has one iteration. A weighted sum is not a product. For `mudd`, the gradients of the
+    weights are products. For attention residuals, the logit takes two products of 2 D each, and its
+    gradients four; for a slot, the backward pass computes the logit again and has one product more,
+    and each read has one. Reads of `value_attention` are counted, and their few products in a trace
+    are below 1%.
     """
     model, traced, counted, written = hparams.model, 0, 0, 0
     total = sum(kind.slots for kind in layer_kinds(model))
@@ -282,9 +283,9 @@ FAST += ('recursions, first keys',)
 
 @pytest.mark.parametrize('name', parameters(FAST, TRACED))
 def test_counted_flops_are_those_of_the_traced_step(name, tiny_config):
-    """Counted FLOPs are the step's products within 0.3%, hidden pairs and empty places left out.
+    """They agree within 0.3%, without hidden pairs and empty places.
 
-    Of adapters, whose products of weights are not counted and matter in models this small, 1%.
+    With adapters within 1%: products of their weights are not counted, and matter in small models.
     """
     hparams = from_config(tiny_config(**TRACED[name]))
     rows = hparams.data.batch_size, hparams.data.sequence_length
@@ -295,7 +296,7 @@ def test_counted_flops_are_those_of_the_traced_step(name, tiny_config):
     assert traced - hidden - empty == pytest.approx(counted, rel=within)
     parts = flops.forward_breakdown(hparams, *rows)
     depth = parts['depth_projections'] + parts['depth_attention']
-    # So that the bound above would show a stream that is not counted.
+    # Otherwise the bound above would not notice a stream that is not counted.
     stream = hparams.model.depth.stream
     if stream in ('residual', 'value_residual'):
         assert depth == 0
@@ -309,8 +310,8 @@ def test_counted_flops_are_those_of_the_traced_step(name, tiny_config):
 
 
 @pytest.mark.parametrize('knobs', [{}, QUARTER], ids=['dense', 'routed'])
-def test_counted_flops_alone_where_attention_is_small(knobs, tiny_config):
-    """With a row that is short against the width, counted FLOPs alone are the step's within 1%."""
+def test_counted_flops_agree_if_attention_is_small(knobs, tiny_config):
+    """With a row that is short relative to the width, counted FLOPs agree within 1%."""
     wide = {'model.d_model': 384, 'model.d_ff': 1024, 'model.head_dim': 64}
     row = {'data.sequence_length': 16, 'data.batch_size': 2}
     hparams = from_config(tiny_config(**LITERAL | WIDE | wide | row | knobs))
@@ -321,7 +322,7 @@ def test_counted_flops_alone_where_attention_is_small(knobs, tiny_config):
 @pytest.mark.parametrize('loop', ['scan', 'unrolled'])
 @pytest.mark.parametrize('size', [1, 3])
 def test_reads_of_sources_are_counted_to_the_product(loop, size, tiny_config):
-    """4 T D for each source that a sublayer or the final norm reads, and nothing else is added."""
+    """4 T D for each source that a sublayer or the final norm reads, and nothing else."""
     shape = {'model.num_layers': 3, 'model.remat': 'none', 'model.layer_loop': loop}
     plain, sources = (
         from_config(tiny_config(**shape | some))
@@ -336,7 +337,7 @@ def test_reads_of_sources_are_counted_to_the_product(loop, size, tiny_config):
 
 
 def test_reads_of_an_average_are_counted_to_the_product(tiny_config):
-    """2 T D for each array that a layer reads, 1 to L + 1 of them, and nothing else is added."""
+    """2 T D for each of the 1 to L + 1 arrays that a layer reads, and nothing else."""
     shape = {'model.num_layers': 3, 'model.remat': 'none', 'model.layer_loop': 'unrolled'}
     plain, average = (
         from_config(tiny_config(**shape | {'model.depth.stream': stream}))
@@ -352,7 +353,7 @@ def test_reads_of_an_average_are_counted_to_the_product(tiny_config):
     ('module', 'arguments', 'wanted'),
     [
         (moda_24l, 'slots=none', 71.35),
-        # With a projection in the last layer, which nothing would read: 73.72, and 128.12.
+        # With a projection in the last layer, which nothing reads, it would be 73.72 and 128.12.
         (moda_24l, '', 73.62),
         (moda_48l, 'slots=none', 123.38),
         (moda_48l, '', 128.02),
@@ -364,7 +365,7 @@ def test_reads_of_an_average_are_counted_to_the_product(tiny_config):
     ],
 )
 def test_parameters_of_the_papers_shapes(module, arguments, wanted):
-    """Counts as published (tables 2 and 3), in millions; and as configs say of our own 1.5B."""
+    """Counts are as published (tables 2 and 3), in millions, and as in the config of our 1.5B."""
     hparams = from_config(module.get_config(arguments))
     count = num_parameters(jax.eval_shape(lambda: init_state(hparams, 1)).params)
     assert count / 1e6 == pytest.approx(wanted, abs=0.005)

@@ -1,7 +1,7 @@
-"""Whole models with depth streams against the public code of their authors and others.
+"""Whole models with depth streams equal the public code of their authors and others.
 
-golden/ has logits and gradients of that code; make_golden.py made them. Of Depth-Attention it has
-the mixed values of five layers alone: that code rotates keys before their norm.
+golden/ has logits and gradients of that code; make_golden.py made them. For Depth-Attention it has
+only the mixed values of five layers, because that code rotates keys before their norm.
 """
 
 import pathlib
@@ -20,7 +20,7 @@ from tests.model.cases import MIXED, RECENT, parameters, small_hparams
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
 LAYERS = 3
-BLOCKS = {  # ours: that of a Llama, that of MUDDFormer
+BLOCKS = {  # our name: (that of Llama, that of MUDDFormer)
     'attention/query': ('self_attn.q_proj', 'attention.wq'),
     'attention/key': ('self_attn.k_proj', 'attention.wk'),
     'attention/value': ('self_attn.v_proj', 'attention.wv'),
@@ -39,7 +39,7 @@ ENDS = {
 
 
 def hyper(leaves, layer, part, name, shape):
-    """Hyper-connections; a public norm's scale belongs to what it multiplies."""
+    """Hyper-connections. The scale of a public norm belongs to the matrix that it multiplies."""
     number = 2 * layer + part.startswith('mlp')
     side, _, what = name.removeprefix('projections_').partition('_')
 
@@ -59,7 +59,7 @@ def hyper(leaves, layer, part, name, shape):
 
 
 def constrained(leaves, layer, part, name, shape):
-    """mHC: one matrix, one bias and three scales for what is read, added and mixed."""
+    """mHC: one matrix, one bias and three scales for the read, add and mix weights."""
     number = 2 * layer + part.startswith('mlp')
     side, _, what = name.removeprefix('projections_').partition('_')
     place = ('read', 'add', 'mix').index(side)
@@ -77,7 +77,7 @@ def attention_residual(leaves, layer, part, name, shape):
 
 
 def mudd(leaves, layer, part, name, shape):
-    """MUDD connections, by age, padded with zeros. The public first block reads the embedding."""
+    """MUDD connections by age, padded with zeros. The public first block reads the embedding."""
     if not layer:
         return jnp.zeros(shape).at[:, 0].set(1) if name == 'bias' else jnp.zeros(shape)
     if name == 'inner':
@@ -93,7 +93,7 @@ def mudd(leaves, layer, part, name, shape):
 
 
 def nanochat(leaves, layer, part, name, shape):
-    """The scales of its norms of queries and keys are a constant."""
+    """nanochat. The scales of its query and key norms are a constant."""
     return {
         'scale': lambda: jnp.full(shape, 1.2),
         'gate': lambda: leaves[f'layers.{layer}.self_attn.ve_gate.weight'].T,
@@ -104,7 +104,7 @@ def nanochat(leaves, layer, part, name, shape):
 
 
 def modded_nanogpt(leaves, layer, part, name, shape):
-    """One weight says how much of its values is the first layer's."""
+    """modded-nanogpt. One weight is the share of the first layer's values."""
     first = leaves[f'layers.{layer}.self_attn.lamb']
     scales = leaves[f'layers.{layer}.lambdas']
     return {
@@ -116,10 +116,10 @@ def modded_nanogpt(leaves, layer, part, name, shape):
 
 
 def as_llama(leaves):
-    """The leaves of nanochat or modded-nanogpt by the names of a Llama.
+    """Return the leaves of nanochat or modded-nanogpt by the names of a Llama.
 
-    Its norms have no scales, the embedded tokens too are normed, and heads are rotated backwards:
-    as if the halves of each were exchanged.
+    Their norms have no scales, the embedded tokens are normed as well, and heads are rotated
+    backwards, as if the halves of each head were exchanged.
     """
     names = {'transformer.h.': 'layers.', '.attn.': '.self_attn.'}
     names |= {f'c_{public}.': f'{ours}_proj.' for public, ours in zip('qkv', 'qkv', strict=True)}
@@ -140,7 +140,7 @@ def as_llama(leaves):
     return found | {f'{name}.weight': ones for name in (*norms, 'norm')}
 
 
-# name: (knobs of the model, leaves of what no Llama has)
+# name: (knobs of the model, leaves that Llama does not have)
 RESIDUAL, NORMED = {'embedding_residual': 'learned'}, {'qk_norm': 'head'}
 MODELS = {
     'value_residual': ({'depth.stream': 'value_residual', 'depth.value_mix': 'fixed'}, None),
@@ -162,7 +162,7 @@ MODELS = {
 
 
 def parameters_of(hparams, name, connection, leaves):
-    """The parameters of ours that are those of the public model."""
+    """Return our parameters that equal those of the public model."""
     form = int(name == 'mudd')
     leaves = as_llama(leaves) if 'nano' in name else leaves
 
@@ -199,7 +199,7 @@ def parameters_of(hparams, name, connection, leaves):
 
 @pytest.mark.parametrize('name', parameters(('mudd', 'hyper_connections'), MODELS))
 def test_logits_and_gradients_are_those_of_public_code(name, tiny_config):
-    """Both in float64: to 1e-6, and each gradient by a public parameter to 1e-6 of its largest."""
+    """Both in float64: logits to 1e-6, and each gradient to 1e-6 of its largest number."""
     knobs, connection = MODELS[name]
     sizes = {'norm_eps': 1e-12, 'num_layers': LAYERS, 'num_kv_heads': 2, 'tie_embeddings': False}
     sizes = sizes | {'dtype': 'float64'} | knobs
@@ -228,7 +228,7 @@ def test_logits_and_gradients_are_those_of_public_code(name, tiny_config):
 
 @pytest.mark.parametrize('name', ['stride', 'recent'])
 def test_mixed_values_and_gradients_are_those_of_public_code(name, tiny_config):
-    """Depth-Attention of five layers, their slots in one buffer: to 3e-6."""
+    """Depth-Attention over five layers with all slots in one buffer, to 3e-6."""
     knobs = {'stride': MIXED, 'recent': RECENT}[name]
     hparams = small_hparams(tiny_config, knobs, {'model.num_layers': 5}).model
     golden = dict(np.load(GOLDEN / 'value_attention.npz'))

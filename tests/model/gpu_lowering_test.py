@@ -1,4 +1,4 @@
-"""A training step of a model lowers for a Hopper GPU, with the intended kernels."""
+"""A training step lowers for a Hopper GPU with the intended kernels."""
 
 import json
 import math
@@ -44,7 +44,7 @@ MASKED = {'model.depth.skipped_slots': 'masked'}
 
 
 def pretend_hopper(setattr):
-    """As on a machine with an H200 and cuDNN."""
+    """Behave as on a machine with an H200 and cuDNN."""
     setattr(jax, 'default_backend', lambda: 'gpu')
     setattr(backends, 'this_device', lambda: Device('gpu', 'NVIDIA H200', (9, 0)))
     setattr(cudnn.fused, 'check_cudnn_version', lambda: 91000)
@@ -56,7 +56,7 @@ def at_hopper(monkeypatch):
 
 
 def gradient_of(hparams, rows=2, length=64):
-    """The gradient of a loss, and the shapes of the parameters."""
+    """Return the gradient of a loss, and the shapes of the parameters."""
     model, tokens_BT = Transformer(hparams), jnp.zeros((rows, length), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)['params']
 
@@ -80,11 +80,11 @@ def gradient_of(hparams, rows=2, length=64):
     ids=['moda', 'window', 'documents apart', 'mod and moda', 'attention stream'],
 )
 def test_step_lowers(at_hopper, knobs, by_cudnn, remat, tiny_config):
-    """Depth by the Hopper kernels, the sequence by cuDNN, with documents kept apart or not."""
+    """Depth slots use the Hopper kernels and the sequence cuDNN, with and without documents."""
     hparams = small_hparams(tiny_config, WIDE, {'model.remat': remat}, knobs)
     text = lower(*gradient_of(hparams))
     assert '@mosaic_gpu' in text and 'triton' not in text
-    # Room for four slots, or three, and as many more as make whole octets.
+    # Four or three slots, rounded up to a multiple of eight.
     assert 'tensor<8x2x64x1x64xbf16>' in text
     for name in ('fmhaSoftmax(', 'fmhaSoftmaxBackward('):
         assert (f'cudnn${name}' in text) == by_cudnn
@@ -96,7 +96,7 @@ def test_step_lowers(at_hopper, knobs, by_cudnn, remat, tiny_config):
     ids=['value residual', 'attention residual', 'hyper-connections', 'mhc', 'mudd'],
 )
 def test_streams_without_depth_attention_lower(at_hopper, stream, tiny_config):
-    """Around attention over the sequence by cuDNN, and no kernel for slots."""
+    """They use cuDNN for the sequence and no kernel for slots."""
     hparams = small_hparams(tiny_config, WIDE, {'model.attention': 'auto'}, stream, ACROSS)
     text = lower(*gradient_of(hparams))
     assert all(f'cudnn${name}' in text for name in ('fmhaSoftmax(', 'fmhaSoftmaxBackward('))
@@ -123,7 +123,7 @@ def on_eight_devices(config):
 
 @pytest.mark.slow
 def test_every_device_runs_the_kernels_on_its_own_rows_and_heads(tiny_config):
-    """Over two by two by two devices: a quarter of the rows, half of the heads; none is refused."""
+    """On 2 x 2 x 2 devices, each has a quarter of the rows and half of the heads."""
     changes = MODA | ACROSS | {'model.num_heads': 16, 'model.num_kv_heads': 2}
     config = tiny_config(**WIDE | changes).to_dict()
     code = 'from tests.model import gpu_lowering_test as test; import json, sys; '
@@ -137,7 +137,7 @@ def test_every_device_runs_the_kernels_on_its_own_rows_and_heads(tiny_config):
 @pytest.mark.aot
 @pytest.mark.parametrize('documents', [ACROSS, {}], ids=['cudnn', 'xla'])
 def test_slots_are_stored_once_on_a_gpu(at_hopper, documents, tiny_config):
-    """Compiled for an H200: memory is linear in depth; no loop copies the slots or their sums."""
+    """Compiled for an H200, memory is linear in depth: no loop copies the slots or their sums."""
     if reason := hopper.missing():
         pytest.skip(reason)
     rows, length, temporary = 8, 1024, {}
@@ -148,7 +148,7 @@ def test_slots_are_stored_once_on_a_gpu(at_hopper, documents, tiny_config):
             lowered = jax.jit(function).lower(*hopper.on_hopper((params,)))
         compiled = lowered.compile()
         temporary[layers] = compiled.memory_analysis().temp_size_in_bytes
-        # Of zeros alone, which no layer has written to.
+        # A buffer of zeros, to which no layer has written.
         slots = {12: 24, 24: 48}[layers]
         copy = rf'= \w+\[{slots},{rows},{length},1,64\]\S* copy(-start)?\((?!%broadcast)'
         assert not re.findall(copy, compiled.as_text())
@@ -165,7 +165,7 @@ def sizes(text):
 
 
 def product_flops(text):
-    """FLOPs of all dots and calls of cuBLAS in a compiled program; a loop's body counts once."""
+    """Return FLOPs of all dots and cuBLAS calls in a compiled program; a loop body counts once."""
     shapes, total = {}, 0
     for line in text.splitlines():
         if not (found := INSTRUCTION.match(line)):
@@ -181,8 +181,9 @@ def product_flops(text):
 @pytest.mark.aot
 @pytest.mark.parametrize(('product', 'times'), [('batched', 1), ('ragged_dot', E)])
 def test_products_on_hopper(product, times, monkeypatch):
-    """`batched` multiplies at most 15% more than the pairs need, padding counted; XLA makes of
-    ragged_dot a product with every expert, and that is why `auto` is not it.
+    """`batched` multiplies at most 15% more than the pairs need, including padding.
+
+    XLA compiles ragged_dot to a product with every expert, which is why `auto` does not use it.
     """
     if reason := hopper.missing():
         pytest.skip(reason)

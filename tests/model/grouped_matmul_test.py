@@ -1,4 +1,4 @@
-"""Tokens sorted by expert and multiplied: equal to a loop over experts, whatever was chosen."""
+"""Grouped matmul equals a loop over experts, for any choice of experts."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ from tests.model.cases import equations
 
 RNG = np.random.default_rng(0)
 MANY = (13, 3)
-# Experts of each token, by what is special about them, and the number of experts.
+# name: (experts of each token, the number of experts)
 CHOICES = {
     'some nowhere, experts empty': (
         np.append(RNG.choice([-1, 0, 2, 2, 5, 6, 99], (12, 3)), [[7, -1, 99]], axis=0),
@@ -42,7 +42,7 @@ ONE_OF_EACH = (FORMS[0], *FORMS[2:])
 
 @functools.partial(jax.jit, static_argnums=(5, 6))
 def both_passes(x_ND, weight_Nk, w_EDF, expert_Nk, dy_NF, implementation, block):
-    """The sum over each token's experts, and the cotangents of the first three operands."""
+    """Return the sum over each token's experts, and the cotangents of the first three operands."""
 
     def mixed(x_ND, weight_Nk, w_EDF):
         layout = make_layout(expert_Nk, w_EDF.shape[0], block)
@@ -54,7 +54,7 @@ def both_passes(x_ND, weight_Nk, w_EDF, expert_Nk, dy_NF, implementation, block)
 
 
 def by_hand(x_ND, weight_Nk, w_EDF, expert_Nk, dy_NF):
-    """The same by every expert on every token, in numpy."""
+    """Compute the same in NumPy, by every expert on every token."""
     y_NF, dx_ND = np.zeros_like(dy_NF), np.zeros_like(x_ND)
     dweight_Nk, dw_EDF = np.zeros_like(weight_Nk), np.zeros_like(w_EDF)
     for expert, w_DF in enumerate(w_EDF):
@@ -84,7 +84,7 @@ def cast(arrays, dtype):
     [('float64', 1e-12), pytest.param('float32', 1e-5, marks=pytest.mark.slow)],
 )
 def test_equals_a_loop_over_experts(choice, dtype, tolerance):
-    """Forward and every gradient, by each implementation, at blocks of one row and of several."""
+    """The forward pass and all gradients, for each implementation and several block sizes."""
     arrays = operands(*CHOICES[choice])
     many = arrays[3].shape == MANY
     forms = FORMS if many or dtype == 'float32' else FORMS[:1]
@@ -97,7 +97,7 @@ def test_equals_a_loop_over_experts(choice, dtype, tolerance):
 
 
 def test_blocks_suffice_and_none_is_always_idle():
-    """The number of blocks is the most that any way to deal out the pairs fills."""
+    """The number of blocks is the most that any assignment of the pairs fills."""
     for pairs, experts, block in itertools.product(range(1, 8), range(1, 4), range(1, 4)):
         dealt = itertools.product(range(pairs + 1), repeat=experts)
         filled = [sum(-(-n // block) for n in counts) for counts in dealt if sum(counts) <= pairs]
@@ -105,7 +105,7 @@ def test_blocks_suffice_and_none_is_always_idle():
 
 
 def test_fewer_pairs_need_fewer_blocks():
-    """Where few pairs name an expert a bound on them shortens the layout, and changes nothing."""
+    """If few pairs have an expert, a bound on them shortens the layout and changes nothing."""
     arrays = operands(np.array([[0, 9], [9, 9], [2, 9], [9, 2]]), 3)
     x_ND, weight_Nk, w_EDF, expert_Nk, _ = cast(arrays, 'float32')
 
@@ -121,8 +121,8 @@ def test_fewer_pairs_need_fewer_blocks():
 
 
 @pytest.mark.parametrize('form', ONE_OF_EACH, ids=IMPLEMENTATIONS)
-def test_what_goes_nowhere_touches_nothing(form):
-    """NaN in tokens, weights and cotangents of pairs that go nowhere reaches no other number."""
+def test_pairs_without_an_expert_have_no_effect(form):
+    """NaN in their tokens, weights and cotangents reaches no other number."""
     expert_Nk, num_experts = CHOICES['some nowhere, experts empty']
     nowhere_Nk = (expert_Nk < 0) | (expert_Nk >= num_experts)
     nowhere_N1 = nowhere_Nk.all(axis=1, keepdims=True)
@@ -139,7 +139,7 @@ def test_what_goes_nowhere_touches_nothing(form):
 
 @pytest.mark.parametrize('implementation', IMPLEMENTATIONS)
 def test_blocks_without_expert_are_not_read(implementation):
-    """Rows of such blocks give zeros and take none of the gradient, whatever stands in them."""
+    """Their rows give 0 and get gradients of 0, whatever values they have."""
     filled = jnp.array([[True], [True], [False], [False]])
 
     @jax.jit
@@ -160,7 +160,7 @@ def test_blocks_without_expert_are_not_read(implementation):
     'form', [('blocked', 32), ('batched', 32), ('ragged_dot', 1)], ids=IMPLEMENTATIONS
 )
 def test_sums_are_wide(form):
-    """In bfloat16, whose sums of ones end at 256, as many ones as there are add up."""
+    """In bfloat16, where a sum of ones stops at 256, any number of ones adds up."""
     width, out, many = 300, 320, 340
     x_ND, weight_Nk = jnp.ones((many, width), jnp.bfloat16), jnp.ones((many, 1))
     w_EDF, expert_Nk = jnp.ones((1, width, out)), jnp.zeros((many, 1), int)
@@ -172,7 +172,7 @@ def test_sums_are_wide(form):
 
 
 def test_places_add_wide():
-    """The places of a token in bfloat16 add up in float32, forward and backward."""
+    """The places of a bfloat16 token add up in float32, forward and backward."""
 
     @jax.jit
     def run(y_RD):
@@ -186,7 +186,7 @@ def test_places_add_wide():
 
 @pytest.mark.parametrize('form', ONE_OF_EACH, ids=IMPLEMENTATIONS)
 def test_reruns_are_bit_equal_by_construction(form):
-    """Nothing is added to one place from several, whose order a GPU leaves to chance."""
+    """No two values are added to the same place, an order that a GPU would leave to chance."""
     arrays = cast(operands(*CHOICES['some nowhere, experts empty']), 'float32')
     traced = jax.make_jaxpr(lambda *arrays: both_passes(*arrays, *form))(*arrays)
     scatters = [e for e in equations(traced.jaxpr) if e.primitive.name.startswith('scatter')]
@@ -196,11 +196,11 @@ def test_reruns_are_bit_equal_by_construction(form):
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('form', ONE_OF_EACH, ids=IMPLEMENTATIONS)
 def test_lowers_for_cuda(form, dtype, monkeypatch):
-    """Both passes become a program for GPUs, whose factors are as narrow as the tokens."""
+    """Both passes lower for GPUs, with factors in the dtype of the tokens."""
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
     arrays = cast(operands(*CHOICES['every expert'], width=5), 'float32')
     arrays[0], arrays[4] = arrays[0].astype(dtype), arrays[4].astype(dtype)
-    # Traced anew, as both_passes may have been for a CPU.
+    # Trace again, since both_passes may have been traced for a CPU.
     traced = jax.jit(lambda *arrays: both_passes.__wrapped__(*arrays, *form)).trace(*arrays)
     text = traced.lower(lowering_platforms=('cuda',)).as_text()
     products = re.findall(r'(?:dot_general|ragged_dot).* : \((.*)\) -> ', text)
@@ -210,7 +210,7 @@ def test_lowers_for_cuda(form, dtype, monkeypatch):
 
 @pytest.mark.parametrize('pairs', [8192, 2048])
 def test_executed_products(pairs):
-    """Where experts are busy `blocked` multiplies 15% more than needed at most, padding counted."""
+    """With busy experts, `blocked` multiplies at most 15% more than needed, including padding."""
     experts, width, out = 8, 16, 24
     expert_Nk = jax.ShapeDtypeStruct((pairs // 2, 2), jnp.int32)
     shapes = [(pairs // 2, width), (pairs // 2, 2), (experts, width, out), (pairs // 2, out)]
@@ -221,14 +221,14 @@ def test_executed_products(pairs):
 
 
 def test_block_rows():
-    """A power of two: 1 where an expert has few pairs, bounded where it has many."""
+    """A power of two: 1 if experts have few pairs, and bounded if they have many."""
     for product, rows in (('blocked', [1, 2, 32, 128]), ('batched', [1, 2, 32, 128])):
         assert [block_rows(pairs, 64, product) for pairs in (48, 384, 6144, 10**5)] == rows
     assert block_rows(10**7, 4, 'ragged_dot') == 1
 
 
 def test_platform_and_bad_input(monkeypatch):
-    """`auto` depends on the platform; unknown names, and sizes below 1, are refused."""
+    """`auto` depends on the platform. Unknown names and sizes below 1 are refused."""
     assert resolve('auto') == 'blocked' and resolve('ragged_dot') == 'ragged_dot'
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
     assert resolve('auto') == 'batched'

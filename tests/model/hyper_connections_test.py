@@ -1,4 +1,4 @@
-"""Hyper-connections: what they equal at first, what their matrices conserve, what they refuse."""
+"""Hyper-connections: initial values, what their matrices conserve, and precision."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def streams(number):
 
 
 def test_sublayers_read_stream_after_stream(tiny_config):
-    """The first sublayer reads stream 0, the fifth of four streams too; others read nothing."""
+    """The first and the fifth sublayer read only stream 0 of four."""
     (layer,) = initial_params(small_hparams(tiny_config, HYPER))['stack']['run_0'].values()
     read = np.stack([layer[part]['read_bias'] for part in PARTS], axis=1).reshape(8, 4)
     np.testing.assert_array_equal(read, np.eye(4)[np.arange(8) % 4])
@@ -50,7 +50,7 @@ def spread(size):
 
 
 def test_sinkhorn_is_exp_then_columns_and_rows_in_turn():
-    """20 times each, the rows last, by the formula in float64."""
+    """20 times each, with rows last, by the formula in float64."""
     expected = np.exp(np.float64(spread(3)))
     for _ in range(20):
         expected /= expected.sum(axis=-2, keepdims=True)
@@ -60,7 +60,7 @@ def test_sinkhorn_is_exp_then_columns_and_rows_in_turn():
 
 @pytest.mark.parametrize('size', [30, 100, 1000])
 def test_sinkhorn_has_finite_gradients_for_any_logits(size):
-    """float32 has no exp of -104 and less, so that sums of exps are 0."""
+    """In float32, exp(-104) and less is 0, so that sums of exps would be 0."""
     weights = np.random.default_rng(1).normal(size=(5, 4, 4))
 
     def loss(logits):
@@ -73,7 +73,7 @@ def test_sinkhorn_has_finite_gradients_for_any_logits(size):
 
 @pytest.mark.parametrize('form', [HYPER, STATIC, CONSTRAINED], ids=['dynamic', 'static', 'mhc'])
 def test_weights_and_sums_are_float32_in_a_bfloat16_model(form, tiny_config):
-    """What is read, and the new streams, are those of a float32 model, rounded once."""
+    """The input of a sublayer and the new streams equal those of a float32 model, rounded once."""
     rng = np.random.default_rng(0)
     x_BTE, output_BTD = (
         jnp.asarray(rng.normal(size=(2, 3, width)), jnp.bfloat16) for width in (4 * 16, 16)

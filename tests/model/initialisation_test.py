@@ -1,4 +1,4 @@
-"""Initial parameters have the spread that the knobs name, and gates that start near 1."""
+"""Initial parameters have the standard deviation of the knobs, and gates start near 1."""
 
 import jax
 import numpy as np
@@ -12,13 +12,13 @@ from tests.model import cases
 ROUTED = {'model.routing.router': 'learned'}
 REORDERED = {'model.norm_placement': 'reordered', 'model.routing.layers': 'every:1'}
 WIDE = {'model.d_model': 64, 'model.init_std': 0.125, 'model.embedding_init_std': 1.0}
-# What says nothing of parameters is left out, and so is optimisation: it compiles far sooner.
+# Without the parts that do not affect parameters, and without optimization, it compiles faster.
 PLAIN = {'model.attention': 'reference', 'model.remat': 'none'}
 NOT_OPTIMISED = {'xla_backend_optimization_level': 0}
 
 
 def initialiser(tiny_config, **knobs):
-    """The model, and its jitted seed -> parameters."""
+    """Return the model, and its jitted function from a seed to parameters."""
     model = Transformer(from_config(tiny_config(**PLAIN | knobs)))
 
     def init(seed):
@@ -28,13 +28,13 @@ def initialiser(tiny_config, **knobs):
 
 
 def truncated(stddev):
-    """Standard deviation of a normal of `stddev` once truncated at 3 sigma."""
+    """Return the standard deviation of a normal of `stddev` that is truncated at 3 sigma."""
     return stddev * 0.98658
 
 
 @pytest.mark.parametrize('scale_residual_init', cases.parameters((True,), (True, False)))
 def test_weights_have_the_spread_of_the_knobs(scale_residual_init, tiny_config):
-    """Matrices are normal, cut at 3 sigma; those that write to the residual 1/sqrt(2 L) of that."""
+    """Matrices are truncated normals. Writers to the residual have 1/sqrt(2 L) of the std."""
     knobs = {'model.num_layers': 8, 'model.d_model': 64, 'model.qk_norm': 'full'}
     knobs |= {'model.init_std': 0.05, 'model.embedding_init_std': 0.5, 'model.use_bias': True}
     knobs |= {'model.scale_residual_init': scale_residual_init}
@@ -62,7 +62,7 @@ def test_weights_have_the_spread_of_the_knobs(scale_residual_init, tiny_config):
 
 
 def test_no_two_matrices_start_alike(tiny_config):
-    """Layers of a scanned run, and matrices of a layer, are drawn apart; the seed decides them."""
+    """Layers of a run and matrices of a layer have different draws, which the seed determines."""
     _, init = initialiser(tiny_config, **ROUTED, **{'model.num_layers': 5})
     params, same, other = init(0), init(0), init(1)
     jax.tree.map(np.testing.assert_array_equal, params, same)
@@ -93,7 +93,7 @@ PAIRS = {
     'mod and moda': (
         cases.MODA,
         cases.MODA | cases.ROUTED | cases.MASKED,
-        (11, 11, 11, 9),  # nobody reads what the last layer would write
+        (11, 11, 11, 9),  # nothing reads what the last layer would write
     ),
     'slots': (cases.MODA, cases.MODA | cases.OWN_SLOT | cases.POST, (11, 11, 11, 9)),
     'average stream': (cases.ROUTED, cases.AVERAGE | cases.ROUTED, (9, 14, 9, 14)),
@@ -120,7 +120,7 @@ PAIRS = {
 
 
 def by_layer(hparams, params):
-    """Each parameter by its layer's number and its name in the layer; (None, path) outside."""
+    """Return each parameter by its layer's number and its name there; (None, path) outside."""
     numbers, found = layer_numbers(hparams.model), {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         keys = tuple(key.key for key in path)
@@ -135,10 +135,10 @@ def by_layer(hparams, params):
 
 @pytest.mark.parametrize('name', cases.parameters(('mod', 'moda', 'shallow'), PAIRS))
 def test_models_of_one_seed_start_alike(name, tiny_config):
-    """Parameters of one layer, name and shape have the same draw; the spread is that of the knobs.
+    """Parameters of the same layer, name and shape have the same draw, scaled by the knobs.
 
-    That of the matrices that write to the residual follows from the number of layers, and that of
-    routers from the stream that they read and from the capacity.
+    The scale of matrices that write to the residual depends on the number of layers, and that of
+    routers on the stream that they read and on the capacity.
     """
     *pair, num_shared = PAIRS[name]
     found = []
@@ -169,7 +169,7 @@ GATES = {
 
 @pytest.mark.parametrize('name', cases.parameters(('deep', 'post'), GATES))
 def test_selected_gates_average_about_one_in_every_layer(name, tiny_config):
-    """At step 0 the mean raw gate of the selected tokens lies between 0.5 and 2, layer by layer."""
+    """At step 0 the mean raw gate of selected tokens is between 0.5 and 2 in each layer."""
     num_layers, capacity, knobs = GATES[name]
     sizes = {'model.num_layers': num_layers, 'model.routing.capacity': capacity}
     rule = {'model.routing.causal_rule': 'dense'}

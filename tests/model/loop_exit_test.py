@@ -1,4 +1,4 @@
-"""Exits from the loops: who leaves, what the ends of the threshold are, and what is refused."""
+"""Exits from the loops: which tokens exit, extreme thresholds, and evaluation."""
 
 import dataclasses
 
@@ -30,14 +30,14 @@ def with_threshold(hparams, threshold):
     'name',
     ['looped, exits', pytest.param('looped, exits of a block with all', marks=pytest.mark.slow)],
 )
-def test_tokens_of_the_case_leave_after_each_loop(name, tiny_config):
-    """So that the properties of tests/model/cases.py are those of exits."""
+def test_tokens_of_the_case_exit_after_each_loop(name, tiny_config):
+    """So the properties that are tested over tests/model/cases.py cover exits."""
     _, records = build(tiny_config, name)()
     assert {*np.unique(records.loops_BT)} == {1, 2, 3}
 
 
 def test_the_ends_of_the_threshold_are_models_without_exits(tiny_config):
-    """Never: all loops. At any change: those of one loop. Training never exits."""
+    """No exits: all loops run. Exits at any change: one loop runs. Training has no exits."""
     plain = small_hparams(tiny_config, LOOPED, HEAD_NORM)
     variables = random_variables(plain, TOKENS_BT % 32)
 

@@ -1,4 +1,4 @@
-"""Norms and embeddings of each loop: where they start, fewer loops, the program, conversions."""
+"""Norms and embeddings of each loop: initial values, fewer loops, the program, conversions."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ SEQUENCE = {'model.loop_order': 'sequence'}
 
 
 def leaves_of(params):
-    """{path: leaf}, paths without the run and the layer in it."""
+    """Return {path: leaf}, with paths that do not have the run and the layer."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {tuple(key.key for key in path): leaf for path, leaf in leaves}
 
@@ -40,9 +40,9 @@ def leaves_of(params):
     ids=['dense', 'routed'],
 )
 def test_a_new_model_equals_the_one_that_shares_all(knobs, tiny_config):
-    """Logits to the bit; parameters beyond it are N - 1 copies of each scale, and N vectors of 0.
+    """Logits are bit-equal. It has N - 1 more copies of each scale, and N vectors of 0.
 
-    The draws are those of each layer's number, however the layers are stored.
+    The draws depend on each layer's number, however the layers are stored.
     """
     plain, own = (small_hparams(tiny_config, knobs, HEAD_NORM, more) for more in ({}, BOTH))
     found, counts = [], []
@@ -65,7 +65,7 @@ def test_a_new_model_equals_the_one_that_shares_all(knobs, tiny_config):
 
 @pytest.mark.parametrize('order', parameters(('cycle',), ('cycle', 'sequence')))
 def test_fewer_loops_take_the_first_norms_and_embeddings(order, tiny_config):
-    """Three loops read as two are a model of two loops, which has no others."""
+    """Three loops, run as two, equal a model of two loops with the first two of each."""
     knobs = LOOPED | BOTH | {'model.loop_order': order}
     three = small_hparams(tiny_config, knobs)
     two = three.with_loops(2)
@@ -87,7 +87,7 @@ def test_fewer_loops_take_the_first_norms_and_embeddings(order, tiny_config):
 
 
 def test_the_program_has_the_size_of_the_blocks_and_not_of_the_loops(tiny_config):
-    """And the scan of the embeddings alone that of the model without: blocks share it."""
+    """Blocks share the scan: with loop embeddings only, it is as large as without them."""
 
     def count(*knobs):
         hparams = small_hparams(tiny_config, *knobs)
@@ -112,7 +112,7 @@ def test_steps_of_fewer_loops_fit(tiny_config):
 
 @pytest.mark.parametrize('knobs', parameters(('own',), {'own': OWN_NORMS, 'learned': OF_LOOPS}))
 def test_a_conversion_that_would_have_to_make_them_is_refused(knobs, tiny_config):
-    """From a looped run that shares its norms and has no embeddings of loops."""
+    """The source is a looped run with shared norms and without loop embeddings."""
     more = {'own': OWN_NORMS, 'learned': OF_LOOPS}[knobs]
     looped = LOOPED | {'model.num_layers': 4}
     target = from_config(tiny_config(**looped | more))

@@ -1,4 +1,4 @@
-"""A looped model is a deeper model whose blocks are copies: outputs, gradients, program, errors."""
+"""A looped model equals a deeper model whose blocks are copies: outputs, gradients, program."""
 
 import dataclasses
 
@@ -51,7 +51,7 @@ MODELS = {
 
 
 def untied(hparams):
-    """The hyper-parameters of the deeper model, without loops."""
+    """Return the hyper-parameters of the deeper model without loops."""
     model = hparams.model
     order, deep = model.block_order, {'looped_layers': 'none', 'loops': 1, 'loop_order': 'cycle'}
     windows = tuple(model.window(block) for block in order)
@@ -66,7 +66,7 @@ def untied(hparams):
 
 
 def copied(looped, deep, params):
-    """The parameters of the deeper model: each block that runs has a copy of its own."""
+    """Return the parameters of the deeper model, where each block that runs has its own copy."""
     shapes = jax.eval_shape(Transformer(deep).init, jax.random.key(0), SMALL_BT)['params']
     sources, places = (Stack(hparams.model, 'top_c').places for hparams in (looped, deep))
     stack = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, 'float64'), shapes['stack'])
@@ -85,7 +85,7 @@ def copied(looped, deep, params):
 
 @pytest.mark.parametrize('name', parameters(('routed in sequence',), MODELS))
 def test_looped_model_equals_a_deeper_one_with_copied_blocks(name, tiny_config):
-    """Logits, choices, and gradients: that of a shared parameter is the sum of its copies'."""
+    """Logits and choices are equal. The gradient of a shared parameter is the sum over copies."""
     knobs = MODELS[name] | {'model.dtype': 'float64', 'model.scale_residual_init': False}
     looped = small_hparams(tiny_config, knobs)
     deep = untied(looped)
@@ -116,7 +116,7 @@ def test_looped_model_equals_a_deeper_one_with_copied_blocks(name, tiny_config):
 
 
 def test_the_program_has_the_size_of_the_blocks_and_not_of_the_loops(tiny_config):
-    """And so have the parameters: only the scan gets longer."""
+    """So do the parameters: only the scan gets longer."""
 
     def count(loops):
         hparams = small_hparams(tiny_config, LOOPED, MODA, {'model.loops': loops})

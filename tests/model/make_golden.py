@@ -55,7 +55,7 @@ CONFIG = transformers.LlamaConfig(
 
 
 def _module(path):
-    """The module in a file."""
+    """Import the module in a file."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
@@ -64,9 +64,9 @@ def _module(path):
 
 
 def _functions(path, *names, **known):
-    """Functions and classes of a file that cannot be imported, such as a test for GPUs.
+    """Return functions and classes of a file that cannot be imported, such as a test for GPUs.
 
-    `known` are names that it imports besides torch.
+    `known` are the names that it imports besides torch.
     """
     tree = ast.parse(path.read_text())
     tree.body = [node for node in tree.body if getattr(node, 'name', None) in names]
@@ -76,7 +76,7 @@ def _functions(path, *names, **known):
 
 
 class Float64(TorchFunctionMode):
-    """Where public code asks for float32, as norms and softmax do, it gets float64."""
+    """Give float64 to public code that asks for float32, as norms and softmax do."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.float:
@@ -89,7 +89,7 @@ class Float64(TorchFunctionMode):
 
 
 class Llama(nn.Module):
-    """The parts of Llama, whose blocks are run by `sublayers`, a list of functions of x."""
+    """The parts of Llama. `sublayers`, a list of functions of x, are its blocks."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ class Llama(nn.Module):
         self.rotary = llama.LlamaRotaryEmbedding(config=CONFIG)
 
     def sublayers(self, tokens):
-        """Attention and mlp of each layer, each after its norm, without residual sums."""
+        """Return attention and mlp of each layer, each after its norm, without residual sums."""
         length = tokens.shape[1]
         positions = torch.arange(length)[None]
         hidden = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
@@ -113,7 +113,7 @@ class Llama(nn.Module):
 
 
 class Hyper(Llama):
-    """Dynamic hyper-connections. The released code sums the streams, this takes their mean."""
+    """Dynamic hyper-connections. The released code sums the streams; this takes their mean."""
 
     def __init__(self, code):
         super().__init__()
@@ -132,7 +132,7 @@ class Hyper(Llama):
 
 
 class Static(Hyper):
-    """The same with the scales of what depends on the token at 0, as constants."""
+    """The same with constant zeros as the scales of the part that depends on the token."""
 
     def __init__(self, code):
         super().__init__(code)
@@ -146,8 +146,8 @@ class Static(Hyper):
 class Constrained(Llama):
     """Manifold-constrained hyper-connections, without the small numbers that the code adds.
 
-    The code's Sinkhorn iterations begin and end otherwise than the paper's: these logits are so
-    small that either converges.
+    The code's Sinkhorn iterations begin and end differently from the paper's. The logits here are
+    so small that both converge.
     """
 
     def __init__(self, code):
@@ -209,8 +209,8 @@ class Values(nn.Module):
 class Mudd(nn.Module):
     """MUDD connections: the released model, with mlps of one width.
 
-    Its queries, keys and values have norms of their own, which share their scales here, and its
-    rotary angles are rounded to bfloat16, which these are not.
+    Its queries, keys and values have their own norms, whose scales are shared here. Its rotary
+    angles are rounded to bfloat16; these are not.
     """
 
     def __init__(self, code):
@@ -247,7 +247,7 @@ class Mudd(nn.Module):
 
 
 class Speedrun(nn.Module):
-    """A released model with the mlps of Llama, and its logits before it bounds them."""
+    """A released model with Llama's mlps. Its logits are taken before it bounds them."""
 
     def __init__(self, model):
         super().__init__()
@@ -266,7 +266,7 @@ class Speedrun(nn.Module):
 def nanochat(code):
     """Value embeddings, and the embedded tokens before each block.
 
-    Without what it adds of the previous token and takes away of the middle layer.
+    Left out: what it adds from the previous token and subtracts of the middle layer.
     """
     os.environ['NANOCHAT_DTYPE'] = 'float32'
     sys.path.insert(0, str(code / 'nanochat'))
@@ -284,9 +284,9 @@ def nanochat(code):
 
 
 def modded_nanogpt(code):
-    """The first layer's values by a learned weight, and the embedded tokens before each block.
+    """The first layer's values with a learned weight, and the embedded tokens before each block.
 
-    Its rotary angles are rounded to bfloat16, which these are not.
+    Its rotary angles are rounded to bfloat16; these are not.
     """
     names = 'GPT', 'Block', 'CausalSelfAttention', 'MLP', 'apply_rotary_emb'
     known = {'F': nn.functional, 'nn': nn, 'Rotary': Rotary}
@@ -296,7 +296,7 @@ def modded_nanogpt(code):
 
 
 class Rotary(nn.Module):
-    """The cosines and sines of the places of x [B, T, heads, H], not rounded."""
+    """The cosines and sines for the positions of x [B, T, heads, H], not rounded."""
 
     def __init__(self, width):
         super().__init__()
@@ -322,7 +322,7 @@ MODELS = {
 
 
 def _spread(name, parameter):
-    """(mean, standard deviation) of a parameter's values."""
+    """Return (mean, standard deviation) of a parameter's values."""
     if 'norm' in name and parameter.ndim == 1:
         return 1.0, 0.2
     if 'alpha.' in name:
@@ -337,14 +337,15 @@ SOURCES = {'stride': (2, 0), 'recent': (3, 1)}
 
 
 def mixtures(code):
-    """Depth-Attention: the values of five layers, of which each may be a source of later ones.
+    """Depth-Attention: the values of five layers, each of which can be a source of later ones.
 
     `q`, `k`, `v` [5, B, T, heads, H] are those of the layers after norms and RoPE. As in the
-    released attention (`sdpa`, the one that runs with grouped queries), a layer's query is the mean
-    of a group's, its own key and value take part, and it stores the mixed values. What differs
-    comes before and after: that code rotates keys before their norm, and where values are mixed it
-    attends without the mask, and caches what they were before. For each of SOURCES the file has
-    `values NAME` [5, B, T, K, H], and as `d ARRAY NAME` the gradients of sum(weights values).
+    released attention (`sdpa`, the one that supports grouped queries), the query of a layer is the
+    mean of its group, its own key and value take part, and it stores the mixed values. The
+    differences come before and after: that code rotates keys before their norm, and where values
+    are mixed it attends without the mask and caches the unmixed values. For each of SOURCES the
+    file has `values NAME` [5, B, T, K, H], and as `d ARRAY NAME` the gradients of sum(weights
+    values).
     """
     path = 'Depth-Attention/src/llamafactory/model/modeling/modeling_llama_depth_attention.py'
     (mix,) = _functions(code / path, '_depth_attention_split_mix')

@@ -1,4 +1,4 @@
-"""MUDD connections: what they equal, which outputs they read, and what they refuse."""
+"""MUDD connections: initial values, which outputs they read, gradients and precision."""
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +28,13 @@ ONE_WAY = {'model.depth.mudd_ways': 'one'}
 
 
 def weights_by_layer(hparams, params):
-    """The parameters of every read, from that of the first block to that of the final norm."""
+    """Return the parameters of every read, from the first block to the final norm."""
     layers = unstack_layers(Stack(hparams.model, 'top_c'), params['stack'])
     return [layer['stream'] for kind, layer in layers if kind.part != 'entry']
 
 
 def test_weights_start_as_said(tiny_config):
-    """W_1 is normal of variance 1/D, W_2 0, and a 1 on the newest output."""
+    """W_1 is normal with variance 1/D, W_2 is 0, and a is 1 on the newest output."""
     hparams = small_hparams(tiny_config, MUDD, {'model.d_model': 256, 'model.num_heads': 4})
     reads = weights_by_layer(hparams, initial_params(hparams))
     assert [read['bias'].shape for read in reads] == [(4, 5)] * 4 + [(1, 5)]
@@ -46,7 +46,7 @@ def test_weights_start_as_said(tiny_config):
 
 
 def test_one_static_way_is_the_average_of_the_same_numbers(tiny_config):
-    """Logits, and gradients of all parameters; `average` counts from the oldest output."""
+    """Logits and all gradients are equal. `average` counts from the oldest output."""
     with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
         average = small_hparams(tiny_config, EXACT, AVERAGE)
         mudd = small_hparams(tiny_config, EXACT, STATIC_WAYS, ONE_WAY)
@@ -72,7 +72,7 @@ def test_one_static_way_is_the_average_of_the_same_numbers(tiny_config):
 
 
 def test_weights_of_ages_are_those_of_slots():
-    """The newest slot has age 0; those not yet written have weight 0."""
+    """The newest slot has age 0, and unwritten slots have weight 0."""
     by_age = np.array([[10.0, 20, 30, 40], [1, 2, 3, 4]])
     found = weights_of_slots(by_age, 3, 4)
     np.testing.assert_array_equal(found, [[30, 20, 10, 0], [3, 2, 1, 0]])
@@ -83,7 +83,7 @@ def test_weights_of_ages_are_those_of_slots():
 
 @pytest.mark.parametrize('loop', parameters(('scan',), ('scan', 'unrolled')))
 def test_padded_sources_have_no_weight_and_no_gradient(loop, tiny_config):
-    """Of a and W_2 a layer uses the ages that it finds: others change no bit and learn nothing."""
+    """A layer uses only the ages of a and W_2 that exist. Others change no bit and do not learn."""
     hparams = small_hparams(tiny_config, MUDD, {'model.layer_loop': loop})
     params = random_variables(hparams, SMALL_BT)['params']
     logits_BTV, slopes = gradient(hparams, {'params': params})
@@ -108,7 +108,7 @@ def test_padded_sources_have_no_weight_and_no_gradient(loop, tiny_config):
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('static', [False, True])
 def test_outputs_are_summed_in_float32(static, dtype):
-    """And so are their gradients, whatever the dtype of the slots, by `sums` if there are any."""
+    """So are their gradients, for any dtype of the slots, with and without `sums`."""
     rng = np.random.default_rng(0)
     weights = rng.normal(size=(3, 4) if static else (2, 5, 3, 4)).astype(np.float32)
     slots = jnp.asarray(rng.normal(size=(4, 2, 5, 8)), dtype)
@@ -140,7 +140,7 @@ def test_outputs_are_summed_in_float32(static, dtype):
 
 
 def test_readers_have_the_ways_that_are_named(tiny_config):
-    """As many rows of a as there are ways: those with their own, and one for all others."""
+    """a has one row for each reader with its own way, and one for all others."""
     sizes, known = {}, Mudd.choices['mudd_ways']
     for ways in known:
         hparams = small_hparams(tiny_config, STATIC_WAYS, {'model.depth.mudd_ways': ways})

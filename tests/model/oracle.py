@@ -1,20 +1,20 @@
 """A float64 NumPy decoder, one row, token and head at a time: the oracle of whole models.
 
-Written from the definitions alone: RMSNorm, RoPE and SwiGLU as in Llama; one softmax over sequence
-keys and depth slots (Zhu et al. 2026, arXiv 2603.15619); a weighted sum of earlier outputs
-(Pagliardini et al. 2024, arXiv 2402.02622); DeepSeekMoE (Dai et al. 2024, arXiv 2401.06066);
-expert choice (Zhou et al. 2022, arXiv 2202.09368); Mixture-of-Depths-and-Experts (Raposo et al.
-2024, arXiv 2404.02258). Nothing is batched, scanned or shared with the library but the names of
-parameters and hyperparameters, so that the two can only agree by computing the same thing.
+It is written from the definitions only: RMSNorm, RoPE and SwiGLU as in Llama; one softmax over
+sequence keys and depth slots (Zhu et al. 2026, arXiv 2603.15619); a weighted sum of earlier outputs
+(Pagliardini et al. 2024, arXiv 2402.02622); DeepSeekMoE (Dai et al. 2024, arXiv 2401.06066); expert
+choice (Zhou et al. 2022, arXiv 2202.09368); Mixture-of-Depths-and-Experts (Raposo et al. 2024,
+arXiv 2404.02258). Nothing is batched or scanned. Only the names of parameters and knobs are shared
+with the library, so that the two can agree only by computing the same thing.
 
-Parameters may be complex: decisions are taken on real parts and all else is analytic, so that a
-complex step along a direction gives the derivative to rounding (Squire and Trapp 1998).
+Parameters may be complex: decisions use real parts and all else is analytic, so that a complex step
+along a direction gives the derivative up to rounding (Squire and Trapp 1998).
 
-Where the definitions leave a choice, it is this. The Z candidates of a token are the routed experts
-and then the no-op experts, and the balance loss too has Z for their number, so that an even load
-costs alpha. Experts of a routed block see its selected tokens and count no others. Sigmoid scores
-are divided by their sum over all that a token chose, no-op experts included. Under expert choice
-every weight is the bare score.
+Where the definitions leave a choice, it is as follows. The Z candidates of a token are the routed
+experts and then the no-op experts. The balance loss uses the same Z, so that an even load costs
+alpha. Experts of a routed block see and count only its selected tokens. Sigmoid scores are divided
+by their sum over all that a token chose, including no-op experts. Under expert choice a weight is
+the score itself.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ SUBLAYERS = ('attention', 'mlp')
 
 @dataclasses.dataclass
 class Seen:
-    """What the router of one layer said about the real tokens it saw, one item a token."""
+    """What the router of one layer said about the real tokens it saw, one item per token."""
 
     logits: list = dataclasses.field(default_factory=list)  # of logits_Z
     scores: list = dataclasses.field(default_factory=list)  # of scores_Z
@@ -40,13 +40,14 @@ class Seen:
 class Pass:
     """How tokens are chosen in one pass over a batch, and what its layers record.
 
-    routing: top_c, or the causal rule that selects tokens.
-    thresholds: {layer: threshold} of the rule of that name.
-    expert_thresholds: {layer: threshold_Z}; an expert that chooses takes every token with a score
-        above its own. Empty: the largest scores of the row instead.
-    seen: {layer: Seen} of experts.
-    choices: {layer: a dict for each row} of routed blocks, by the names of RoutingRecord.
-    loops: the loops of each token, of each row, if tokens leave them.
+    Attributes:
+      routing: top_c, or the causal rule that selects tokens.
+      thresholds: {layer: threshold} for the rule `threshold`.
+      expert_thresholds: {layer: threshold_Z}. An expert that chooses takes every token with a
+        higher score. Empty: the highest scores of the row.
+      seen: {layer: Seen} of experts.
+      choices: {layer: a dict for each row} of routed blocks, by the names of RoutingRecord.
+      loops: how many loops each token of each row went through, if tokens can exit.
     """
 
     routing: str = 'top_c'
@@ -59,35 +60,35 @@ class Pass:
 
 @dataclasses.dataclass
 class Row:
-    """One row of tokens, or the selected ones of it."""
+    """One row of tokens, or the selected tokens of it."""
 
     segments_T: np.ndarray
     positions_T: np.ndarray
     run: Pass
     tokens_T: np.ndarray | None = None
-    # {block: (Row, key_TKH, value_TKH)} of the first loop, if later loops read these.
+    # {block: (Row, key_TKH, value_TKH)} of the first loop, if later loops read them.
     made: dict | None = None
 
     def take(self, tokens):
-        """The same of some tokens alone."""
+        """Return the same for some tokens only."""
         arrays = self.segments_T, self.positions_T, self.tokens_T
         segments_T, positions_T, tokens_T = (array[tokens] for array in arrays)
         return Row(segments_T, positions_T, self.run, tokens_T, self.made)
 
 
 def forward(params, tokens_BT, segment_ids_BT, model, run):
-    """Returns logits_BTV.
+    """Return logits_BTV.
 
-    A token sees those of its own segment id alone; the logits of padding mean nothing.
+    A token sees only tokens of its own segment id. The logits of padding mean nothing.
 
     Args:
       params: `embedding`, `final_norm`, `head` unless tied, and `layers`: a list of each layer's
-        parameters, entry and exit of a depth stream included. If loops are routed,
-        `loop_routers` too, with an axis of loops.
+        parameters, including entry and exit of a depth stream. If loops are routed, also
+        `loop_routers` with an axis of loops.
       tokens_BT: int [B, T].
       segment_ids_BT: int [B, T], 0 for padding.
       model: ModelHparams.
-      run: a Pass, to which what the layers decide is added.
+      run: a Pass, to which the decisions of the layers are added.
     """
     rows = []
     for tokens_T, segments_T in zip(tokens_BT, segment_ids_BT, strict=True):
@@ -104,7 +105,7 @@ def forward(params, tokens_BT, segment_ids_BT, model, run):
 
 
 def stream(layers, x_TD, row, model):
-    """Returns x_TD after all layers."""
+    """Return x_TD after all layers."""
     kind = model.depth.stream
     if kind in ('residual', 'moda', 'value_residual', 'value_attention'):
         slots = []  # of (key_TKH, value_TKH, valid_T), oldest first; the embedding writes none
@@ -139,6 +140,7 @@ def stream(layers, x_TD, row, model):
     outputs = [x_TD]  # X_0 is the embedding, X_l what block l returns
 
     def read(weights):
+        """Return x_TD: the sources of each token, mixed by the softmax of their logits."""
         if kind == 'dense':
             return np.concatenate(outputs, axis=-1) @ weights['kernel']
         return sum(w * output for w, output in zip(weights['weights'], outputs, strict=True))
@@ -149,7 +151,7 @@ def stream(layers, x_TD, row, model):
 
 
 class LoopExits:
-    """Which tokens of a row have left the loops, in evaluation by a threshold."""
+    """Which tokens of a row have exited the loops, by a threshold in evaluation."""
 
     def __init__(self, model, row, num_tokens):
         self.threshold = model.loop_exit_threshold if row.run.routing != 'top_c' else 0
@@ -160,7 +162,7 @@ class LoopExits:
             row.run.loops.append(self.loops)
 
     def after(self, number, before_TD, x_TD):
-        """Returns x_TD after a block, where tokens that have left have what they had before."""
+        """Return x_TD after a block, where tokens that have exited keep their earlier value."""
         if not self.threshold or not self.first <= number <= self.last:
             return x_TD
         if number == self.first:
@@ -177,7 +179,7 @@ class LoopExits:
 
 
 def blocks_that_run(model):
-    """Returns the numbers of the blocks, in the order in which they run."""
+    """Return the numbers of the blocks in the order in which they run."""
     if model.looped_layers == 'none':
         return range(model.num_layers)
     _, before, after = model.looped_layers.split(':')
@@ -189,7 +191,7 @@ def blocks_that_run(model):
 
 
 def looped_layers(params, model):
-    """Returns the parameters of each layer that runs, with those of its loop."""
+    """Return the parameters of each layer that runs, with those of its loop."""
     stack, blocks, layers = params['stack'], [], []
     for _, run in sorted(stack.items(), key=lambda item: int(item[0].removeprefix('run_'))):
         for row in range(len(jax.tree.leaves(run)[0])):
@@ -210,7 +212,7 @@ def looped_layers(params, model):
 
 
 def at_loop(layer, loop, model):
-    """Returns a looped layer with the scales that its own norms have in that loop."""
+    """Return a looped layer with its norm scales for that loop."""
     if model.loop_norms == 'shared':
         return layer
 
@@ -221,7 +223,7 @@ def at_loop(layer, loop, model):
 
 
 def recursions(layers, routers, x_TD, row, model):
-    """Returns x_TD after all layers, of which a router for each loop chooses who goes through.
+    """Return x_TD after all layers, where a router for each loop chooses the tokens that go on.
 
     A loop sees only tokens that all loops before it have chosen.
     """
@@ -256,9 +258,10 @@ def recursions(layers, routers, x_TD, row, model):
 
 
 def assigned_loops(blocks, w_ND, first_TD, row, before, model):
-    """Returns x_TD after the loops, of which each token goes through the first few.
+    """Return x_TD after the loops, where each token goes through the first few.
 
-    As many as the place of its highest score, of the stream before them. Records the choices.
+    Their number is the place of its highest score, from the stream before them. Records the
+    choices.
     """
     routing, real_T = model.routing, row.segments_T != 0
     scores_TN = first_TD @ w_ND.T
@@ -275,7 +278,7 @@ def assigned_loops(blocks, w_ND, first_TD, row, before, model):
         new_TD, factors_T = x_TD.astype(y_TD.dtype), gates_TN[:, loop].copy()
         if routing.loop_update == 'gated_exit':
             factors_T[last_T > loop] = 1
-            factors_T[last_T < loop] = 1  # records alone
+            factors_T[last_T < loop] = 1  # only records
         for at, t in enumerate(taken):
             new_TD[t] = factors_T[t] * y_TD[at]
             if last_T[t] == loop:
@@ -289,7 +292,7 @@ def assigned_loops(blocks, w_ND, first_TD, row, before, model):
 
 
 def depth_loss(choices, routing, real_BT):
-    """Returns the weighted balance loss and z-loss of token choice over all real tokens."""
+    """Return the weighted balance loss and z-loss of token choice over all real tokens."""
     tokens_nN = np.stack([stack(rows, 'scores_BT')[real_BT] for rows in choices.values()], axis=1)
     count, loops = tokens_nN.shape
     log_z_n = np.array([log_sum_exp(scores_N) for scores_N in tokens_nN])
@@ -300,7 +303,7 @@ def depth_loss(choices, routing, real_BT):
 
 
 def recur(router, x_TD, row, going_T, places, start, loop, model):
-    """Returns the tokens that a loop runs on, and their gates_T; records its choice."""
+    """Return the tokens that a loop runs on and their gates_T, and record the choice."""
     routing, run, tokens = model.routing, row.run, np.arange(len(x_TD))
     scores_T = x_TD @ router['router']['w'] + router['router'].get('b', 0)
     top_c_T = np.isin(tokens, largest(scores_T.real, np.flatnonzero(going_T), places))
@@ -324,16 +327,16 @@ def recur(router, x_TD, row, going_T, places, start, loop, model):
 
 
 def attention_residual(layers, x_TD, row, model):
-    """Returns what the final norm reads, of sublayers that each read all earlier outputs.
+    """Return the input of the final norm, where each sublayer reads all earlier outputs.
 
-    Each token has sources of its own: lists of what sublayers added, of which the first holds the
+    Each token has its own sources: lists of what sublayers added, of which the first has the
     embedding. They are summed when they are read.
     """
     size = model.depth.sublayers_per_source or 1
     sources = [[[x_D]] for x_D in x_TD]  # of each token; a source is a list of vectors
 
     def read(weights, tokens, sources):
-        """Returns x_TD: the sources of each token, mixed by the softmax of their logits."""
+        """Return one x_TD for each way."""
         found = []
         for t in tokens:
             sums = [sum(source) for source in sources[t]]
@@ -344,7 +347,7 @@ def attention_residual(layers, x_TD, row, model):
         return np.array(found).reshape(len(tokens), -1)
 
     def add(sublayer, tokens, sources, outputs):
-        """Returns the sources of each token with the output of a sublayer."""
+        """Return the sources of each token with the output of a sublayer."""
         sources = list(sources)
         for t, output_D in zip(tokens, outputs, strict=True):
             opens = sublayer % size == 0
@@ -353,7 +356,7 @@ def attention_residual(layers, x_TD, row, model):
         return sources
 
     def run(layer, number, tokens, sources):
-        """Returns the outputs of attention and mlp of a layer, of these tokens alone."""
+        """Return the outputs of attention and mlp of a layer for these tokens."""
         part, outputs = row.take(tokens), []
         for i, name in enumerate(SUBLAYERS):
             read_TD = read(layer[f'{name}_connection'], tokens, sources)
@@ -377,7 +380,7 @@ def attention_residual(layers, x_TD, row, model):
 
 
 def hyper_connections(layers, x_TD, row, model):
-    """Returns what the final norm reads: the mean of the streams that each token has."""
+    """Return the input of the final norm: the mean of each token's streams."""
     form, size = model.depth.hyper_form, model.depth.num_streams or 4
     streams = [[x_D] * size for x_D in x_TD]
 
@@ -385,7 +388,7 @@ def hyper_connections(layers, x_TD, row, model):
         return v / np.sqrt(np.mean(v * v) + model.norm_eps)
 
     def weights_of(part, weights, streams):
-        """Returns the weights of a token's streams that a sublayer reads, mixes or adds to."""
+        """Return the weights of a token's streams for the read, mix or add of a sublayer."""
         bias = weights[f'{part}_bias']
         if form == 'static':
             return bias
@@ -410,7 +413,7 @@ def hyper_connections(layers, x_TD, row, model):
         return np.array(found).reshape(len(tokens), len(x_TD[0]))
 
     def add(weights, old, output_D):
-        """Returns the streams of a token with the output of a sublayer."""
+        """Return the streams of a token with the output of a sublayer."""
         mix, of_output = (weights_of(part, weights, old) for part in ('mix', 'add'))
         new = []
         for j in range(size):
@@ -440,12 +443,12 @@ def hyper_connections(layers, x_TD, row, model):
 
 
 def mudd(layers, x_TD, row, model):
-    """Returns what the final norm reads: mixtures of the outputs of all blocks, by token."""
+    """Return the input of the final norm: mixtures of all block outputs, for each token."""
     own, place = model.depth.mudd_ways, model.norm_placement
     outputs = [x_TD]  # of the embedding and each block
 
     def gelu(z):
-        """Returns z P(Z < z), Z normal; along an imaginary part by its derivative."""
+        """Return z P(Z < z) with Z normal; along an imaginary part by its derivative."""
         below = np.vectorize(lambda x: (1 + math.erf(x / math.sqrt(2))) / 2)(z.real)
         density = np.exp(-(z.real**2) / 2) / math.sqrt(2 * math.pi)
         return z * below + z.real * density * (z - z.real)
@@ -488,7 +491,7 @@ def mudd(layers, x_TD, row, model):
 
 
 def sublayer(name, layer, read_TD, row, number, model):
-    """Returns what the attention or mlp of a layer adds, of these tokens alone."""
+    """Return what the attention or mlp of a layer adds to these tokens."""
     place, weights, norm = model.norm_placement, layer[name], layer[f'{name}_norm']
     if place == 'pre':
         read_TD = rms_norm(read_TD, norm, model)
@@ -504,19 +507,19 @@ def sublayer(name, layer, read_TD, row, number, model):
 
 
 def newest(slots, model):
-    """Returns the slots that a layer sees."""
+    """Return the slots that a layer sees."""
     return slots[-model.depth.slot_window :] if model.depth.slot_window else slots
 
 
 def stream_write(weights, x_TD):
-    """Returns the query and the slot of the attention stream."""
+    """Return the query and the slot of the attention stream."""
     weights = {'query': weights['query'], **weights['slot']}
     written = [linear(x_TD, weights[name]) for name in ('query', 'key', 'value')]
     return *written, np.ones(len(x_TD), bool)
 
 
 def read_depth(query_TNH, slots):
-    """Returns x_TD, D = N H: each token's query over the slots of its own."""
+    """Return x_TD, D = N H: each token's query over its own slots."""
     num_tokens, num_heads, _ = query_TNH.shape
     x_TNH = np.zeros_like(query_TNH)
     for t, n in np.ndindex(num_tokens, num_heads):
@@ -525,7 +528,7 @@ def read_depth(query_TNH, slots):
 
 
 def block(layer, x_TD, visible, row, number, model):
-    """Returns the block's y_TD with its residuals, and the slots it writes, attention's first.
+    """Return the block's y_TD with its residuals, and the slots it writes, attention's first.
 
     visible: slots of earlier layers that its attention heads see.
     """
@@ -562,7 +565,7 @@ def block(layer, x_TD, visible, row, number, model):
 
 
 def written_slots(layer, attended_TD, read_TD, y_TD, row, model):
-    """Returns the slots of a layer, from what its two parts read and its output."""
+    """Return the slots of a layer, from the inputs of its two parts and its output."""
     depth, projections = model.depth, layer.get('stream', {})
     if depth.slots == 'block':
         sources = [(projections.get('block_slot'), y_TD)]
@@ -597,9 +600,9 @@ GATES = {
 
 
 def routed_block(layer, x_TD, visible, row, number, model):
-    """Returns x + gate(r) (block(x) - x) of the selected tokens, x of the others; and the slots.
+    """Return x + gate(r) (block(x) - x) for selected tokens, x for the others; and the slots.
 
-    Tokens that skip the block write slots as if it added nothing, or none.
+    Tokens that skip the block write slots as if it added 0, or no slots.
     """
     if model.routing.part != 'block':
         return routed_sublayer(layer, x_TD, row, number, model), []
@@ -630,9 +633,9 @@ def routed_block(layer, x_TD, visible, row, number, model):
 
 
 def routed_sublayer(layer, x_TD, row, number, model):
-    """Returns x after a block of which a router chooses the tokens of one sublayer alone.
+    """Return x after a block in which a router chooses the tokens of one sublayer.
 
-    That adds gate(r) times what it would add, r of the x that it adds to, to the tokens chosen.
+    The sublayer adds its output times gate(r) to chosen tokens, with r from the x it adds to.
     """
     inner = layer['block']
     for name in SUBLAYERS:
@@ -653,7 +656,7 @@ def routed_sublayer(layer, x_TD, row, number, model):
 
 
 def scattered(slot, taken, selected_T):
-    """Returns a slot of the tokens that were taken as one of all tokens, valid if selected."""
+    """Return a slot of some tokens as a slot of all tokens, valid for the selected ones."""
     sides = [np.zeros((len(selected_T), *side.shape[1:]), side.dtype) for side in slot[:2]]
     for side, some in zip(sides, slot, strict=False):
         side[taken] = some
@@ -661,7 +664,7 @@ def scattered(slot, taken, selected_T):
 
 
 def decide(layer, x_TD, row, number, model):
-    """Returns the tokens that a routed block runs on, bool selected_T, and gates_T."""
+    """Return the tokens that a routed block runs on, bool selected_T, and gates_T."""
     routing, run = model.routing, row.run
     real_T, num_tokens = row.segments_T != 0, len(x_TD)
     scores_T = x_TD @ layer['router']['w'] + layer['router'].get('b', 0)
@@ -674,7 +677,7 @@ def decide(layer, x_TD, row, number, model):
     rule = routing.causal_rule if run.routing == 'top_c' else run.routing
     logits_T = rule_logits(rule, layer, x_TD, scores_T, run.thresholds.get(number, 0))
     wanted_T = selected_T = top_c_T
-    padding = np.flatnonzero(~real_T)[: size - top_c_T.sum()]  # takes what places are left
+    padding = np.flatnonzero(~real_T)[: size - top_c_T.sum()]  # takes the remaining places
     if run.routing != 'top_c':
         wanted_T, padding = real_T & (logits_T.real > 0), []
         endless = rule == 'dense' or routing.overflow == 'grow'
@@ -688,7 +691,7 @@ def decide(layer, x_TD, row, number, model):
 
 
 def rule_logits(rule, layer, x_TD, scores_T, threshold):
-    """Returns what a causal rule compares with 0."""
+    """Return what a causal rule compares with 0."""
     if rule == 'predictor':
         weights, hidden_TX = layer['predictor'], x_TD.real  # its loss changes nothing else
         if 'hidden' in weights:
@@ -701,7 +704,7 @@ def rule_logits(rule, layer, x_TD, scores_T, threshold):
 
 
 def best_of_segments(scores_T, segments_T, num_selected):
-    """Returns bool [T]: the best of each document; the places fall evenly along the row."""
+    """Return bool [T]: the best of each document. Places are spread evenly along the row."""
     length, chosen_T = len(scores_T), np.zeros(len(scores_T), bool)
     bounds = [0, *np.flatnonzero(np.diff(segments_T)) + 1, length]
     for start, end in itertools.pairwise(bounds):
@@ -712,14 +715,14 @@ def best_of_segments(scores_T, segments_T, num_selected):
 
 
 def has_table(number, model):
-    """Returns whether a layer has value embeddings: every second one, counted from the last."""
+    """Return whether a layer has value embeddings: every second one, counted from the last."""
     every = {'none': [], 'all': [*range(model.num_layers)]}
     every['alternate'] = [*range(model.num_layers - 1, -1, -2)]
     return number in every[model.value_embeddings]
 
 
 def own_values(weights, x_TD, row):
-    """Returns what values are projected to, plus the gated row of a table of a token's id."""
+    """Return the projected values, plus the gated row of a table for a token's id."""
     own_TKH = linear(x_TD, weights['value'])
     if 'value_embedding' not in weights:
         return own_TKH
@@ -731,7 +734,7 @@ def own_values(weights, x_TD, row):
 
 
 def mixed_values(weights, x_TD, q_TNH, k_TKH, visible, row, number, model):
-    """Returns the values that a layer attends to, of its own and of the visible slots."""
+    """Return the values that a layer attends to, from its own and the visible slots."""
     own_TKH = own_values(weights, x_TD, row) if 'value' in weights else None
     if model.depth.stream == 'value_attention':
         return attended_values(q_TNH, k_TKH, own_TKH, visible, number, model.depth, model)
@@ -748,7 +751,7 @@ def mixed_values(weights, x_TD, q_TNH, k_TKH, visible, row, number, model):
 
 
 def attended_values(q_TNH, k_TKH, own_TKH, visible, number, depth, model):
-    """Returns values that are each a softmax over those of earlier layers and its own.
+    """Return values that are each a softmax over those of earlier layers and its own.
 
     visible: slots of all earlier layers, the first first.
     """
@@ -765,7 +768,7 @@ def attended_values(q_TNH, k_TKH, own_TKH, visible, number, depth, model):
 
 
 def attention(weights, inputs, visible, row, window, number, model):
-    """Returns y_TD, attention over the row and the visible slots in one softmax; and its slot.
+    """Return y_TD, attention over the row and the visible slots in one softmax, and its slot.
 
     inputs: x_TD of the queries, of the keys and of the values.
     """
@@ -803,7 +806,7 @@ def attention(weights, inputs, visible, row, window, number, model):
 
 
 def attention_to_first(weights, x_TD, row, window, number, model):
-    """Returns y_TD, of queries of a row to all keys that the block made in the first loop."""
+    """Return y_TD of a row's queries to all keys that the block made in the first loop."""
     of_keys, k_SKH, value_SKH = row.made[number]
     q_TNH = qk_norm(linear(x_TD, weights['query']), weights, 'query_norm', model)
     q_TNH = rope(q_TNH, row.positions_T, model)
@@ -822,20 +825,20 @@ def attention_to_first(weights, x_TD, row, window, number, model):
 
 
 def sees(t, s, row, window):
-    """Returns whether token t sees the earlier token s; window 0 is none."""
+    """Return whether token t sees the earlier token s; window 0 is no limit."""
     near = not window or 0 <= row.positions_T[t] - row.positions_T[s] < window
     return row.segments_T[t] == row.segments_T[s] and near
 
 
 def slots_of(slots, t, n, num_heads):
-    """Returns the lists of keys and of values that head n of token t finds in the slots."""
+    """Return the lists of keys and of values that head n of token t finds in the slots."""
     own = [(key[t], value[t]) for key, value, valid_T in slots if valid_T[t]]
     keys = [key_KH[n * len(key_KH) // num_heads] for key_KH, _ in own]
     return keys, [value_KH[n * len(value_KH) // num_heads] for _, value_KH in own]
 
 
 def one_query(query_H, keys, values):
-    """Returns softmax(query . keys H^-1/2) values, an H vector, of one query and one head."""
+    """Return softmax(query . keys H^-1/2) values, an H vector, for one query and one head."""
     scores_S = np.array([query_H @ key_H for key_H in keys]) / np.sqrt(len(query_H))
     weights_S = np.exp(scores_S - scores_S.real.max())
     weights_S = weights_S / weights_S.sum()
@@ -843,7 +846,7 @@ def one_query(query_H, keys, values):
 
 
 def qk_norm(x_TNH, weights, name, model):
-    """Returns x_TNH (queries or keys) normed over each head, over all heads at once, or not."""
+    """Return x_TNH (queries or keys) normed over each head, over all heads at once, or not."""
     if model.qk_norm == 'none':
         return x_TNH
     if model.qk_norm == 'head':
@@ -852,7 +855,7 @@ def qk_norm(x_TNH, weights, name, model):
 
 
 def rope(x_TNH, positions_T, model):
-    """Returns x_TNH with each pair (i, i + H/2) turned by position times `frequency`."""
+    """Return x_TNH with each pair (i, i + H/2) rotated by position times `frequency`."""
     half = x_TNH.shape[-1] // 2
     frequencies = [frequency(model.rope_theta ** (-i / half), model) for i in range(half)]
     turned = np.array(x_TNH)
@@ -866,7 +869,7 @@ def rope(x_TNH, positions_T, model):
 
 
 def frequency(plain, model):
-    """Returns a rotary frequency as Llama 3.1 lowers it, by its wavelength in tokens."""
+    """Return a rotary frequency as Llama 3.1 lowers it, by its wavelength in tokens."""
     if model.rope_scaling == 'none':
         return plain
     factor, low, high, length = map(float, model.rope_scaling.removeprefix('llama3:').split(':'))
@@ -880,23 +883,23 @@ def frequency(plain, model):
 
 
 def mlp(weights, x_TD):
-    """Returns w2(silu(w1 x) * w3 x), of x_TD."""
+    """Return w2(silu(w1 x) * w3 x) for x_TD."""
     gate_TF, up_TF = linear(x_TD, weights['w1']), linear(x_TD, weights['w3'])
     return linear(gate_TF / (1 + np.exp(-gate_TF)) * up_TF, weights['w2'])
 
 
 def linear(x_TD, weights):
-    """Returns x_TD on the first axis of a kernel of any rank, plus a bias if there is one."""
+    """Return x_TD times a kernel of any rank, over its first axis, plus a bias if there is one."""
     return np.tensordot(x_TD, weights['kernel'], axes=1) + weights.get('bias', 0)
 
 
 def rms_norm(x, weights, model):
-    """Returns x / sqrt(mean(x^2) + epsilon) times the scale, over the last axis."""
+    """Return x / sqrt(mean(x^2) + epsilon) times the scale, over the last axis."""
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + model.norm_eps) * weights['scale']
 
 
 def mixture(weights, x_TD, row, number, experts):
-    """Returns y_TD, shared experts plus weighted routed ones; records the real tokens as seen."""
+    """Return y_TD, shared plus weighted routed experts, and record the real tokens as seen."""
     logits_TZ, real_T = x_TD @ weights['router']['kernel'], row.segments_T != 0
     if experts.scores == 'sigmoid':
         scores_TZ = 1 / (1 + np.exp(-logits_TZ))
@@ -925,7 +928,7 @@ def mixture(weights, x_TD, row, number, experts):
 
 
 def choose(scores_TZ, real_T, experts, thresholds_Z):
-    """Returns bool chosen_TZ of one row: which token and expert belong together; padding none."""
+    """Return bool chosen_TZ of one row: whether token and expert belong together; no padding."""
     num_tokens, num_all = scores_TZ.shape
     chosen_TZ = np.zeros((num_tokens, num_all), bool)
     if experts.choice == 'token':
@@ -941,21 +944,22 @@ def choose(scores_TZ, real_T, experts, thresholds_Z):
 
 
 def largest(values, among, size):
-    """Returns the indices of the `size` largest values of those `among`; the lower one on a tie."""
+    """Return the indices of the `size` largest values of those `among`; ties go to the lower."""
     return sorted(among, key=lambda i: (-values[i], i))[:size]
 
 
 def cross_entropy(logits_BTV, labels_BT, segment_ids_BT):
-    """Returns the mean over targets, in nats: labels of -100 and padding are none."""
+    """Return the mean over targets in nats; labels of -100 and padding do not count."""
     targets = np.argwhere((labels_BT != -100) & (segment_ids_BT != 0))
     losses = [log_sum_exp(logits_BTV[b, t]) - logits_BTV[b, t, labels_BT[b, t]] for b, t in targets]
     return sum(losses) / len(losses)
 
 
 def balance_loss(seen, top_k):
-    """Returns the mean over layers of sum_i f_i P_i, without alpha.
+    """Return the mean over layers of sum_i f_i P_i, without alpha.
 
-    f_i = Z count_i / (k n) and P_i the mean score, over the n tokens of all rows that a layer saw.
+    f_i = Z count_i / (k n), and P_i is the mean score over the n tokens of all rows that a layer
+    saw.
     """
     layers = []
     for layer in seen.values():
@@ -967,15 +971,15 @@ def balance_loss(seen, top_k):
 
 
 def z_loss(seen):
-    """Returns the mean over layers of the mean over tokens of logsumexp(router logits)^2."""
+    """Return the mean over layers of the mean over tokens of logsumexp(router logits)^2."""
     layers = [[log_sum_exp(logits_Z) ** 2 for logits_Z in layer.logits] for layer in seen.values()]
     return sum(sum(tokens) / len(tokens) for tokens in layers) / len(layers)
 
 
 def rule_loss(choices, real_BT):
-    """Returns the mean over layers and real tokens of the rule's cross-entropy against top-C.
+    """Return the mean over layers and real tokens of the rule's cross-entropy against top-C.
 
-    Tokens about which a routed loop has nothing to choose add 0.
+    Tokens for which a routed loop has no choice add 0.
     """
     layers = []
     for rows in choices.values():
@@ -989,12 +993,12 @@ def rule_loss(choices, real_BT):
 
 
 def stack(rows, name):
-    """Returns one entry of the rows of a layer, [B, T]."""
+    """Return one entry of the rows of a layer, [B, T]."""
     return np.stack([row[name] for row in rows])
 
 
 def assert_gradients(gradients, loss, params, tolerance, rng):
-    """Along a random direction of every leaf the slope of `loss`, by a complex step, is that."""
+    """Assert that the slope of `loss` along a random direction of every leaf is that gradient."""
     for path, found in jax.tree_util.tree_leaves_with_path(gradients):
         along = rng.normal(size=found.shape)
 
@@ -1002,13 +1006,13 @@ def assert_gradients(gradients, loss, params, tolerance, rng):
             return leaf + 1e-100j * along if at == path else leaf + 0j
 
         slope = loss(jax.tree_util.tree_map_with_path(step, params)).imag / 1e-100
-        # Where the gradient is zero but for rounding, its size is that of any other.
+        # If the gradient is zero up to rounding, use the size of the others.
         most = max(np.linalg.norm(found), 1e-2) * np.linalg.norm(along) / along.size**0.5
         error = np.abs(np.sum(found * along) - slope)
         assert error <= tolerance * most, (jax.tree_util.keystr(path), error / most)
 
 
 def log_sum_exp(x):
-    """Returns log(sum(exp(x))) of a vector."""
+    """Return log(sum(exp(x))) of a vector."""
     high = x.real.max()
     return high + np.log(np.exp(x - high).sum())

@@ -65,14 +65,14 @@ OF_LOOPS = {'loop_embeddings': 'learned'}
 
 
 def routed(router='learned', gate='auto', rule='auto', capacity=0.5, **more):
-    """Two routed layers."""
+    """Return knobs of two routed layers."""
     knobs = {'router': router, 'gate': gate, 'causal_rule': rule, 'capacity': capacity}
     knobs |= {'layers': 'every:1'} | more
     return {'num_layers': 2} | {f'routing.{name}': value for name, value in knobs.items()}
 
 
 def recursions(gate, **more):
-    """Three routed loops of two blocks, of which the last takes half of the tokens."""
+    """Return knobs of three routed loops of two blocks; the last one takes half of the tokens."""
     knobs = routed(gate=gate, layers='loops', **more)
     return knobs | {'num_layers': 4, 'looped_layers': 'middle:1:1', 'loops': 3}
 
@@ -259,7 +259,7 @@ ROUTED_CASES = {
 
 
 def random_variables(model):
-    """Float64 weights of a size that makes every part matter, and thresholds of experts."""
+    """Return float64 weights large enough that every part matters, and thresholds of experts."""
     variables = random_like(jax.eval_shape(model.init, jax.random.key(0), TOKENS), dtype=np.float64)
     averages = variables.get('averages', {})
     if 'expert_thresholds_XE' in averages:
@@ -268,7 +268,7 @@ def random_variables(model):
 
 
 def logits_loss_and_gradients(hparams, variables, routing, gradients):
-    """Of the library's model, in float64; no gradients unless they are asked for."""
+    """Run the library's model in float64, with gradients only if they are asked for."""
     params, averages = variables['params'], variables.get('averages', {})
     state = train_step.TrainState(0, params, averages, (), 0, 0, hparams, 1)
     batch = {'tokens_BT': TOKENS, 'labels_BT': LABELS, 'segment_ids_BT': SEGMENTS}
@@ -296,7 +296,7 @@ def logits_loss_and_gradients(hparams, variables, routing, gradients):
 
 
 def by_layer(params, model):
-    """The parameters as the oracle takes them: a list of layers instead of stacked runs."""
+    """Return the parameters as the oracle takes them: a list of layers, not stacked runs."""
     if model.looped_layers != 'none' and 'loop_routers' not in params:
         layers = oracle.looped_layers(params, model)
     else:
@@ -305,7 +305,7 @@ def by_layer(params, model):
 
 
 def compare(config, routing, gradients):
-    """Asserts equal logits, choices and loss, and the gradient of every parameter.
+    """Assert equal logits, choices and loss, and the gradient of every parameter.
 
     Returns the gradients, and what the oracle recorded.
     """
@@ -360,9 +360,9 @@ FAST += ('value embeddings, value residual', 'looped, own norms')
 
 @pytest.mark.parametrize('case', parameters(FAST, CASES))
 def test_model_equals_the_oracle(tiny_config, case):
-    """With random parameters and packed segments; experts are neither all in use nor all idle.
+    """With random parameters and packed segments. Some but not all experts are in use.
 
-    Gradients are compared where there are experts or loops.
+    Gradients are compared for models with experts or loops.
     """
     knobs = {f'model.{name}': value for name, value in (SIZES | CASES[case]).items()}
     config = tiny_config(**knobs)
@@ -371,7 +371,7 @@ def test_model_equals_the_oracle(tiny_config, case):
     slopes, run = compare(config, routing, gradients)
     for path, slope in jax.tree_util.tree_leaves_with_path(slopes):
         where = jax.tree_util.keystr(path)
-        # The first sublayer of attention residuals finds one source, whose weight is 1.
+        # The first sublayer of attention residuals reads one source, with weight 1.
         assert np.any(slope) or "['run_0']['layer_0']['attention_connection']" in where, where
     for layer in run.seen.values():
         share_Z = np.mean(layer.chosen, axis=0)
@@ -383,13 +383,13 @@ FAST += ('embedding residual', 'value embeddings, moda', 'exits from loops', 'at
 FAST += ('recursions, first keys',)
 
 
-# JAX warns of int32 and int64 indices in float64, which no model is trained in.
+# JAX warns about int32 and int64 indices in float64, in which no model is trained.
 @pytest.mark.filterwarnings('ignore:scatter inputs have incompatible types')
 @pytest.mark.parametrize('case', parameters(FAST, ROUTED_CASES))
 def test_routed_blocks_equal_the_oracle(case, tiny_config):
-    """Which tokens every rule selects and drops, and the block's output and gradients.
+    """Selected and dropped tokens of each rule, the block's output, and gradients.
 
-    The block runs on the gathered tokens, in the least static size that holds every row.
+    The block runs on the gathered tokens, at the smallest static size that holds every row.
     """
     knobs, routing = ROUTED_CASES[case]
     config = tiny_config(**{f'model.{name}': value for name, value in (SIZES | knobs).items()})
@@ -398,7 +398,7 @@ def test_routed_blocks_equal_the_oracle(case, tiny_config):
     if case == 'exits from loops':
         assert {1, 2, 3} <= {*np.ravel(run.loops)}
     looped = 'recursions' in case or 'token choice' in case
-    for layer in choices[1:] if looped else choices:  # the first loop takes all
+    for layer in choices[1:] if looped else choices:  # the first loop takes all tokens
         selected_BT, top_c_BT = (oracle.stack(layer, n)[REAL] for n in ('selected_BT', 'top_c_BT'))
         assert selected_BT.any() and selected_BT.all() == (routing == 'dense' or 'all' in case)
         assert (selected_BT != top_c_BT).any() == (routing not in ('top_c', 'assigned'))
@@ -408,6 +408,6 @@ def test_routed_blocks_equal_the_oracle(case, tiny_config):
 
 
 def test_openmythos():
-    """The tiny model; each of its parameters matters."""
+    """The tiny model equals the oracle, and each of its parameters matters."""
     slopes, _ = compare(openmythos_moda.get_config('size=tiny'), 'top_c', gradients=True)
     assert all(np.any(slope) for slope in jax.tree.leaves(slopes))

@@ -1,4 +1,4 @@
-"""What a feature adds, turned off or as it starts, leaves the plain model as it was: float64."""
+"""A feature that is off, or in its initial state, leaves the plain model unchanged, in float64."""
 
 import jax
 import numpy as np
@@ -40,7 +40,7 @@ from tests.model.cases import (
     with_leaves,
 )
 
-# Without epsilon a norm drops the factor of a mean of sources in place of their sum.
+# Without epsilon, a norm removes the factor between the mean and the sum of sources.
 EXACT = {'model.dtype': 'float64', 'model.norm_eps': 1e-30}
 # Its scores do not depend on that factor.
 BY_POSITION = routed_by('position', 'threshold') | {'model.routing.capacity': 0.5}
@@ -56,17 +56,17 @@ def streams(form, number):
     return form | {'model.depth.num_streams': number}
 
 
-# The ends of the paths of leaves that turn a feature off, with their values; None: all that is new
-# is as at the start. And the names of new leaves that then have no gradient.
+# How to turn a feature off: (values of leaves by the end of their path, or None to keep the
+# initial values; names of new leaves that then have no gradient).
 BLEND = {'residual_scale': 1, 'embedding_scale': 0}, ()
 TABLES = {'value_embedding/embedding': 0}, ('gate',)  # without a table the gate is a factor of 0
 FIRST_VALUES = {'weights': [0, 1]}, ()
 QUERIES = {'query': 0}, ('scale',)
 START_OF_WAYS = None, ('inner',)  # W_1 waits for W_2
-START_OF_STREAMS = None, ('read_scale', 'mix_scale', 'add_scale')  # of projections that are 0
-# The last mixture keeps the mean, the only thing that is read; weights are rounded to float32.
+START_OF_STREAMS = None, ('read_scale', 'mix_scale', 'add_scale')  # projections are 0
+# The last mixture keeps the mean, and only the mean is read. Weights are rounded to float32.
 START_OF_MEANS = None, None
-# name: (knobs of both models, those of the feature, how it is turned off)
+# name: (knobs of both models, knobs of the feature, how to turn it off)
 FEATURES = {
     'embedding residual': (HEAD_NORM, EMBEDDED, BLEND),
     'embedding residual, unrolled': (UNROLLED, EMBEDDED, BLEND),
@@ -105,7 +105,7 @@ FEATURES = {
     'hyper-connections, one stream': ({}, streams(HYPER, 1), START_OF_STREAMS),
     'mhc': ({}, streams(CONSTRAINED, 4), START_OF_MEANS),
     'mhc, one stream': ({}, streams(CONSTRAINED, 1), START_OF_MEANS),
-    # What has no norm before it reads the sum of the weights too.
+    # Without a norm, a reader also depends on the sum of the weights.
     'mhc, reordered': (REORDERED, CONSTRAINED, START_OF_MEANS),
     'mhc, routed': (ROUTED, CONSTRAINED, START_OF_MEANS),
 }
@@ -114,8 +114,8 @@ FAST += ('attention residual, routed', 'mudd', 'hyper-connections')
 
 
 @pytest.mark.parametrize('name', parameters(FAST, FEATURES))
-def test_what_is_turned_off_changes_nothing(name, tiny_config):
-    """Logits, and gradients of all that both models have; what is new has gradients too."""
+def test_a_feature_that_is_off_changes_nothing(name, tiny_config):
+    """Logits and common gradients are equal. New parameters have gradients as well."""
     knobs, feature, (off, waiting) = FEATURES[name]
     with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
         plain, other = (small_hparams(tiny_config, knobs, EXACT, some) for some in ({}, feature))
@@ -140,7 +140,7 @@ def test_what_is_turned_off_changes_nothing(name, tiny_config):
         np.testing.assert_allclose(slopes.pop(key), leaf, **close, err_msg=str(key))
     assert slopes
     for (block, end), leaf in slopes.items() if waiting is not None else ():
-        # The first sublayer of attention residuals finds one source, whose weight is 1.
+        # The first sublayer of attention residuals reads one source, with weight 1.
         alone = block == 0 and end.endswith("['attention_connection']['query']")
         waits = any(end.endswith(f"['{leaf_name}']") for leaf_name in waiting)
         assert np.any(leaf) != (waits or alone), (block, end)

@@ -1,4 +1,4 @@
-"""Mixture-of-Recursions: what it equals, which tokens go on, what it stores, what is refused."""
+"""Mixture-of-Recursions: equal models, which tokens go on, the cache, and the program."""
 
 import functools
 
@@ -39,13 +39,13 @@ def jitted(hparams, method):
 
 
 def apply(hparams, variables, tokens_BT, segments_BT=None, method='__call__'):
-    """What a method of the model gives, in NumPy."""
+    """Return what a method of the model gives, in NumPy."""
     segments_BT = np.ones_like(SMALL_SEGMENTS_BT) if segments_BT is None else segments_BT
     return jax.device_get(jitted(hparams, method)(variables, tokens_BT, segments_BT))
 
 
 def test_all_tokens_through_all_loops_are_the_looped_model(tiny_config):
-    """With gates of 1 and what the blocks change, not their output: logits and gradients."""
+    """With gates of 1 and loop_update=change, logits and gradients are equal."""
     change = ALL_TOKENS | {'model.routing.loop_update': 'change'}
     with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
         routed = small_hparams(tiny_config, RECURSIONS, AUX, change, FLOAT64)
@@ -71,7 +71,7 @@ def test_all_tokens_through_all_loops_are_the_looped_model(tiny_config):
 
 
 def restacked(source, target, params):
-    """The parameters of one model in the runs of another, of equal layers, without routers."""
+    """Return the parameters of one model in the runs of another, without routers."""
     shapes = jax.eval_shape(Transformer(target).init, jax.random.key(0), SMALL_BT)['params']
     sources, places = (Stack(hparams.model, 'top_c').places for hparams in (source, target))
     stack = jax.tree.map(lambda leaf: np.zeros(leaf.shape), shapes['stack'])
@@ -98,13 +98,13 @@ def test_the_papers_update_adds_the_whole_output(tiny_config):
     for _ in range(2):
         x_BTD += stack.apply(kind, of_layer, x_BTD, None, tokens, LayerArgs()).x_BTD
     expected_BTD = rms_norm(x_BTD, params['final_norm']['scale'], hparams.model.norm_eps)
-    real_BT = SMALL_SEGMENTS_BT > 0  # padding stays as it is
+    real_BT = SMALL_SEGMENTS_BT > 0  # padding does not change
     np.testing.assert_allclose(found_BTD[real_BT], expected_BTD[real_BT], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('loop_update', ['gated_loops', 'gated_exit'])
 def test_token_choice_is_its_definition(loop_update, tiny_config):
-    """Two loops of one block, on all tokens, of which those that have left are then hidden."""
+    """Two loops of one block on all tokens, where tokens that have left are hidden."""
     sizes = {'model.num_layers': 1, 'model.looped_layers': 'all', 'model.loops': 2}
     knobs = sizes | {'model.routing.loop_update': loop_update}
     hparams = small_hparams(tiny_config, TOKEN_CHOICE, knobs)
@@ -137,7 +137,7 @@ def test_token_choice_is_its_definition(loop_update, tiny_config):
 
 
 def test_later_loops_read_the_keys_of_the_first(tiny_config):
-    """Of all tokens, as they were there, whoever goes on: three loops of one block, by hand."""
+    """Three loops of one block by hand: the keys are those of all tokens in the first loop."""
     sizes = {'model.num_layers': 1, 'model.looped_layers': 'all', 'model.loops': 3}
     knobs = sizes | FIRST_KEYS | GROWS | {'model.windows': (5,)}
     hparams = small_hparams(tiny_config, RECURSIONS, AUX, knobs)
@@ -184,8 +184,8 @@ def test_loops_select_among_those_of_the_loop_before(loops, tiny_config):
             assert scores_T[now].min() > scores_T[before & ~now].max(initial=-np.inf)
 
 
-def test_no_bias_of_the_loss_by_those_who_cannot_be_chosen(tiny_config):
-    """The rule's logits are certain where there is no choice, and have no gradient there."""
+def test_tokens_that_cannot_be_chosen_do_not_bias_the_loss(tiny_config):
+    """Where there is no choice, the rule's logits are certain and have no gradient."""
     knobs = {'model.loops': 5, 'model.routing.capacity': 1 / 5}
     hparams = small_hparams(tiny_config, RECURSIONS, AUX, knobs)
     variables = random_variables(hparams, SMALL_BT)
@@ -198,7 +198,7 @@ def test_no_bias_of_the_loss_by_those_who_cannot_be_chosen(tiny_config):
 
 @pytest.mark.parametrize(('more', 'share'), [({}, 2 / 3), (FIRST_KEYS | GROWS, 1 / 3)])
 def test_the_cache_is_as_large_as_the_loops_are(more, share, tiny_config):
-    """Of that of the looped model (N + 1) / (2 N), if capacities fall evenly to 1 / N; or 1 / N."""
+    """It is (N + 1) / (2 N) of the looped model's if capacities fall evenly to 1 / N; or 1 / N."""
     size = 24
     knobs = {'model.routing.capacity': 1 / 3, 'model.routing.cache_capacity': 1.0}
     knobs |= {'model.looped_layers': 'all', 'model.num_layers': 1, 'data.sequence_length': size}
@@ -225,7 +225,7 @@ def test_the_cache_is_as_large_as_the_loops_are(more, share, tiny_config):
     ids=['own keys', 'first keys'],
 )
 def test_a_document_does_not_see_another(more, tiny_config):
-    """Under the causal rule: the first document does not change what the second computes."""
+    """Under the causal rule, the first document does not change the results of the second."""
     hparams = small_hparams(tiny_config, RECURSIONS, AUX, GROWS, more)
     variables = random_variables(hparams, SMALL_BT)
     other_BT = np.where(np.arange(T)[None] < 7, (SMALL_BT + 5) % 32, SMALL_BT)
@@ -235,13 +235,13 @@ def test_a_document_does_not_see_another(more, tiny_config):
         ]
     )
     one_BTV, other_BTV = run(SMALL_BT), run(other_BT)
-    # The first document decides where tokens of the second are gathered, and so their rounding.
+    # The first document affects where tokens of the second are gathered, and so their rounding.
     np.testing.assert_allclose(one_BTV[0, 7:], other_BTV[0, 7:], rtol=0, atol=1e-5)
     assert (one_BTV[1, 7:10] != other_BTV[1, 7:10]).any()
 
 
 def test_bfloat16(tiny_config):
-    """The stream has the dtype of the model, scores are float32; logits are near float32 ones."""
+    """The stream has the dtype of the model, scores are float32, and logits near float32 ones."""
     wide, narrow = (
         small_hparams(tiny_config, RECURSIONS, AUX, ALL_TOKENS, {'model.dtype': dtype})
         for dtype in ('float32', 'bfloat16')
@@ -259,7 +259,7 @@ def test_bfloat16(tiny_config):
 
 @pytest.mark.slow
 def test_the_program_grows_by_one_scan_for_each_loop(tiny_config):
-    """And parameters not at all."""
+    """The parameters do not grow."""
 
     def count(loops, layers):
         knobs = {'model.loops': loops, 'model.num_layers': layers + 2}

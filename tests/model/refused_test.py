@@ -52,7 +52,7 @@ EXITS = {'model.loop_exit_threshold': 0.1}
 SEQUENCE = {'model.loop_order': 'sequence'}
 MANY = {'model.loops': 10**4}
 ROUTED_LOOPS = LOOPED | {'model.routing.router': 'learned'} | layers('loops')
-# Four layers: (knobs, words of the message).
+# For four layers: (knobs, words of the message).
 DEPTH = (
     (depth(stream='modal'), "stream='modal': must be one of "),
     (depth(stream='modal'), '; did you mean moda?'),
@@ -95,7 +95,7 @@ DEPTH = (
     ),
     (
         MUDD | ALL_LOOPED | loops(1, 2),
-        'training.loops=(1, 2): must be (): the mudd stream has weights for as many outputs as',
+        'training.loops=(1, 2): must be (): the mudd stream has weights for each block that runs',
     ),
     (
         MUDD | depth(mudd_ways='qkv'),
@@ -210,11 +210,11 @@ LOOPS = (
     ),
     (
         LOOPED | OF_LOOPS | loops(1, 2),
-        'must have model.loops=3 as its largest count: each loop has embeddings of its own',
+        'must have model.loops=3 as its largest count: each loop has its own embeddings',
     ),
     (
         LOOPED | OWN_NORMS | OF_LOOPS | loops(1, 4),
-        'model.loops=3 as its largest count: each loop has norms and embeddings of its own',
+        'model.loops=3 as its largest count: each loop has its own norms and embeddings',
     ),
     (EXITS, 'model.loop_exit_threshold=0.1: must be 0: no block is looped'),
     (LOOPED | EXITS | SEQUENCE, "'sequence': must be cycle under loop_exit_th"),
@@ -236,7 +236,7 @@ ROUTED_LOOPS_ALONE = (
     ({'model.routing.router': 'random', 'model.routing.gate': 'auto'}, "router='random'"),
     (
         FIRST_KEYS | {'model.routing.overflow': 'skip'},
-        "overflow='skip': must be grow where loop_keys is first",
+        "overflow='skip': must be grow if loop_keys is first",
     ),
     (FIRST_KEYS | layers('every:1'), "loop_keys='first': must be own: no loop is routed"),
     (loops(2, 3), 'training.loops=(2, 3): must be ()'),
@@ -246,8 +246,8 @@ ROWS += tuple((RECURSIONS | GROWS | knobs, words) for knobs, words in ROUTED_LOO
 
 
 @pytest.mark.parametrize(('knobs', 'words'), ROWS, ids=[words for _, words in ROWS])
-def test_what_does_not_fit_is_refused(knobs, words, tiny_config):
-    """By one line that names the knob, its value, and what would be right."""
+def test_knobs_that_do_not_fit_are_refused(knobs, words, tiny_config):
+    """The error is one line with the knob, its value, and what would be right."""
     with pytest.raises(ValueError, match=r'^(model|training)\.[^\n]*$') as error:
         small_hparams(tiny_config, knobs)
     assert words in str(error.value)

@@ -15,7 +15,7 @@ def scaled(tiny_config, text, **knobs):
 
 @pytest.mark.parametrize('text', ['none', 'llama3:8:1:4:8192', 'llama3:32:1:4:8192'])
 def test_frequencies_are_those_of_llama(text, tiny_config):
-    """Of Llama 3.1 and 3.2, by the wavelengths of the paper's code; ends and middle are there."""
+    """Llama 3.1 and 3.2, by the wavelengths in the reference code; at both ends and between."""
     model = scaled(tiny_config, text)
     frequency_F = np.asarray(rope_frequencies(32, model.rope_theta, model.scaled_rope, 'float32'))
     plain_F = model.rope_theta ** (-np.arange(32) / 32)
@@ -27,8 +27,8 @@ def test_frequencies_are_those_of_llama(text, tiny_config):
         assert {1.0, least} < set(ratio_F) and (np.diff(ratio_F) <= 0).all()
 
 
-def test_scores_depend_on_distance_alone(tiny_config):
-    """Far beyond the original context too."""
+def test_scores_depend_only_on_distance(tiny_config):
+    """Also far beyond the original context."""
     model = scaled(tiny_config, 'llama3:4:1:4:32')
     rng = np.random.default_rng(0)
     q_BTNH, k_BTNH = rng.normal(size=(2, 1, 1, 1, 16)).astype(np.float32)

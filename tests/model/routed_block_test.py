@@ -1,4 +1,4 @@
-"""One routed block: what skips it keeps its bits, and its static sizes change nothing.
+"""One routed block: skipped tokens keep their bits, and static sizes change nothing.
 
 oracle_test.py compares routed blocks with their equation.
 """
@@ -10,17 +10,19 @@ import pytest
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.attention import TokenInfo
+from moddepth_jax.model.block import LayerKind
 from moddepth_jax.model.mod import mixture_of_depths
 from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths, RoutingArgs
 from tests.model.cases import random_like, routed_by
 
 LENGTH, WIDTH = 16, 32
-# One row each: a document, packed documents, padding at the end, fewer real tokens than C, none.
+# Rows: one document, two documents, padding at the end, fewer real tokens than C, no tokens.
 SEGMENTS = np.array(
     [[1] * 16, [1] * 5 + [2] * 7 + [3] * 4, [1] * 10 + [0] * 6, [1] * 2 + [0] * 14, [0] * 16]
 )
 REAL = SEGMENTS > 0
 POSITIONS = np.tile(np.arange(LENGTH), (5, 1))
+KIND = LayerKind(routed=True, window=0)
 
 
 def stream(seed=1):
@@ -28,7 +30,7 @@ def stream(seed=1):
 
 
 def block(make_config, routing, sizes=(), rule='threshold'):
-    """The function (params, x, threshold) -> y, RoutingRecord of a block; and random parameters."""
+    """Return a block as (params, x, threshold) -> (y, RoutingRecord), and random parameters."""
     knobs = routed_by('learned', rule) | {'model.routing.capacity': 0.375}
     hparams = from_config(make_config(**knobs)).model
     tokens = TokenInfo(POSITIONS, SEGMENTS)
@@ -37,10 +39,10 @@ def block(make_config, routing, sizes=(), rule='threshold'):
         return RoutingArgs(jnp.int32(0), jnp.float32(threshold), jnp.bool_(True))
 
     def apply(params, x_BTD, threshold=0.0):
-        module = MixtureOfDepths(hparams, routing, sizes=sizes)
+        module = MixtureOfDepths(hparams, routing, KIND, sizes)
         return module.apply({'params': params}, x_BTD, tokens, args(threshold))[::3]
 
-    init = MixtureOfDepths(hparams, 'top_c').init
+    init = MixtureOfDepths(hparams, 'top_c', KIND).init
     shapes = jax.eval_shape(lambda x: init(jax.random.key(0), x, tokens, args(0)), stream())
     return apply, random_like(shapes['params'])
 
@@ -51,7 +53,7 @@ def bits(x):
 
 @pytest.fixture(scope='module')
 def plain(tiny_config):
-    """By top-C, jitted once: (params, apply, gradients of the inner product with stream(3))."""
+    """Under top-C, jitted once: (params, apply, gradients of the inner product with stream(3))."""
     apply, params = block(tiny_config, 'top_c')
     params['router']['w'] = np.eye(WIDTH, dtype=np.float32)[0]
 
@@ -75,7 +77,7 @@ def test_skipped_tokens_keep_their_bits(plain):
 
 
 def test_padding_is_never_attended(plain):
-    """What stands there changes no bit of a real token, and gets no gradient by one."""
+    """Its values change no bit of a real token and get no gradient from one."""
     params, apply, gradients = plain
     x_BTD = stream()
     other_BTD = np.where(REAL[..., None], x_BTD, 1e3 * stream(9))
@@ -88,7 +90,7 @@ def test_padding_is_never_attended(plain):
 
 
 def test_silent_router_learns_and_its_block_does_not(plain):
-    """With w = 0 and a raw gate the block's gradient is exactly zero and the router's is not."""
+    """With w = 0 and a raw gate, only the router's gradient is not exactly 0."""
     params, apply, gradients = plain
     silent = params | {'router': {'w': np.zeros(WIDTH, np.float32)}}
     gradient, _ = gradients(silent, stream())
@@ -100,8 +102,8 @@ def test_silent_router_learns_and_its_block_does_not(plain):
 
 
 @pytest.mark.parametrize(('rule', 'learns'), [('predictor', 'predictor'), ('aux_loss', 'router')])
-def test_who_learns_by_the_loss_of_a_causal_rule(rule, learns, tiny_config):
-    """The predictor alone, without the stream; by the auxiliary loss the scores themselves."""
+def test_what_the_loss_of_a_causal_rule_trains(rule, learns, tiny_config):
+    """Only the predictor, not the stream; the auxiliary loss trains the scores themselves."""
     apply, params = block(tiny_config, 'top_c', rule=rule)
 
     def loss(params, x_BTD):
@@ -113,8 +115,8 @@ def test_who_learns_by_the_loss_of_a_causal_rule(rule, learns, tiny_config):
     assert np.any(of_stream_BTD) == (rule == 'aux_loss')
 
 
-def test_any_number_of_tokens_in_the_least_size(tiny_config, monkeypatch):
-    """The fullest row decides: up to T / 8, T / 4, T / 2 and T; the result is that of size T.
+def test_any_number_of_tokens_in_the_smallest_size(tiny_config, monkeypatch):
+    """The fullest row decides: up to T / 8, T / 4, T / 2 or T. The result equals that of size T.
 
     The threshold is strict: a score that equals it is not selected.
     """

@@ -1,4 +1,4 @@
-"""What scores tokens: each router is its definition, and depends on what it should alone."""
+"""Each router equals its definition and depends only on what it should."""
 
 import fractions
 import math
@@ -35,7 +35,7 @@ def stream(rows, length, width, seed=0):
 
 
 def test_gates_are_their_formulas():
-    """raw, sigmoid, tanh and none at a few scores; the straight-through value is exactly 1."""
+    """raw, sigmoid, tanh and none at a few scores. The straight-through value is exactly 1."""
     r = np.array([[-30.0, -1.5, 0.0, 0.7, 30.0]], np.float32)
     expected = {
         'raw': r,
@@ -43,7 +43,7 @@ def test_gates_are_their_formulas():
         'tanh': np.tanh(r),
         'none': np.ones_like(r),
         'straight_through': np.ones_like(r),
-        'softmax': np.ones_like(r),  # over the loops, of which this is one
+        'softmax': np.ones_like(r),  # over the loops; here there is one
     }
     assert GATES.keys() == expected.keys()
     for name, values in expected.items():
@@ -54,8 +54,8 @@ def test_gates_are_their_formulas():
     np.testing.assert_array_equal(GATES['straight_through'](many), np.ones_like(many))
 
 
-def test_a_gate_sees_its_own_token_alone():
-    """Other scores of the row move no gate: a softmax over the row would leak the future."""
+def test_a_gate_depends_only_on_its_own_token():
+    """Other scores of the row change no gate. A softmax over the row would leak the future."""
     r_BT = stream(2, 8, 1)[..., 0]
     other_BT = np.where(np.arange(8) == 3, r_BT, 5 * r_BT[:, ::-1] + 1)
     for gate in GATES.values():
@@ -63,7 +63,7 @@ def test_a_gate_sees_its_own_token_alone():
 
 
 def test_straight_through_has_the_slope_of_a_sigmoid():
-    """d gate / d r is sigmoid(r) (1 - sigmoid(r)), not 0: the router learns from the delta."""
+    """d gate / d r is sigmoid(r) (1 - sigmoid(r)), not 0, so the router learns."""
     r = np.array([[-3.0, -0.2, 0.0, 1.4]], np.float32)
     slope = jax.grad(lambda r: jnp.sum(GATES['straight_through'](r)))(r)
     chance = 1 / (1 + np.exp(-r.astype(float)))
@@ -72,7 +72,7 @@ def test_straight_through_has_the_slope_of_a_sigmoid():
 
 @pytest.mark.parametrize('router', ['learned', 'straight_through'])
 def test_linear_routers_are_a_product_in_float32(router, tiny_config):
-    """r = w . x, plus b where there is one, of a bfloat16 stream too, in float32."""
+    """r = w . x, plus b if there is one, in float32 also for a bfloat16 stream."""
     module, _ = make_router(tiny_config, router)
     x_BTD = jnp.asarray(stream(2, 16, 32), jnp.bfloat16)
     params = module.init(jax.random.key(0), x_BTD, None, 0)['params']
@@ -90,7 +90,7 @@ def test_linear_routers_are_a_product_in_float32(router, tiny_config):
 
 
 def test_straight_through_scores_start_normal(tiny_config):
-    """At the start they have standard deviation 1, however large the stream is."""
+    """Scores start with standard deviation 1 for any size of the stream."""
     module, _ = make_router(tiny_config, 'straight_through')
     for spread in (0.02, 30.0):
         x_BTD, deviations = spread * stream(4, 256, 64), []
@@ -101,7 +101,7 @@ def test_straight_through_scores_start_normal(tiny_config):
 
 
 def test_equal_scores_of_a_linear_router_are_bit_equal():
-    """Tokens with equal vectors tie exactly wherever they stand: the earlier one is selected."""
+    """Tokens with equal vectors tie exactly at any position: the earlier one is selected."""
     x_BTD = np.tile(stream(1, 1, 96), (3, 130, 1))
     r_BT = np.asarray(jax.jit(linear_scores)(x_BTD, stream(1, 1, 96, seed=1)[0, 0]))
     assert len(np.unique(r_BT)) == 1
@@ -109,7 +109,7 @@ def test_equal_scores_of_a_linear_router_are_bit_equal():
 
 
 def test_norm_router_is_the_length_of_the_stream(tiny_config):
-    """The L2 norm in float32, also of a bfloat16 stream, and no parameters."""
+    """The L2 norm in float32, also of a bfloat16 stream, without parameters."""
     module, _ = make_router(tiny_config, 'norm')
     for dtype in (jnp.float32, jnp.bfloat16):
         x_BTD = jnp.asarray(3 * stream(2, 16, 32), dtype)
@@ -134,7 +134,7 @@ def random_scores(tiny_config, tokens_BT, number, key):
 
 
 def test_random_scores_are_standard_normal(tiny_config):
-    """40,000 of them; uncorrelated along a row; the threshold selects the capacity."""
+    """40,000 scores are uncorrelated along a row. The threshold selects the capacity."""
     tokens_BT = np.random.default_rng(0).integers(0, 257, (40, 1000))
     r_BT = random_scores(tiny_config, tokens_BT, 1, key=0).astype(float)
     assert abs((r_BT[:, 1:] * r_BT[:, :-1]).mean()) < 0.02
@@ -147,7 +147,7 @@ def test_random_scores_are_standard_normal(tiny_config):
 
 
 def test_random_scores_differ_by_layer_key_and_content(tiny_config):
-    """And by nothing else: the same token at the same place has the same score in any row."""
+    """The same token at the same position has the same score in any row."""
     rng = np.random.default_rng(1)
     tokens_BT = rng.integers(0, 257, (2, 64))
     r_BT = random_scores(tiny_config, tokens_BT, 0, key=0)
@@ -166,9 +166,9 @@ def test_random_scores_differ_by_layer_key_and_content(tiny_config):
 
 @pytest.mark.parametrize('share', [(1, 10), (1, 3), (7, 10), (1, 1)], ids=str)
 def test_position_router_is_its_pattern(share, tiny_config):
-    """t is selected when floor((t+1) c) > floor(t c) in exact fractions, at each place to 3000.
+    """t is selected if floor((t+1) c) > floor(t c) in exact fractions, for positions up to 3000.
 
-    The rule and top-C over a row of any length choose the same tokens.
+    The rule and top-C over a row of any length select the same tokens.
     """
     c = fractions.Fraction(*share)
     module, routing = make_router(tiny_config, 'position', float(c))
@@ -184,7 +184,7 @@ def test_position_router_is_its_pattern(share, tiny_config):
 
 @pytest.mark.parametrize('capacity', [0.02, 0.125, 0.9])
 def test_mean_of_the_best_is_that_of_a_gaussian(capacity):
-    """The top eighth averages 1.65 sigma; where the mean is small, 0.5 stands for it."""
+    """The top eighth averages 1.65 sigma. A small mean is replaced by 0.5."""
     ordered = np.sort([NORMAL.inv_cdf((i + 0.5) / 100_000) for i in range(100_000)])
     exact = ordered[-round(capacity * 100_000) :].mean()
     assert selected_mean(capacity) == pytest.approx(max(0.5, exact), rel=1e-3)

@@ -1,4 +1,4 @@
-"""Selection: exactly C, the best, the earlier of equals, in time order; and where."""
+"""Selection: exactly C of the highest scores, the earlier of equals, in time order."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ NAN = float('nan')
 
 
 def best(scores_T, num_selected):
-    """Indices of the C best, sorted by Python: NaN first, the earlier of equals."""
+    """Return the indices of the C best, sorted by Python: NaN first, the earlier of equals."""
 
     def rank(t):
         score = float(scores_T[t])
@@ -32,9 +32,9 @@ def best(scores_T, num_selected):
 
 @pytest.mark.parametrize('num_selected', [1, 5, 12])
 def test_selection_is_exact_on_ties(num_selected):
-    """Of scores with many ties, zeros and NaN of both signs, and infinities: C ascending int32.
+    """Among ties, zeros and NaN of both signs and infinities, exactly C are selected.
 
-    A NaN is selected before infinity.
+    Indices are ascending int32, and a NaN is selected before infinity.
     """
     rng = np.random.default_rng(num_selected)
     values = np.array([-np.inf, -1.5, -0.0, 0.0, 2.0, np.inf, NAN, -NAN], np.float32)
@@ -46,7 +46,7 @@ def test_selection_is_exact_on_ties(num_selected):
 
 
 def test_bfloat16_ties_still_give_c():
-    """Scores that coincide once rounded to bfloat16 still give exactly C distinct tokens."""
+    """Scores that are equal in bfloat16 still give exactly C distinct tokens."""
     noise_BT = np.random.default_rng(0).normal(size=(3, 64))
     scores_BT = jnp.asarray(1 + 1e-4 * noise_BT, jnp.bfloat16)
     assert len(np.unique(np.asarray(scores_BT, np.float32))) < 5
@@ -63,7 +63,7 @@ def test_impossible_c_is_refused(num_selected):
 
 
 def random_segments(rng, rows, length, padding):
-    """Contiguous documents of random sizes, ids ascending from 1; padding at the end or not."""
+    """Return documents of random sizes with ids ascending from 1, with or without padding."""
     segments_BT = np.zeros((rows, length), np.int32)
     for row in range(rows):
         real = rng.integers(0, length + 1) if padding else length
@@ -75,7 +75,7 @@ def random_segments(rng, rows, length, padding):
 @pytest.mark.parametrize('num_selected', [1, 10, 24])
 @pytest.mark.parametrize('padding', [False, True])
 def test_segments_choose_their_own_best(num_selected, padding):
-    """As a loop finds them, for random documents, padding, ties of both zeros, and NaN."""
+    """Equals a loop, for random documents, padding, ties of both zeros, and NaN."""
     rng = np.random.default_rng(num_selected)
     segments_BT = random_segments(rng, 60, 24, padding)
     few = rng.choice(np.array([-1.5, -0.0, 0.0, 2.0, NAN], np.float32), (30, 24))
@@ -91,8 +91,8 @@ def test_segments_choose_their_own_best(num_selected, padding):
     assert not chosen_BT[segments_BT == 0].any()
 
 
-def test_first_entering_names_the_first_and_then_nothing():
-    """The loop's first indices in order, then indices of T and more, all distinct and ascending."""
+def test_mask_to_indices_gives_the_first_and_then_no_token():
+    """The first True indices in order, then indices of T or more, all distinct and ascending."""
     rng = np.random.default_rng(0)
     selected_BT = rng.random((50, 12)) < rng.random((50, 1))
     selected_BT[:2] = [[False] * 12, [True] * 12]
@@ -106,7 +106,7 @@ def test_first_entering_names_the_first_and_then_nothing():
 
 
 @pytest.mark.parametrize('most', [1, 4, 12, 99])
-def test_admission_counts_along_the_row(most):
+def test_capacity_counts_along_the_row(most):
     wanted_BT = np.random.default_rng(most).random((40, 12)) < 0.6
     admitted_BT = np.asarray(apply_capacity(jnp.asarray(wanted_BT), most))
     for wanted_T, admitted_T in zip(wanted_BT, admitted_BT, strict=True):
@@ -127,14 +127,14 @@ def test_admission_counts_along_the_row(most):
     ],
 )
 def test_static_sizes(length, most, sizes):
-    """T / 8, T / 4, T / 2 and T, rounded up, none above the most that may enter, which is one."""
+    """T / 8, T / 4, T / 2 and T, rounded up; none is above the capacity, which is one of them."""
     assert static_sizes(length, most) == sizes
 
 
 def test_indices_of_t_and_more_name_no_token():
-    """They gather zeros, mark nothing and add nothing; token T - 1 does not take their place.
+    """They gather 0, mark nothing and add nothing, and do not stand for token T - 1.
 
-    Its value and its gradient are its own: a clamped index would read it, or lose its cotangent.
+    Token T - 1 keeps its value and gradient: a clamped index would read it or lose its cotangent.
     """
     rng = np.random.default_rng(0)
     x_BTD, weights_BTD = rng.normal(size=(2, 2, 5, 3)).astype(np.float32)
@@ -160,8 +160,8 @@ def test_indices_of_t_and_more_name_no_token():
         np.testing.assert_array_equal(found, right)
 
 
-def test_rows_that_nothing_is_added_to_keep_their_bits():
-    """Also negative zeros, infinities and NaNs with a payload."""
+def test_tokens_without_an_update_keep_their_bits():
+    """Also negative zeros, infinities, and NaNs with a payload."""
     x_BTD = np.full((1, 4, 3), -0.0, np.float32)
     x_BTD[0, 2] = [np.inf, -np.inf, 1e-45]
     x_BTD.view(np.uint32)[0, 3] = [0x7FC00001, 0xFFC00000, 0x80000000]

@@ -1,4 +1,4 @@
-"""Scanned and rematerialized layers are the plain unrolled ones, and cost no program size."""
+"""Scanned and rematerialized layers equal unrolled ones, and programs do not grow with depth."""
 
 import functools
 
@@ -32,7 +32,7 @@ from tests.model.cases import (
 )
 
 VOCABULARY = 32
-# What finds one slot or source, whose weight is 1: its query has no gradient.
+# Readers of a single slot or source, with weight 1, whose queries have no gradient.
 ALONE = {
     'attention': "['run_0']['layer_0']['stream']['query']['kernel']",
     'attention_residual': "['run_0']['layer_0']['attention_connection']",
@@ -51,7 +51,7 @@ MORE = {
     'block slots': MODA | BLOCK_SLOT | POST | NEWEST,
     'seven layers': MODA | ROUTED | {'model.num_layers': 7},
 }
-# Nothing is scanned in the streams that read all earlier outputs.
+# Streams that read all earlier outputs are not scanned.
 SCANNED = {
     name: at_size(knobs, FIVE)
     for name, (knobs, _) in CASES.items()
@@ -60,7 +60,7 @@ SCANNED = {
 
 
 def loss_and_gradient(hparams, variables):
-    """Of a loss on the logits and on every differentiable number of the records; the records."""
+    """Return loss and gradients on the logits and all differentiable records, and the records."""
     model, rng = Transformer(hparams), np.random.default_rng(7)
     weights_BTV = jnp.asarray(rng.normal(size=(*SMALL_BT.shape, VOCABULARY)))
     weights_Z = jnp.asarray(rng.normal(size=hparams.model.experts.num_choices))
@@ -83,7 +83,7 @@ def loss_and_gradient(hparams, variables):
 
 
 def has_no_gradient(model, where):
-    """ALONE, and the last mixture of streams that keeps their mean: the mean alone is read."""
+    """Return whether a leaf gets no gradient: those of ALONE, and the last mixture of streams."""
     if model.depth.hyper_form == 'constrained':
         return "['run_1']['layer_0']['mlp_connection']" in where and 'mix' in where
     return ALONE.get(model.depth.stream, where + ' is not') in where
@@ -102,7 +102,7 @@ FAST = ('mod and moda',)
 @pytest.mark.parametrize('form', parameters(('both',), FORMS))
 @pytest.mark.parametrize('name', parameters(FAST, SCANNED))
 def test_scanned_and_rematerialized_equals_unrolled(name, form, tiny_config):
-    """Loss, records and all gradients, with packing and padding: float64."""
+    """Loss, records and all gradients, with packing and padding, in float64."""
     knobs = SCANNED[name] | {'model.dtype': 'float64'}
     hparams = small_hparams(tiny_config, knobs, PLAIN)
     with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
@@ -133,7 +133,7 @@ def test_scanned_and_rematerialized_equals_unrolled(name, form, tiny_config):
     ('dtype', 'remat'), [('float32', 'block'), ('float32', 'none'), ('model', 'block')]
 )
 def test_gradients_of_bfloat16_slots(dtype, remat, stream, tiny_config):
-    """With sums of the slots' dtype or another, every one is near that of the unrolled layers."""
+    """With sums in the slots' dtype or another, each is near that of unrolled layers."""
     knobs = stream | {'model.dtype': 'bfloat16', 'model.remat': remat}
     unrolled = small_hparams(tiny_config, knobs, UNROLLED)
     variables = random_variables(unrolled, SMALL_BT)
@@ -147,7 +147,7 @@ def test_gradients_of_bfloat16_slots(dtype, remat, stream, tiny_config):
 
 
 def traced(make_config, *knobs, routing='top_c', gradient=True):
-    """The equations of a model's gradient, or of its initialization."""
+    """Return the equations of a model's gradient, or of its initialization."""
     hparams = small_hparams(make_config, *knobs)
     model, tokens_BT = Transformer(hparams), np.zeros((1, 12), np.int32)
 
@@ -172,7 +172,7 @@ def test_each_form_is_another_program(tiny_config):
 
 @pytest.mark.parametrize('knobs, again', [({}, False), (ROUTED, False), (MODA, True)])
 def test_attention_is_computed_again_only_with_slots(knobs, again, tiny_config):
-    """Without slots a rematerialized model has no exponentials but those of a plain one."""
+    """Without slots, a rematerialized model has only the exponentials of a plain one."""
     counts = [
         sum(eqn.primitive.name == 'exp' for eqn in traced(tiny_config, knobs, form))
         for form in ({'model.remat': 'none'}, {'model.remat': 'block'})
@@ -188,7 +188,7 @@ def test_attention_is_computed_again_only_with_slots(knobs, again, tiny_config):
     ),
 )
 def test_initialization_does_not_grow_with_depth(stream, tiny_config):
-    """It has as many equations at 24 layers as at 6; streams_test.py compiles the gradient."""
+    """24 layers have as many equations as 6. streams_test.py compiles the gradient."""
     knobs = {} if stream == 'mudd' else ROUTED  # which is refused
     knobs = knobs | {'model.depth.stream': stream}
     six, many = (
@@ -200,7 +200,7 @@ def test_initialization_does_not_grow_with_depth(stream, tiny_config):
 
 @pytest.mark.parametrize('choice', ['token', pytest.param('expert', marks=pytest.mark.slow)])
 def test_rematerialization_keeps_the_choice_of_experts(choice, tiny_config):
-    """The backward pass ranks nothing again: on a near-tie it could choose otherwise."""
+    """The backward pass ranks nothing again: on a near-tie it could choose differently."""
     for remat in ('none', 'block'):
         found = traced(tiny_config, experts(choice=choice), {'model.remat': remat})
         assert sum(eqn.primitive.name == 'top_k' for eqn in found) == 1  # in the scan's body

@@ -1,4 +1,4 @@
-"""The rules by which arrays are split, and what is computed apart: as one device would."""
+"""The rules of sharding, and functions on each device's part: results are those of one device."""
 
 import contextlib
 from types import SimpleNamespace
@@ -31,20 +31,20 @@ B, T, D, F, E, K = 4, 6, 8, 12, 4, 2
 
 
 def shapes():
-    """Of x, weights of the pairs, w1, w3, w2; and of the pairs' experts."""
+    """Return the shapes of x, weights of pairs, w1, w3, w2, and of the pairs' experts."""
     floats = [(B, T, D), (B, T, K), (E, D, F), (E, D, F), (E, F, D)]
     floats = [jax.ShapeDtypeStruct(shape, 'float32') for shape in floats]
     return floats, jax.ShapeDtypeStruct((B, T, K), 'int32')
 
 
 def mesh_of(**sizes):
-    """An abstract mesh; axes that are not named have size 1."""
+    """Return an abstract mesh; axes that are not named have size 1."""
     types = (AxisType.Auto,) * len(AXES)
     return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, axis_types=types)
 
 
 def under(data=None, expert=None, **sizes):
-    """A context with an abstract mesh of these sizes, or with none."""
+    """Return a context with an abstract mesh of these sizes, or without a mesh."""
     if data is None:
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(mesh_of(data=data, expert=expert or 1, **sizes))
@@ -78,13 +78,13 @@ def under(data=None, expert=None, **sizes):
     ],
 )  # fmt: skip
 def test_a_leaf_is_split_as_the_table_says(path, shape, sizes, wanted):
-    """Its axes have names by its path and rank; the first rule that divides is taken."""
+    """Its path and rank give its axis names; the first rule that divides is taken."""
     names = axis_names(path, len(shape))
     assert spec(mesh_of(**sizes), names, shape) == PartitionSpec(*wanted)
 
 
 def test_rows_are_split_over_all_axes_but_tensor():
-    """Where they divide; an axis is used once in an array."""
+    """If these divide the rows. A mesh axis is used once per array."""
     mesh = mesh_of(data=2, fsdp=2, tensor=2, expert=2)
     rows = PartitionSpec(('data', 'fsdp', 'expert'), None, 'tensor')
     assert spec(mesh, ('batch', None, 'heads'), (8, 3, 4)) == rows
@@ -93,9 +93,9 @@ def test_rows_are_split_over_all_axes_but_tensor():
 
 
 def test_parameters_are_gathered_along_embed():
-    """In the dtype of the products; their gradients are split as they are stored, and float32.
+    """In the dtype of the products. Gradients are float32 and sharded like stored parameters.
 
-    Without a mesh and inside a shard_map everything is left alone.
+    Without a mesh and inside a shard_map nothing changes.
     """
     params = {'mlp': {'w1': {'kernel': jax.ShapeDtypeStruct((32, 64), 'float32')}},
               'mlp_norm': {'scale': jax.ShapeDtypeStruct((32,), 'float32')}}  # fmt: skip
@@ -122,8 +122,8 @@ def test_parameters_are_gathered_along_embed():
     assert 'shard_map' in apart and 'sharding_constraint' not in apart
 
 
-def test_heads_are_apart_only_with_their_keys():
-    """Where either does not divide over `tensor`, neither is split."""
+def test_heads_are_split_only_with_their_keys():
+    """If `tensor` does not divide both, neither is split."""
     names = {'q': ('batch', 'heads'), 'k': ('batch', 'kv_heads')}
     seen = []
 
@@ -147,7 +147,7 @@ def sharded(arrays, expert_BTk, product='blocked'):
 
 
 def test_one_device_runs_the_plain_function():
-    """Under no mesh and under one of one device nothing is added to the plain call."""
+    """Without a mesh, or with one device, nothing is added to the plain call."""
 
     def plain(arrays, expert_BTk):
         x_BTD, weight_BTk, *weights = arrays
@@ -163,7 +163,7 @@ def test_one_device_runs_the_plain_function():
 
 
 def test_the_backward_pass_keeps_no_copy_of_the_weights():
-    """What a layer saves for its backward pass are the weights themselves, as on one device."""
+    """A layer saves the weights themselves, as on one device."""
     kept = []
 
     def program(arrays, expert_BTk):
@@ -178,7 +178,7 @@ def test_the_backward_pass_keeps_no_copy_of_the_weights():
     assert kept == [[False, False, True, True, True]] * 2
 
 
-# Mesh, rows, product; and what a device computes: rows, experts, their inner width.
+# Mesh, rows, product; and on each device: rows, experts, their inner width.
 CASES = [
     ('data=2,expert=2', B, 'blocked', (2, 2, F)),
     ('expert=4', B, 'blocked', (4, 1, F)),
@@ -191,10 +191,10 @@ def check_experts(layout, num_rows, product, own):
     rng, mesh = np.random.default_rng(0), make_mesh(layout)
     arrays = [rng.normal(size=shape.shape).astype(np.float32) for shape in shapes()[0]]
     target_BTD = rng.normal(size=(B, T, D)).astype(np.float32)
-    # From E on: experts that do nothing, and the number that padding has.
+    # Numbers from E on: no-op experts, and padding.
     expert_BTk = np.int32(rng.integers(0, E + 2, (B, T, 1)) + np.arange(K))
     expert_BTk[0, 0] = 99
-    expert_BTk[-1] = np.arange(K)  # a row on the same few experts
+    expert_BTk[-1] = np.arange(K)  # all tokens of a row on the same few experts
     x_BTD, weight_BTk, *weights = arrays
     inputs = [x_BTD[:num_rows], weight_BTk[:num_rows], *weights], expert_BTk[:num_rows]
 
@@ -220,7 +220,7 @@ def check_experts(layout, num_rows, product, own):
 
 
 def check_communication(layout, many, moved, rows, experts, inner):
-    """It sums over devices, and gathers the rows of those that share experts: no weight."""
+    """Assert sums over devices and gathers of shared rows, and no gathered weight."""
     own = B // 4 if 'expert' in layout else rows
     mine = [(experts, D, inner), (experts, D, inner), (experts, inner, D)]
     found = [array.addressable_shards[0].data.shape for array in many]
@@ -303,16 +303,16 @@ def on_four_devices():
 
 
 def test_many_devices_compute_what_one_does():
-    """Experts: result and gradients of tokens, factors and all weights; no weight is moved.
+    """Experts: the result and all gradients are equal, and no weight is moved.
 
-    A top_k by rows gathers nothing. The gradients of equal tokens of a bfloat16 model are added in
-    float32, over devices too: a sum of ones in bfloat16 stops at 256.
+    A top_k of rows gathers nothing. Gradients of equal tokens of a bfloat16 model are summed in
+    float32, also over devices: a sum of ones in bfloat16 stops at 256.
     """
     on_devices(4, 'from tests.model import sharding_test as test; test.on_four_devices()')
 
 
 def test_rows_that_do_not_divide_are_not_split():
-    """Nor is anything added where there is no mesh."""
+    """Without a mesh nothing is added either."""
 
     def program(rows):
         scores_BT = jax.ShapeDtypeStruct((rows, T), 'float32')

@@ -1,4 +1,4 @@
-"""A stack is a list of runs: written out again they are its layers, with all that was theirs."""
+"""A stack is a list of runs, which expand to its layers."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ def expand(runs):
 
 
 def pattern(letters):
-    """'d r*3 x' -> the Run of each word: letters of the group, repeats after the star."""
+    """Parse 'd r*3 x' into a Run for each word: letters of the group, repeats after the star."""
     words = [word.partition('*') for word in letters.split()]
     return tuple(Run(tuple(group), int(repeats or 1)) for group, _, repeats in words)
 
@@ -58,10 +58,10 @@ def test_expanded_runs_are_the_pattern(kinds):
     ],
 )
 def test_model_is_few_runs(routed, windows, num_runs, with_slots, tiny_config):
-    """A model's runs give back, layer by layer, whether it is routed and its window.
+    """A model's runs give, layer by layer, whether it is routed and its window.
 
-    MoDA's last layer writes no slot: it ends the run that it would have been in, which undoes a
-    group that is there only twice.
+    MoDA's last layer writes no slot, so it ends its run. This splits a group that has only two
+    repeats.
     """
     knobs = {'model.num_layers': 12, 'model.windows': windows}
     knobs |= {'model.routing.router': 'learned', 'model.routing.layers': routed}

@@ -1,4 +1,4 @@
-"""Depth streams: what they read and write, their parameters, and the memory of their slots."""
+"""Depth streams: reads and writes, parameters, and the memory of slots."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ from tests.model.cases import (
     ('routing', 'kv_heads'), [({}, 1), pytest.param(ROUTED, 2, marks=pytest.mark.slow)]
 )
 def test_streams_add_parameters_by_formula(routing, kv_heads, tiny_config):
-    """D = 16, L = 4, H = 4, K heads of keys, G = 4 / K: none that nothing reads."""
+    """D = 16, L = 4, H = 4, K key heads, G = 4 / K. Layers have only parameters that are used."""
 
     def count(*knobs):
         shape = {'model.num_kv_heads': kv_heads}
@@ -81,7 +81,7 @@ def test_streams_add_parameters_by_formula(routing, kv_heads, tiny_config):
 
 
 def read(name, hparams, x_LBTD, params=None):
-    """What layer 2 of a stream that reads outputs reads, at first or with these parameters."""
+    """Return what layer 2 of a stream of outputs reads, with initial or given parameters."""
     stream = STREAMS[name](hparams, LayerKind(False, 0, 1, len(x_LBTD)))
     inputs = (x_LBTD[-1], DepthSlots(x_LBTD))
     if params is None:
@@ -91,8 +91,9 @@ def read(name, hparams, x_LBTD, params=None):
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_reads_start_as_the_newest_output_bit_for_bit(dtype, tiny_config):
-    """So at first the model is the residual one. A weight of 1.003, which bfloat16 would round to
-    1, shows in both dtypes.
+    """So the model starts as the residual one.
+
+    A weight of 1.003, which bfloat16 rounds to 1, has an effect in both dtypes.
     """
     hparams = small_hparams(tiny_config, AVERAGE, {'model.dtype': dtype}).model
     x_LBTD = jnp.asarray(np.random.default_rng(3).normal(size=(4, 2, 5, 16)), dtype)
@@ -104,8 +105,8 @@ def test_reads_start_as_the_newest_output_bit_for_bit(dtype, tiny_config):
     assert np.any(read('average', hparams, x_LBTD, finer) != x_LBTD[-1])
 
 
-# The memory of training grows as the number of layers, not its square: slots are stored once.
-# Programs are compiled, not run; what a layer keeps is read off the function that jax.vjp returns.
+# Training memory is linear in the number of layers, because slots are stored once. Programs are
+# compiled, not run. The function that jax.vjp returns shows what a layer saves.
 BATCH, LENGTH = 1, 128
 WIDE = {
     'model.d_model': 64,
@@ -117,7 +118,7 @@ WIDE = {
 
 
 def loss_of(make_config, num_layers, *knobs):
-    """(loss of the parameters, the parameters' shapes, hparams)."""
+    """Return (loss of the parameters, the parameters' shapes, hparams)."""
     hparams = small_hparams(make_config, WIDE, {'model.num_layers': num_layers}, *knobs)
     model, tokens_BT = Transformer(hparams), jnp.zeros((BATCH, LENGTH), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)['params']
@@ -145,7 +146,7 @@ SCANNED = {
     'value embeddings': LOOKED_UP,
 }
 DEEP = [(name, 'block') for name in SCANNED]
-# So dynamic MUDD keeps the weights of each token, as many in each layer as there are layers.
+# Dynamic MUDD saves the weights of each token: in each layer as many as there are layers.
 DEEP += [(name, 'none') for name in SCANNED if name != 'mudd']
 
 
@@ -153,10 +154,11 @@ DEEP += [(name, 'none') for name in SCANNED if name != 'mudd']
     ('name', 'remat'), parameters((('moda', 'block'), ('hyper-connections', 'block')), DEEP)
 )
 def test_memory_is_linear_in_depth_and_the_program_does_not_grow(name, remat, tiny_config):
-    """64 layers take at most 2.1 times the memory of 32, and at most 1.01 times the instructions.
+    """64 layers take at most 2.1 times the memory of 32, and 1.01 times the instructions.
 
-    At least 1.3 times: what does not grow is least hidden where one slot is all there is. XLA fuses
-    a few instructions otherwise at another length: 3,127 and 3,125 in JAX 0.11.2.
+    They take at least 1.3 times the memory: the constant part matters most where one slot is all
+    there is. XLA fuses a few instructions differently at another length: 3,127 and 3,125 in JAX
+    0.11.2.
     """
 
     def compiled(num_layers):
@@ -174,7 +176,7 @@ KEPT = {
     'bfloat16': MODA | {'model.dtype': 'bfloat16'},  # with sums of another dtype
     'projected': MODA | ROUTED,
     'masked': MODA | ROUTED | MASKED,
-    # With an mlp whose hidden layer, which is kept too, is smaller than a slot.
+    # The hidden layer of the mlp is saved too. Here it is smaller than a slot.
     'value attention': RECENT | {'model.d_ff': 64},
     'value attention, bfloat16': RECENT | ROUTED | {'model.dtype': 'bfloat16', 'model.d_ff': 64},
     'attention residual': SOURCES,
@@ -186,9 +188,9 @@ KEPT = {
 @pytest.mark.parametrize('remat', parameters(('none',), ('none', 'block')))
 @pytest.mark.parametrize('name', parameters(('masked', 'bfloat16', 'value attention'), KEPT))
 def test_no_layer_keeps_the_slots(name, remat, tiny_config):
-    """Of what a gradient keeps, the slots are there once, and nothing larger.
+    """A gradient saves the slots once, and nothing larger.
 
-    An array that some layer of a scan kept of its buffer would be larger by the scan's length.
+    An array that each layer of a scan saves from the buffer would be larger by the scan's length.
     """
     kept = {}
     for num_layers in (20, 40):

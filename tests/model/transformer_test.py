@@ -1,4 +1,4 @@
-"""The whole model: its logits, parameters and records, and the routings that it runs or refuses."""
+"""The whole model: logits, parameters and records, and which routings it runs or refuses."""
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +20,21 @@ TOKENS_BT = np.random.default_rng(0).integers(0, 257, (4, LENGTH))
 
 
 def make(tiny_config, **knobs):
-    """A model, and variables so large and so random that each of them shows in the logits."""
+    """Return a model, and random variables large enough that each one affects the logits."""
     model = Transformer(from_config(tiny_config(**knobs)))
     shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS_BT)
     return model, random_like(shapes)
 
 
 def run(model, variables, **how):
-    """Logits and records of one compiled pass."""
+    """Return logits and records of one compiled pass."""
     apply = jax.jit(lambda variables: model.apply(variables, TOKENS_BT, **how))
     return jax.device_get(apply(variables))
 
 
 @pytest.mark.parametrize('placement', parameters(('pre',), ('pre', 'post', 'reordered')))
 def test_capacity_one_without_gate_is_the_dense_model(placement, tiny_config):
-    """With every token selected and no gate, all blocks routed, the model is the dense model."""
+    """If all blocks are routed, all tokens selected and gates 1, the model is the dense model."""
     knobs = {'model.norm_placement': placement, 'model.windows': (0, 5)}
     routing = {
         'model.routing.layers': 'every:1',
@@ -56,7 +56,7 @@ def test_capacity_one_without_gate_is_the_dense_model(placement, tiny_config):
 
 
 def test_bfloat16_model_keeps_float32_parameters_and_logits(tiny_config):
-    """In bfloat16 only activations are: the logits differ from float32's by rounding alone."""
+    """Only activations are bfloat16, so logits differ from float32 ones only by rounding."""
     knobs = ROUTED | {'model.routing.capacity': 1.0}
     half, variables = make(tiny_config, **knobs, **{'model.dtype': 'bfloat16'})
     full, _ = make(tiny_config, **knobs)
@@ -70,7 +70,7 @@ def test_bfloat16_model_keeps_float32_parameters_and_logits(tiny_config):
 
 
 def test_rms_norm_of_bfloat16_is_taken_in_float32():
-    """A bfloat16 input is normalized in float32 and rounded once, so squares do not lose bits."""
+    """A bfloat16 input is normed in float32 and rounded once, so squares do not lose bits."""
     rng = np.random.default_rng(0)
     x, scale = jnp.asarray(rng.normal(size=(4, 64)), jnp.bfloat16), rng.normal(size=64)
     result = rms_norm(x, np.float32(scale), 1e-6)
@@ -104,12 +104,12 @@ def test_parameter_count_is_the_formula(knobs, tiny_config):
     expected = V * D * (1 if m.tie_embeddings else 2) + D
     expected += m.num_layers * block + len(m.routed_layers) * routed
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == expected
-    # A control knows its threshold and keeps no averages.
+    # A control has a known threshold and no averages.
     assert ('averages' in variables) == learned
 
 
 def test_a_kernel_that_cannot_run_here_is_refused_before_a_run_begins(tiny_config):
-    """In one line that names the knob; an interpreted kernel, and those of XLA, pass."""
+    """The error is one line with the knob. Interpreted kernels and those of XLA are accepted."""
     changes = {'model.depth.stream': 'moda'}
     for name in ('auto', 'xla', 'reference', 'pallas'):
         check_attention(from_config(tiny_config(**changes, **{'model.attention': name})))
@@ -127,7 +127,7 @@ THREE = {
 
 
 def test_random_choices_follow_the_given_key(tiny_config):
-    """Another key, another choice in each layer; without one the choice is always the same."""
+    """Another key changes the selection in each layer. Without a key it is always the same."""
     model, variables = make(tiny_config, **THREE | {'model.routing.router': 'random'})
 
     @jax.jit
@@ -144,9 +144,9 @@ def test_random_choices_follow_the_given_key(tiny_config):
 
 @pytest.mark.parametrize('loop', parameters(('unrolled',), ('scan', 'unrolled')))
 def test_only_the_named_layers_obey_the_rule(loop, tiny_config):
-    """The others select by top-C; with none named the model is that of top_c, with all the rule's.
+    """The others use top-C. With no named layer the model equals top_c; with all, the rule.
 
-    Layers before the first named one see the stream of top_c, and so decide as it does. Records of
+    Layers before the first named one see the stream of top_c, so they select as it does. Records of
     a stack of several runs are in order of depth.
     """
     layers = {'model.num_layers': 4, 'model.routing.layers': '0,2,3', 'model.layer_loop': loop}
@@ -176,7 +176,7 @@ def test_only_the_named_layers_obey_the_rule(loop, tiny_config):
 
 
 def test_static_sizes_of_the_model(tiny_config):
-    """A cache with an end gives one size, by the context of the run or of a longer row."""
+    """A limited cache gives one size, from the context of the run or of a longer row."""
 
     def sizes(length, rule='predictor', **knobs):
         knobs = THREE | routed_by('learned', 'auto') | knobs
@@ -200,7 +200,7 @@ def test_static_sizes_of_the_model(tiny_config):
     ],
 )
 def test_rules_that_a_model_does_not_have_are_refused_by_name(router, rule, runs, tiny_config):
-    """The line names the routing, the router and what it can run; a typo lists all there are."""
+    """The line has the routing, the router and what it can run. A typo lists all routings."""
     hparams = from_config(tiny_config(**THREE | routed_by(router, rule)))
     assert causal_routing(hparams) == runs[0]
     runs = [*runs, 'bypass']
@@ -223,15 +223,15 @@ def test_rules_that_a_model_does_not_have_are_refused_by_name(router, rule, runs
         ('threshold', 'threshold', "routing='threshold': needs averages"),
         ('experts choose', 'threshold', "routing='threshold': needs averages"),
         ('staged, experts choose', 'aux_loss', "routing='aux_loss': needs averages"),
-        ('experts choose', 'dense', "routing='dense': .*experts choose.*only threshold"),
+        ('experts choose', 'dense', "routing='dense': .*experts choose.*only the threshold rule"),
         ('experts', 'threshold', "routing='threshold': no block of this model is routed"),
         ('experts choose', 'top_c', "routing='top_c': looks at later tokens"),
     ],
 )
 def test_a_rule_without_its_averages_or_experts_is_refused(name, routing, message, tiny_config):
-    """By the model, by the parameters of decoding and by generation: a threshold is never made up.
+    """By the model, by decoding and by generation: a threshold is never made up.
 
-    Top-C of experts looks at whole rows and generates nothing.
+    Top-C of experts looks at whole rows, so it generates nothing.
     """
     hparams, variables, own, _ = build(tiny_config, name)
     assert causal_routing(hparams) == own
@@ -253,7 +253,7 @@ def test_a_rule_without_its_averages_or_experts_is_refused(name, routing, messag
     'dimensions', [(((1,), (0,)), ((), ())), (((2,), (1,)), ((), ())), (((2,), (0,)), ((0,), (1,)))]
 )
 def test_flat_products_contract_last_axes_with_first_ones(dimensions):
-    """Other axes, and axes of a batch, are refused: their product would be another."""
+    """Other axes and batch axes are refused, because their product would be another one."""
     x_BTD, kernel_DNH = jnp.ones((3, 3, 3)), jnp.ones((3, 3, 3))
     with pytest.raises(ValueError, match='must contract') as error:
         _flat_dot_general(x_BTD, kernel_DNH, dimensions)

@@ -1,4 +1,4 @@
-"""Tables of values by token: where they are, when they change nothing, gradients, what is kept."""
+"""Value embeddings: which layers have tables, initial values, gradients and memory."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ B, T = SMALL_BT.shape
 
 @pytest.mark.parametrize('layers', [1, 4])
 def test_every_second_layer_has_a_table_and_the_last(layers, tiny_config):
-    """They are scanned as one run of groups of two; under `all` of one."""
+    """Layers are scanned as one run of groups of two, or of one under `all`."""
     for knobs, expected in ((LOOKED_UP, {*range(layers - 1, -1, -2)}), (ALL_LOOKED_UP, None)):
         hparams = small_hparams(tiny_config, knobs, {'model.num_layers': layers})
         params = random_variables(hparams, SMALL_BT)['params']
@@ -43,7 +43,10 @@ def test_every_second_layer_has_a_table_and_the_last(layers, tiny_config):
 
 @pytest.mark.parametrize('routing', [{}, pytest.param(ROUTED, marks=pytest.mark.slow)])
 def test_first_values_are_those_of_nanochat(routing, tiny_config):
-    """Tables uniform in +-sqrt(3 / D), variance 1 / D; gates in [0, 0.02): float32, all apart."""
+    """Tables are uniform in +-sqrt(3 / D), with variance 1 / D, and gates in [0, 0.02).
+
+    All are float32 with different draws.
+    """
     hparams = small_hparams(tiny_config, ALL_LOOKED_UP, routing, {'model.dtype': 'bfloat16'})
     found = by_name(hparams, initial_params(hparams))
     found = {name: leaf for name, leaf in found.items() if 'value_embedding' in name[1]}
@@ -63,7 +66,7 @@ def test_first_values_are_those_of_nanochat(routing, tiny_config):
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_rows_are_added_in_float32_and_rounded_once(dtype):
-    """A gate near 1.003, which bfloat16 would round to 1, shows; it is 1.5 at a logit of 0."""
+    """A gate near 1.003, which bfloat16 rounds to 1, has an effect. It is 1.5 at a logit of 0."""
     rng = np.random.default_rng(0)
     v, row = (jnp.asarray(rng.normal(size=(2, 3, 2, 4)), dtype) for _ in range(2))
     logit = np.full((2, 3, 2), -np.log(3 / 1.003 - 1), np.float32)
@@ -77,7 +80,7 @@ def test_rows_are_added_in_float32_and_rounded_once(dtype):
 
 
 def test_gradients_of_a_token_are_summed_in_float32(tiny_config):
-    """Of 1024 equal tokens the row's gradient is 1.5 * 1024; in bfloat16 it would end at 256."""
+    """1024 equal tokens give a gradient of 1.5 * 1024. In bfloat16 it would stop at 256."""
     model = small_hparams(tiny_config, LOOKED_UP, {'model.dtype': 'bfloat16'}).model
     module, ids_BT = ValueEmbedding(model), jnp.full((1, 1024), 3)
     x_BTD = jnp.zeros((1, 1024, model.d_model), 'bfloat16')
@@ -93,7 +96,7 @@ def test_gradients_of_a_token_are_summed_in_float32(tiny_config):
 
 
 def stack_of(hparams):
-    """The stack as a function of its parameters and its input, [B, T, D]; and both, abstract."""
+    """Return the stack as a function of parameters and input [B, T, D]; and both, abstract."""
     variables = random_variables(hparams, SMALL_BT)
     args = layer_args(hparams.model, variables.get('averages'), 'top_c')
     tokens = token_info(hparams, jnp.asarray(SMALL_BT), jnp.asarray(SMALL_SEGMENTS_BT))
@@ -108,7 +111,7 @@ def stack_of(hparams):
 @pytest.mark.parametrize('remat', ['block', 'none'])
 @pytest.mark.parametrize('knobs', [{}, ROUTED, LOOPED], ids=['dense', 'routed', 'looped'])
 def test_no_token_has_an_array_over_the_vocabulary(knobs, remat, tiny_config):
-    """A lookup is no product with one-hot rows; a gradient keeps each table once."""
+    """A lookup is not a product with one-hot rows. A gradient saves each table once."""
     wide = {'model.vocab_size': 37, 'model.remat': remat}
     run, params, x_BTD = stack_of(small_hparams(tiny_config, knobs, LOOKED_UP, wide))
 
@@ -126,8 +129,8 @@ def test_no_token_has_an_array_over_the_vocabulary(knobs, remat, tiny_config):
 
 
 @pytest.mark.parametrize('routing', [{}, ROUTED])
-def test_flops_grow_by_the_gates_alone(routing, tiny_config):
-    """2 * 12 * K of a token that a layer with a table processes."""
+def test_flops_grow_only_by_the_gates(routing, tiny_config):
+    """2 * 12 * K for each token that a layer with a table processes."""
     plain, other = (small_hparams(tiny_config, routing, more) for more in ({}, LOOKED_UP))
     before, after = (forward_breakdown(hparams, B, T) for hparams in (plain, other))
     tokens = 2 * B * (T // 4 if routing else T)
@@ -140,7 +143,7 @@ EVERY_TOKEN = ROUTED | {'model.routing.capacity': 1.0, 'model.routing.gate': 'no
 
 @pytest.mark.parametrize('routing', [{}, EVERY_TOKEN])
 def test_a_dense_model_converts_to_tables_of_zeros(routing, tiny_config):
-    """New tables are 0, gates are drawn; logits of the dense model are those of the new one."""
+    """New tables are 0 and gates are drawn. The logits stay those of the dense model."""
     plain, target = small_hparams(tiny_config), small_hparams(tiny_config, routing, ALL_LOOKED_UP)
     check_convertible(plain, target)
     params = random_variables(plain, SMALL_BT)['params']

@@ -1,4 +1,4 @@
-"""Streams that change the values of attention: what they equal, and what they do not read."""
+"""Streams that change the values of attention: equal models, and what they do not read."""
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,8 @@ from tests.model.cases import (
 B, T = SMALL_BT.shape
 
 
-def test_shared_values_are_the_first_layers_alone(tiny_config):
-    """Later layers have no value projection and cache keys alone: 5/8 of the bytes of 4 layers."""
+def test_shared_values_are_only_those_of_the_first_layer(tiny_config):
+    """Later layers have no value projection and cache only keys: 5/8 of the bytes of 4 layers."""
     plain, hparams = (small_hparams(tiny_config, HEAD_NORM, some) for some in ({}, SHARED))
     caches = [empty_cache(some) for some in (plain, hparams)]
     sizes = [sum(map(cache_bytes, cache.layers)) for cache in caches]
@@ -41,7 +41,7 @@ def test_shared_values_are_the_first_layers_alone(tiny_config):
 
 @pytest.mark.parametrize(('knobs', 'has_own'), [(SHARED, False), (VALUES, True)])
 def test_shared_values_of_a_later_layer_do_not_depend_on_its_input(knobs, has_own, tiny_config):
-    """Nor has it a projection to values; with queries of 0 attention shows values alone."""
+    """It has no value projection. With queries of 0, attention depends only on values."""
     hparams = small_hparams(tiny_config, knobs)
     stack = Stack(hparams.model, 'dense')
     params = random_variables(hparams, SMALL_BT)['params']['stack']
@@ -65,7 +65,7 @@ def test_shared_values_of_a_later_layer_do_not_depend_on_its_input(knobs, has_ow
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_values_are_mixed_in_float32_and_rounded_once(dtype):
-    """A weight of 1.003, which bfloat16 would round to 1, shows."""
+    """A weight of 1.003, which bfloat16 rounds to 1, has an effect."""
     rng = np.random.default_rng(0)
     first, own = (jax.numpy.asarray(rng.normal(size=(2, 3, 2, 4)), dtype) for _ in range(2))
     found = add_first_values(first, own, np.float32([0.5, 1.003]))
@@ -74,12 +74,12 @@ def test_values_are_mixed_in_float32_and_rounded_once(dtype):
     np.testing.assert_array_equal(found, jax.numpy.asarray(wide, dtype))
 
 
-# Of mix_values: two tokens of three rows, four slots, two heads of keys and six of queries.
+# mix_values for two rows of three tokens, four slots, two key heads and six query heads.
 SIZE = {'q': (2, 3, 6, 4), 'own': (2, 3, 2, 4), 'slots': (4, 2, 3, 2, 4)}
 
 
 def draw_mixture(dtype='float32'):
-    """q_BTNH, own KeysValues, and DepthSlots of which some are hidden."""
+    """Return q_BTNH, own KeysValues, and DepthSlots, some of them hidden."""
     rng = np.random.default_rng(3)
 
     def draw(name):
@@ -90,7 +90,7 @@ def draw_mixture(dtype='float32'):
 
 
 def test_queries_of_zero_read_the_mean_of_the_visible_values():
-    """Its own value is one of them, and the only one where no slot is visible."""
+    """The own value is one of them, and the only one if no slot is visible."""
     q_BTNH, own, depth = draw_mixture()
     found_BTKH, _ = mix_values(0 * q_BTNH, own, depth)
     for b, t in np.ndindex(2, 3):
@@ -102,7 +102,7 @@ def test_queries_of_zero_read_the_mean_of_the_visible_values():
 
 
 def test_mixtures_do_not_depend_on_the_position():
-    """Queries and keys of one token are rotated alike, however far from the start."""
+    """Queries and keys of a token are rotated alike at any distance from the start."""
     q_BTNH, own, depth = draw_mixture()
 
     def mixed(first):
@@ -119,7 +119,7 @@ def test_mixtures_do_not_depend_on_the_position():
 
 
 def test_mixtures_are_formed_in_float32_and_rounded_once():
-    """Of values in bfloat16: the same as of the same values in float32, rounded."""
+    """Values in bfloat16 give the result of the same values in float32, rounded."""
     narrow = draw_mixture('bfloat16')
     wide = jax.tree.map(lambda x: x if x.dtype == bool else x.astype('float32'), narrow)
     found, _ = mix_values(*narrow)
@@ -139,7 +139,7 @@ def test_one_layer_without_sources_is_the_plain_model(tiny_config):
 
 
 def empty_cache(hparams):
-    """The shapes of the cache of SMALL_BT."""
+    """Return the shapes of the cache of SMALL_BT."""
     routed = bool(hparams.model.routed_layers)
     how = {'hparams': hparams, 'routing': hparams.model.routing.causal_rule if routed else 'dense'}
     how |= {'capacity': T, 'routed_capacity': 6 if routed else None}
@@ -150,7 +150,7 @@ def empty_cache(hparams):
 @pytest.mark.parametrize(
     ('knobs', 'pairs'),
     [
-        # Six layers. Sources of layers 1 to 5, the own one included.
+        # Six layers: the number of sources of layers 1 to 5, including the layer itself.
         ({}, 2 + 2 + 2 + 3 + 3),  # layers 0 and 3
         ({'value_stride': 2}, 2 + 2 + 3 + 3 + 4),
         ({'value_stride': 1}, 2 + 3 + 4 + 5 + 6),

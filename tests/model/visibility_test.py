@@ -1,4 +1,4 @@
-"""A layer sees the slots that earlier layers wrote of its own token, and no other slot at all."""
+"""A layer sees only the slots that earlier layers wrote for its own token."""
 
 import functools
 
@@ -18,7 +18,7 @@ SEGMENTS_BT = np.array([[1, 1, 1, 1, 1], [1, 1, 2, 2, 0]])
 POSITIONS_BT = np.tile(np.arange(LENGTH), (ROWS, 1))
 ARGS = LayerArgs(RoutingArgs(np.int32(0), np.float32(0), np.bool_(False)))
 HALF = ROUTED | {'model.routing.capacity': 0.6}
-# name: (knobs, routed, the newest slots seen, 0 for all)
+# name: (knobs, routed, how many of the newest slots are visible; 0: all)
 READERS = {
     'xla': ({}, False, 0),
     'reference': ({'model.attention': 'reference'}, False, 0),
@@ -35,10 +35,10 @@ def draw(shapes, rng):
 
 @functools.cache
 def probe(make_config, name):
-    """A jitted (slots, count) -> a layer's output, the selected tokens, the grids; and the slots.
+    """Return a jitted (slots, count) -> (output of a layer, selected tokens, grids), and the slots.
 
-    The grids are of what each query [B, T] sees, by the gradients of its output: the inputs of
-    tokens [B, T] and their slots [SLOTS, B, T]. The last output: all gradients are finite.
+    The grids say what each query [B, T] sees, by the gradients of its output: the inputs of tokens
+    [B, T] and their slots [SLOTS, B, T]. The last output says whether all gradients are finite.
     """
     knobs, routed, _ = READERS[name]
     hparams = small_hparams(make_config, MODA, knobs).model
@@ -76,7 +76,7 @@ def probe(make_config, name):
 
 
 def expected_sight(count, newest, valid_LBT, selected_BT):
-    """What a query sees, by definition: keys [B, T, B, T] and slots [B, T, L, B, T]."""
+    """Return what a query sees by definition: keys [B, T, B, T] and slots [B, T, L, B, T]."""
     keys = np.zeros((ROWS, LENGTH, ROWS, LENGTH), bool)
     slots = np.zeros((ROWS, LENGTH, SLOTS, ROWS, LENGTH), bool)
     for b in range(ROWS):
@@ -94,7 +94,7 @@ def expected_sight(count, newest, valid_LBT, selected_BT):
 
 @pytest.mark.parametrize('name', READERS)
 def test_gradients_draw_the_mask(name, tiny_config):
-    """Exact zeros but for the causal triangle of keys and the token's own slots, for any count."""
+    """Gradients are exactly 0 except for causal keys and the token's own slots, for any count."""
     run, slots, valid_LBT = probe(tiny_config, name)
     for count in (0, 1, 3, SLOTS):
         _, selected_BT, keys, sight, finite = run(slots, count)
@@ -121,8 +121,8 @@ def test_the_mask_as_drawn(tiny_config):
 
 
 @pytest.mark.parametrize('name', READERS)
-def test_what_is_hidden_may_be_nan(name, tiny_config):
-    """NaN in every slot that its token does not see: the same output, and finite gradients."""
+def test_hidden_slots_may_be_nan(name, tiny_config):
+    """NaN in every slot that a token does not see changes no output and no finite gradient."""
     run, slots, valid_LBT = probe(tiny_config, name)
     before_BTD, selected_BT, *_ = run(slots, 2)
     _, sight = expected_sight(2, READERS[name][2], valid_LBT, None)

@@ -1,4 +1,4 @@
-"""Causal rules, by name: which tokens a routed block selects when later tokens are unknown."""
+"""Causal rules: how a routed block selects tokens without knowing later ones."""
 
 import flax.linen as nn
 import jax
@@ -11,23 +11,23 @@ from moddepth_jax.model.mod.routers import widen
 
 
 class CausalRule(nn.Module):
-    """Maps (x_BTD, scores_BT, threshold) to float32 logits [B, T]; above 0 selects the token."""
+    """Maps (x_BTD, scores_BT, threshold) to float32 logits [B, T]. Above 0, a token is selected."""
 
     hparams: ModelHparams
-    # Knob of `model.routing` that weighs the loss by which training fits the logits to the top C.
+    # The knob of `model.routing` with the weight of the loss that fits the logits to the top C.
     loss_weight = None
-    needs_threshold = False  # whether it compares scores with their moving average
-    is_capped = True  # whether the cache of a routed block is smaller than the context
+    needs_threshold = False  # whether it compares scores with a moving average
+    is_capped = True  # whether a routed block's cache can be smaller than the context
 
     @classmethod
     def flops_per_token(cls, hparams: ModelHparams) -> int:
-        """FLOPs of the rule's own parameters on one token."""
+        """Return the FLOPs of the rule's own parameters on one token."""
         return 0
 
 
 @CAUSAL_RULES.register('predictor')
 class Predictor(CausalRule):
-    """Logit that a token is among the top C, of stop_gradient(x) (Raposo et al. 2024, 3.5)."""
+    """The logit that a token is in the top C, from stop_gradient(x) (Raposo et al. 2024, 3.5)."""
 
     loss_weight = 'predictor_loss_weight'
 
@@ -49,7 +49,7 @@ class Predictor(CausalRule):
 
 @CAUSAL_RULES.register('positive')
 class Positive(CausalRule):
-    """r > 0, which no loss moves toward the top C: what straight-through routing has untrained."""
+    """r > 0. No loss moves r toward the top C: straight-through routing has this untrained."""
 
     def __call__(self, x_BTD, scores_BT, threshold):
         return scores_BT
@@ -57,14 +57,14 @@ class Positive(CausalRule):
 
 @CAUSAL_RULES.register('aux_loss')
 class AuxLoss(Positive):
-    """sigmoid(r) > 1/2, that is r > 0: a loss moves the router's own scores."""
+    """sigmoid(r) > 1/2, that is r > 0. A loss moves the router's own scores toward the top C."""
 
     loss_weight = 'aux_loss_weight'
 
 
 @CAUSAL_RULES.register('threshold')
 class Threshold(CausalRule):
-    """r > the moving average of the C-th largest score, or the known threshold of a control."""
+    """r > moving average of the C-th largest score, or the known threshold of a control."""
 
     needs_threshold = True
 
@@ -74,7 +74,7 @@ class Threshold(CausalRule):
 
 @CAUSAL_RULES.register('assigned')
 class Assigned(CausalRule):
-    """The loops that the router chose for the token, which look at no later one: no rule at all."""
+    """The loops that the router chose for the token. The choice is causal, so no rule is needed."""
 
     is_capped = False
 

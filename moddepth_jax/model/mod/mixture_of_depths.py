@@ -1,4 +1,4 @@
-"""A routed block: the selected tokens pass through it, or a part of it; the others skip that."""
+"""A routed block: selected tokens pass through the block or a part of it, the others skip it."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.hparams.registry import CAUSAL_RULES, GATES, ROUTERS
 from moddepth_jax.model.attention import DepthSlots, KeysValues
-from moddepth_jax.model.block import Block, SlotInputs
+from moddepth_jax.model.block import Block, LayerKind, SlotInputs
 from moddepth_jax.model.kv_cache import CacheUpdate, select_into_cache, view_of
 from moddepth_jax.model.moe.experts import ExpertState
 from moddepth_jax.model.routing import (
@@ -20,24 +20,26 @@ from moddepth_jax.model.routing import (
     gather_tokens,
     mask_to_indices,
     mask_tokens,
+    pad_tokens,
     scatter_tokens,
     select_first,
     select_highest,
+    smallest_size,
     update_tokens,
 )
 
 
 class RoutingArgs(NamedTuple):
-    """Arguments of one routed block, traced so that blocks share a scan."""
+    """Arguments of one routed block. They are traced, so that blocks share a scan."""
 
     number: jax.Array  # int32, its number among the routed blocks, from 0
-    threshold: jax.Array  # float32, the score above which the `threshold` rule selects a token
-    causal: jax.Array | None  # bool, whether it obeys the causal rule of the pass; None: it does
+    threshold: jax.Array  # float32; the `threshold` rule selects tokens with a higher score
+    causal: jax.Array | None  # bool, whether it uses the causal rule, not top-C; None: it does
     expert_state: ExpertState = ExpertState()
 
 
 class Chooser(nn.Module):
-    """A router, and the causal rules that stand for its top C."""
+    """A router, and the causal rules that replace its top C."""
 
     hparams: ModelHparams
     routing: str  # top_c or the name of a causal rule
@@ -45,13 +47,13 @@ class Chooser(nn.Module):
     def setup(self):
         routing = self.hparams.routing
         self.router = ROUTERS[routing.router](routing)
-        # The model's own rule comes first, even if another is asked for: it creates parameters.
+        # The model's own rule comes first, even if another one runs: it may have parameters.
         names = dict.fromkeys((routing.causal_rule, self.routing))
         names.pop('top_c', None)
         self.rules = [CAUSAL_RULES[name](self.hparams, name=name) for name in names]
 
     def decide(self, x_BTD, tokens: TokenInfo, args: RoutingArgs):
-        """scores_BT, rule_logits_BT and gates_BT, as in RoutingRecord, of any tokens."""
+        """Return scores_BT, rule_logits_BT and gates_BT, as in RoutingRecord."""
         routing = self.hparams.routing
         scores_BT = self.router(x_BTD, tokens, args.number)
         gates_BT = GATES[routing.gate](scores_BT)
@@ -63,36 +65,33 @@ class Chooser(nn.Module):
 
 
 class MixtureOfDepths(Chooser):
-    """x'_t = x_t + gate(r_t) f(X_selected)_t for selected t, x'_t = x_t for the others.
+    """x'_t = x_t + gate(r_t) f(X_selected)_t for selected tokens, x'_t = x_t for the others.
 
-    f(X) = block(X) - X computes the selected tokens alone, at their original positions (Raposo et
-    al. 2024, equation 1). `top_c` selects the C highest scores of each row, a causal rule the first
-    sizes[-1] of those it wants; padding (segment 0) is never selected.
+    f(X) = block(X) - X runs on the selected tokens only, at their original positions (Raposo et al.
+    2024, equation 1). `top_c` selects the C highest scores of each row. A causal rule selects the
+    first sizes[-1] of the tokens that it wants. Padding (segment 0) is never selected.
 
-    Where `model.routing.part` names a sublayer, f is what that adds alone, x is what it adds to,
-    and the other sublayer runs on all tokens, attention before and the mlp after.
+    If `model.routing.part` is a sublayer, f is the output of that sublayer, and the other sublayer
+    runs on all tokens: attention before f, the mlp after it.
     """
 
-    window: int = 0  # of the block's attention
-    sizes: tuple[int, ...] = ()  # ascending; under a causal rule the least that holds every row
-    writes_slots: bool = False  # whether depth slots are made from the block
-    experts: bool = False  # whether experts are its mlp
-    mixes: bool = False  # as of Block
-    opens: tuple[bool, ...] = (False, False)  # as of Block
-    embeds: bool = False  # as of Block
+    kind: LayerKind
+    sizes: tuple[int, ...] = ()  # ascending; a causal rule runs at the smallest that holds all rows
 
     def setup(self):
         super().setup()
         self.part = self.hparams.routing.part
-        options = {'experts': self.experts, 'ahead': self.routing == 'top_c'}
-        options |= {'gathered': self.part != 'mlp', 'part': self.part}  # attention's tokens
-        options |= {'mixes': self.mixes, 'opens': self.opens, 'embeds': self.embeds}
-        self.block = Block(self.hparams, self.window, self.writes_slots, **options)
+        kind = self.kind._replace(gathered=self.part != 'mlp')  # the tokens of its attention
+        self.block = Block(self.hparams, kind, self.routing == 'top_c', self.part)
 
     def __call__(
         self, x_BTD, tokens: TokenInfo, args: RoutingArgs, depth: DepthSlots | None = None
     ):
-        """x'_BTD, BlockAux, the indices [B, C] of its slot inputs (None: all), RoutingRecord."""
+        """Process whole rows.
+
+        Returns x'_BTD, the BlockAux, the indices [B, C] of its slot inputs (None: all tokens), and
+        the RoutingRecord.
+        """
         x_BTD, keys = self._before(x_BTD, tokens)
         read_BTD, depth = self.block.read(x_BTD, depth)
         scores_BT, rule_logits_BT, gates_BT = self.decide(read_BTD, tokens, args)
@@ -121,18 +120,18 @@ class MixtureOfDepths(Chooser):
         return y_BTD, aux, indices_BC, record
 
     def _before(self, x_BTD, tokens, view=None):
-        """x before the routed part, and KeysValues of all tokens where attention ran on all."""
+        """Return x before the routed part, and KeysValues if attention ran on all tokens."""
         if self.part != 'mlp':
             return x_BTD, None
         x_BTD, _, keys = self.block.sublayer('attention', x_BTD, tokens, view)
         return x_BTD, keys
 
     def _after(self, y_BTD, tokens):
-        """x after the block, of x after its routed part."""
+        """Return x after the block, given x after its routed part."""
         return self.block.sublayer('mlp', y_BTD, tokens)[0] if self.part == 'attention' else y_BTD
 
     def gathered(self, x_BTD, tokens, gates_BT, indices_BC, depth, expert_state):
-        """The routed part on the tokens of the indices alone: x', and the BlockAux of these C."""
+        """Run the routed part on the tokens at the indices. Returns x' and their BlockAux."""
         if depth is not None:
             depth = depth._replace(indices_BC=indices_BC)
 
@@ -156,36 +155,34 @@ class MixtureOfDepths(Chooser):
         return y_BTD, aux
 
     def _causal(self, x_BTD, tokens, gates_BT, selection: Selection, depth, expert_state):
-        """`gathered` at the least of `sizes` that holds the selection, padded to sizes[-1]."""
+        """Run `gathered` at the smallest of `sizes` that is enough, and pad to sizes[-1]."""
         if len(self.sizes) == 1:
             indices_BC = selection.indices_BC
             return self.gathered(x_BTD, tokens, gates_BT, indices_BC, depth, expert_state)
 
         def run_at(size):
-            def pad(side):
-                widths = (0, self.sizes[-1] - size), *[(0, 0)] * (side.ndim - 2)
-                return jnp.pad(side, ((0, 0), *widths))
-
             def branch(module, x_BTD):
                 indices_BC = mask_to_indices(selection.selected_BT, size)
                 y_BTD, aux = module.gathered(
                     x_BTD, tokens, gates_BT, indices_BC, depth, expert_state
                 )
                 some = aux._replace(depth=None, experts=None, expert_state=ExpertState())
-                return y_BTD, jax.tree.map(pad, some)._replace(experts=aux.experts)
+                return y_BTD, pad_tokens(some, self.sizes[-1])._replace(experts=aux.experts)
 
             return branch
 
-        largest = jnp.max(jnp.sum(selection.selected_BT, axis=1))
-        which = jnp.sum(largest > jnp.array(self.sizes[:-1], largest.dtype))
+        which = smallest_size(jnp.max(jnp.sum(selection.selected_BT, axis=1)), self.sizes)
         branches = [run_at(size) for size in self.sizes]
         y_BTD, aux = nn.switch(which, branches, self, x_BTD)
-        # The depth slots are not returned through the branches: `switch` would copy them.
+        # `switch` would copy the depth slots, so the branches do not return them.
         return y_BTD, aux._replace(depth=depth)
 
     def _for_slots(self, x_BTD, tokens, aux, indices_BC):
-        """The BlockAux with slot inputs of all tokens, and None; under `masked` as they are."""
-        if not self.writes_slots:
+        """Return the BlockAux with slot inputs of all tokens, and None.
+
+        Under `masked` only selected tokens have slots: return the BlockAux unchanged and indices.
+        """
+        if not self.kind.slots:
             return aux, None
         if self.hparams.masks_slots:
             return aux, indices_BC
@@ -197,23 +194,23 @@ class MixtureOfDepths(Chooser):
         return aux._replace(slot_inputs=slot_inputs), None
 
     def extend(self, x_BTD, tokens: TokenInfo, args: RoutingArgs, cache, documents_BT, depth):
-        """New tokens of each row: x', SlotInputs, CacheUpdate, dropped_BT.
+        """Process new tokens of each row. Returns x', SlotInputs, the CacheUpdate and dropped_BT.
 
-        Of one token each, computes the least bucket of rows that holds those that select theirs;
-        of several, the least bucket of tokens in each row that holds the selected ones.
+        With one token per row, the block runs on the smallest bucket of rows that holds the
+        selected ones. With several, it runs on the smallest bucket of tokens of each row.
         """
         batch, length = tokens.positions_BT.shape
-        attends = self.part != 'mlp'  # the routed part, which then has a cache of its tokens alone
-        view = None if attends else view_of(cache, tokens, documents_BT, self.window)
+        attends = self.part != 'mlp'  # attention is routed, and its cache has selected tokens only
+        view = None if attends else view_of(cache, tokens, documents_BT, self.kind.window)
         x_BTD, all_keys = self._before(x_BTD, tokens, view)
         read_BTD, _ = self.block.read(x_BTD, depth)
         _, rule_logits_BT, gates_BT = self.decide(read_BTD, tokens, args)
         wanted_BT = (tokens.segment_ids_BT > 0) & (rule_logits_BT > 0)
         most = None if attends else self.sizes[-1]
         selected_BT = select_into_cache(cache, wanted_BT, tokens.segment_ids_BT, most)
-        tokens = mask_tokens(tokens, selected_BT)  # attention and experts see no other
+        tokens = mask_tokens(tokens, selected_BT)  # attention and experts see only these
         skipped = SlotInputs()
-        if self.writes_slots:
+        if self.kind.slots:
             skipped = self.block.skipped_slot_inputs(x_BTD, tokens)
         if self.hparams.masks_slots:
             skipped = jax.tree.map(jnp.zeros_like, skipped)
@@ -233,8 +230,8 @@ class MixtureOfDepths(Chooser):
                     new = module._extend_tokens(by_token, args, cache, depth)
                     return jax.tree.map(put_all, old, new)
                 rows_C, pick, put = _some_rows_or_tokens(selected_BT, size)
-                some, of_some = jax.tree.map(pick, by_token), jax.tree.map(jax.vmap(pick), depth)
-                new = module._extend_tokens(some, args, cache, of_some, rows_C)
+                picked, slots = jax.tree.map(pick, by_token), jax.tree.map(jax.vmap(pick), depth)
+                new = module._extend_tokens(picked, args, cache, slots, rows_C)
                 return jax.tree.map(put, old, new)
 
             def put_all(old_BT, new_BT):
@@ -243,28 +240,27 @@ class MixtureOfDepths(Chooser):
 
             return bucket
 
-        largest = jnp.max(jnp.sum(selected_BT, axis=0 if length == 1 else 1))
-        which = jnp.sum(largest > jnp.array(sizes[:-1], largest.dtype))
+        which = smallest_size(jnp.max(jnp.sum(selected_BT, axis=0 if length == 1 else 1)), sizes)
         branches = [run_at(size) for size in sizes]
         y_BTD, keys, slot_inputs = nn.switch(which, branches, self, x_BTD)
         y_BTD, keys = self._after(y_BTD, tokens), keys if all_keys is None else all_keys
         return y_BTD, slot_inputs, CacheUpdate(keys, selected_BT), wanted_BT & ~selected_BT
 
     def _extend_tokens(self, by_token, args, cache, depth, rows_C=None):
-        """x', KeysValues and SlotInputs of tokens, of which those of segment id 0 do not exist."""
+        """Return x', KeysValues and SlotInputs of tokens; those of segment id 0 do not exist."""
         x_CTD, gates_CT, tokens_CT, documents_CT = by_token
         view = None
         if self.part != 'mlp':
-            view = view_of(cache, tokens_CT, documents_CT, self.window, rows_C)
+            view = view_of(cache, tokens_CT, documents_CT, self.kind.window, rows_C)
         y_CTD, aux = self.block.gated(x_CTD, gates_CT, tokens_CT, view, depth, args.expert_state)
         return y_CTD, aux.keys, aux.slot_inputs
 
 
 def _some_rows_or_tokens(selected_BT, size):
-    """Rows of the cache that are read (None: all), a function that picks, and one that puts back.
+    """Return the rows of the cache to read (None: all), and functions that pick and put back.
 
-    What is picked, of which nothing but the selected tokens has a segment id, are `size` rows of
-    one token each, or `size` tokens of all rows.
+    `pick(array)` returns `size` rows of one token each, or `size` tokens of every row. Among these,
+    tokens that are not selected have segment id 0. `put(array, picked)` is the inverse.
     """
     batch, length = selected_BT.shape
     if length > 1:

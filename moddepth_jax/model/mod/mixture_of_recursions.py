@@ -1,4 +1,4 @@
-"""Mixture-of-Recursions: routers choose how often shared blocks run on each token."""
+"""Mixture-of-Recursions: routers choose how often the looped blocks run on each token."""
 
 import functools
 from typing import NamedTuple
@@ -20,28 +20,30 @@ from moddepth_jax.model.routing import (
     gather_tokens,
     mask_to_indices,
     mask_tokens,
+    pad_tokens,
     run_on_rows,
     scatter_add_tokens,
     select_first,
     select_highest,
+    smallest_size,
     static_sizes,
 )
 from moddepth_jax.model.stack import Stack
 from moddepth_jax.model.stack_scan import run_stack, run_with_keys
 
-CERTAIN = 1e9  # the logit of a choice that is none
+CERTAIN = 1e9  # the logit of a token that is selected in any case
 
 
-class Entry(NamedTuple):
-    """What token choice knows before the first loop."""
+class TokenChoice(NamedTuple):
+    """The choice of all tokens before the first loop, under token choice."""
 
-    x_BTD: jax.Array
+    x_BTD: jax.Array  # the stream before the first loop
     scores_NBT: jax.Array  # float32, of each loop
     depth_BT: jax.Array  # int32, the last loop of each token, from 0
 
     @classmethod
-    def of(cls, hparams: Hparams, routing: str, routers: list, x_BTD) -> 'Entry | None':
-        """By the parameters of the routers of all loops; None for expert choice."""
+    def of(cls, hparams: Hparams, routing: str, routers: list, x_BTD) -> 'TokenChoice | None':
+        """Make the choice by the router parameters of all loops; None under expert choice."""
         knobs = hparams.model.routing
         if not knobs.router_class.assigns_depth:
             return None
@@ -55,50 +57,56 @@ class Entry(NamedTuple):
 
 
 class Update(NamedTuple):
-    """How a loop changes a token x, of which the looped blocks make y: arrays of tokens."""
+    """How a loop computes the new x of a token from the output y of the looped blocks."""
 
-    gates_BT: jax.Array  # float32, of y
-    # Under token choice the new x is g y, and at the last loop + the token before the loops.
-    first_BTD: jax.Array | None = None
-    last_BT: jax.Array | None = None  # bool
+    gates_BT: jax.Array  # float32, factors on y
+    # Token choice: the new x is g y, plus first_BTD in the last loop of a token.
+    first_BTD: jax.Array | None = None  # the stream before the loops
+    last_BT: jax.Array | None = None  # bool, this loop is the token's last
 
 
 class Loop(NamedTuple):
     """One routed loop of Mixture-of-Recursions (Bae et al. 2025, arXiv 2507.10524, section 2.2.1).
 
-    f is the looped blocks one after another. By expert choice a router of the loop's own selects
-    tokens among those of the loop before (the first selects all), x' = x + g f(x) or
-    x + g (f(x) - x). By token choice the scores before the first loop say which is the last of each
-    token, n: x' = g_r f(x) in loop r, in the last + x_1; or x' = f(x), in the last x_1 + g_n f(x).
+    f is all looped blocks, one after another, and x_1 the stream before the loops.
+
+    Expert choice: each loop has a router, which selects among the tokens of the loop before. The
+    first loop selects all tokens. x' = x + g f(x) or x + g (f(x) - x).
+
+    Token choice: the scores before the first loop determine the last loop n of each token.
+    `gated_loops`: x' = g_r f(x) in loop r, plus x_1 in loop n. `gated_exit`: x' = f(x), and
+    x_1 + g_n f(x) in loop n.
     """
 
     hparams: Hparams
     routing: str  # top_c or the name of a causal rule
     number: int  # from 0
-    place: float  # as of RoutingHparams.num_selected
+    place: float  # as in RoutingHparams.num_selected
 
     @property
     def makes_keys(self) -> bool:
-        """Whether later loops read the keys of this one."""
+        """Whether later loops read the keys of this loop."""
         return self.hparams.model.routing.loop_keys == 'first' and not self.number
 
     @property
     def reads_keys(self) -> bool:
-        """Whether this loop reads keys that the first one made, and makes none."""
+        """Whether this loop reads the keys of the first loop and makes none."""
         return self.hparams.model.routing.loop_keys == 'first' and self.number > 0
 
-    def decide(self, router, x_BTD, tokens: TokenInfo, args: RoutingArgs, entry: Entry | None):
-        """scores_BT, rule_logits_BT, Update; `tokens` has segment id 0 for no candidate."""
+    def decide(
+        self, router, x_BTD, tokens: TokenInfo, args: RoutingArgs, choice: TokenChoice | None
+    ):
+        """Return scores_BT, rule_logits_BT and Update. Tokens of segment id 0 are no candidates."""
         real_BT = tokens.segment_ids_BT > 0
-        if entry is not None:
+        if choice is not None:
             knobs = self.hparams.model.routing
-            gates_BT = GATES[knobs.gate](entry.scores_NBT)[self.number] * knobs.gate_scale
-            last_BT, scores_BT = entry.depth_BT == self.number, entry.scores_NBT[self.number]
+            gates_BT = GATES[knobs.gate](choice.scores_NBT)[self.number] * knobs.gate_scale
+            last_BT, scores_BT = choice.depth_BT == self.number, choice.scores_NBT[self.number]
             if knobs.loop_update == 'gated_exit':
                 gates_BT = jnp.where(last_BT, gates_BT, 1)
-            wanted_BT = real_BT & (entry.depth_BT >= self.number)
+            wanted_BT = real_BT & (choice.depth_BT >= self.number)
             logits_BT = jnp.where(wanted_BT, CERTAIN, -CERTAIN)
-            update = Update(jnp.where(real_BT, gates_BT, 0), entry.x_BTD, last_BT)
+            update = Update(jnp.where(real_BT, gates_BT, 0), choice.x_BTD, last_BT)
             return scores_BT, logits_BT, update
         chooser = Chooser(self.hparams.model, self.routing, parent=None)
         scores_BT, logits_BT, gates_BT = chooser.apply(
@@ -109,7 +117,7 @@ class Loop(NamedTuple):
         return scores_BT, jnp.where(real_BT, logits_BT, -CERTAIN), Update(gates_BT)
 
     def change(self, x_BTD, y_BTD, update: Update):
-        """What is added to the tokens x, of which the looped blocks made y."""
+        """Return what is added to the tokens x, given the output y of the looped blocks."""
         gates_BT1 = update.gates_BT[..., None]
         if update.last_BT is not None:
             first_BTD = jnp.where(update.last_BT[..., None], update.first_BTD, 0)
@@ -118,16 +126,25 @@ class Loop(NamedTuple):
             y_BTD = y_BTD - x_BTD
         return (gates_BT1 * y_BTD).astype(x_BTD.dtype)
 
-    def run(self, blocks, router, args: RoutingArgs, x_BTD, tokens: TokenInfo, sizes, entry=None):
-        """x', the RoutingRecord, the selected indices [B, C], and what else `blocks` returns.
+    def run(self, blocks, router, args: RoutingArgs, x_BTD, tokens: TokenInfo, sizes, choice=None):
+        """Run the loop on whole rows.
 
-        Of (x_BCD, TokenInfo) `blocks` returns y_BCD and arrays of these tokens. `sizes` are static
-        ones of a causal rule, ascending: it runs at the least that holds every row.
+        Args:
+          blocks: the looped blocks: blocks(x_BCD, TokenInfo) -> (y_BCD, other arrays [B, C, ...]).
+          router: the parameters of the loop's router.
+          args: those of the loop.
+          x_BTD: the stream before the loop.
+          tokens: candidates have a segment id above 0.
+          sizes: static and ascending; a causal rule runs at the smallest that is enough.
+          choice: the TokenChoice, or None under expert choice.
+
+        Returns:
+          x', the RoutingRecord, the selected indices [B, C], and the other arrays of `blocks`.
         """
-        scores_BT, logits_BT, update = self.decide(router, x_BTD, tokens, args, entry)
+        scores_BT, logits_BT, update = self.decide(router, x_BTD, tokens, args, choice)
         num_selected = self.hparams.model.routing.num_selected(x_BTD.shape[1], self.place)
         wanted_BT = logits_BT > 0
-        if entry is not None:
+        if choice is not None:
             selection = top_c = select_first(wanted_BT, sizes[-1] if sizes else num_selected)
         else:
             selection = top_c = select_highest(scores_BT, tokens.segment_ids_BT, num_selected)
@@ -141,14 +158,14 @@ class Loop(NamedTuple):
         )
 
         def run_on(x_BTD, indices_BC):
-            x_BCD, of_update, tokens_BC = jax.tree.map(
+            x_BCD, picked_update, tokens_BC = jax.tree.map(
                 lambda side: gather_tokens(side, indices_BC), (x_BTD, update, tokens)
             )
             y_BCD, aux = blocks(x_BCD, tokens_BC)
-            change_BCD = self.change(x_BCD, y_BCD, of_update)
+            change_BCD = self.change(x_BCD, y_BCD, picked_update)
             return scatter_add_tokens(x_BTD, indices_BC, change_BCD), aux
 
-        if self.makes_keys:  # of all tokens
+        if self.makes_keys:  # for all tokens
             sizes = ()
         if len(sizes) < 2:
             x_BTD, aux = run_on(x_BTD, indices_BC)
@@ -157,41 +174,36 @@ class Loop(NamedTuple):
         def run_at(size):
             def branch(x_BTD):
                 x_BTD, aux = run_on(x_BTD, mask_to_indices(selected_BT, size))
-
-                def pad(side):
-                    widths = (0, sizes[-1] - size), *[(0, 0)] * (side.ndim - 2)
-                    return jnp.pad(side, ((0, 0), *widths))
-
-                return x_BTD, jax.tree.map(pad, aux)
+                return x_BTD, pad_tokens(aux, sizes[-1])
 
             return branch
 
-        largest = jnp.max(jnp.sum(selected_BT, axis=1))
-        which = jnp.sum(largest > jnp.array(sizes[:-1], largest.dtype))
+        which = smallest_size(jnp.max(jnp.sum(selected_BT, axis=1)), sizes)
         x_BTD, aux = jax.lax.switch(which, [run_at(size) for size in sizes], x_BTD)
         return x_BTD, record, indices_BC, aux
 
 
 def loops_of(hparams: Hparams, routing: str) -> list[Loop]:
-    """All routed loops of the model, from the first."""
+    """Return all routed loops of the model, in order."""
     places = hparams.model.routed_places
     return [Loop(hparams, routing, number, place) for number, place in enumerate(places)]
 
 
 def run_recursions(hparams: Hparams, routing: str, params, tokens: TokenInfo, args, x_BTD):
-    """The embedded tokens through all layers, and the RoutingRecord with an axis of loops.
+    """Run the embedded tokens through all layers.
 
-    `params` are those of a Transformer, `args` the RoutingArgs of all loops, stacked.
+    `params` has the `stack` and the `loop_routers` of a Transformer, and `args` is the RoutingArgs
+    of all loops, stacked. Returns x_BTD and the RoutingRecord with an axis of loops.
     """
-    whole, looped = Stack(hparams.model, routing), hparams.model.looped_range
+    stack, looped = Stack(hparams.model, routing), hparams.model.looped_range
 
     def run(layers, x_BTD, tokens):
-        part, of_part = whole.section(params['stack'], layers)
-        return run_stack(part, of_part, tokens, LayerArgs(), x_BTD)[0], None
+        part, part_params = stack.section(params['stack'], layers)
+        return run_stack(part, part_params, tokens, LayerArgs(), x_BTD)[0], None
 
     def run_shared(first, x_BTD, tokens):
-        part, of_part = whole.section(params['stack'], looped)
-        return run_with_keys(part, of_part, tokens, x_BTD, first)
+        part, part_params = stack.section(params['stack'], looped)
+        return run_with_keys(part, part_params, tokens, x_BTD, first)
 
     if looped.start:
         x_BTD, _ = run(range(looped.start), x_BTD, tokens)
@@ -200,14 +212,14 @@ def run_recursions(hparams: Hparams, routing: str, params, tokens: TokenInfo, ar
         jax.tree.map(lambda leaf, n=loop.number: leaf[n], (params['loop_routers'], args))
         for loop in loops
     ]
-    entry = Entry.of(hparams, routing, [router for router, _ in each], x_BTD)
+    choice = TokenChoice.of(hparams, routing, [router for router, _ in each], x_BTD)
     first = None
     for loop, (router, own) in zip(loops, each, strict=True):
         sizes = causal_sizes(hparams, x_BTD.shape[1], routing, loop.place)
         blocks = functools.partial(run, looped)
         if hparams.model.routing.loop_keys == 'first':
             blocks = functools.partial(run_shared, first)
-        x_BTD, record, _, made = loop.run(blocks, router, own, x_BTD, candidates, sizes, entry)
+        x_BTD, record, _, made = loop.run(blocks, router, own, x_BTD, candidates, sizes, choice)
         first = made if first is None else first
         candidates = mask_tokens(candidates, record.selected_BT)
         records.append(record)
@@ -217,7 +229,10 @@ def run_recursions(hparams: Hparams, routing: str, params, tokens: TokenInfo, ar
 
 
 def causal_sizes(hparams: Hparams, length: int, routing: str, place: float = 1.0):
-    """Static sizes of a routed block or loop under a causal rule; several if its cache grows."""
+    """Return the static sizes of a routed block or loop under a causal rule.
+
+    There are several if its cache grows, and none under top_c.
+    """
     if routing == 'top_c' or not hparams.model.routed_layers:
         return ()
     knobs = hparams.model.routing
@@ -226,7 +241,7 @@ def causal_sizes(hparams: Hparams, length: int, routing: str, place: float = 1.0
 
 
 def init_routers(key, hparams: Hparams, x_BTD):
-    """Parameters of the routers and causal rules of all loops, stacked, for inputs like these."""
+    """Initialize the routers and causal rules of all loops, stacked, on inputs like x_BTD."""
     ones_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
     tokens = TokenInfo(jnp.arange(x_BTD.shape[1])[None], ones_BT)
     args = RoutingArgs(jnp.int32(0), jnp.float32(0), None)
@@ -240,9 +255,9 @@ def init_routers(key, hparams: Hparams, x_BTD):
 
 
 class Section(NamedTuple):
-    """Layers before or after the loops, or those of a loop."""
+    """The layers before the loops, those of one loop, or those after the loops."""
 
-    kept: list  # of each layer; arrays [B, C, ...] of a loop's tokens
+    kept: list  # what `keep` returned for each layer; in a loop, arrays [B, C, ...]
     loop: Loop | None = None
     record: RoutingRecord | None = None
     indices_BC: jax.Array | None = None
@@ -250,29 +265,30 @@ class Section(NamedTuple):
 
 
 class Recursions(NamedTuple):
-    """The layers of a model with routed loops, one by one."""
+    """The layers of a model with routed loops, unrolled."""
 
     hparams: Hparams
     routing: str
     loops: list  # (parameters of the router, RoutingArgs) of each loop
-    layers: list  # (Layer, its variables, LayerArgs) of each that runs
+    layers: list  # (Layer, its variables, LayerArgs) of each layer that runs
 
     def _sections(self):
-        """Layers before the loops, those of each loop, and those after."""
+        """Return the layers before the loops, a list of those of each loop, and those after."""
         looped = self.hparams.model.looped_range
         first, size = looped.start, len(looped)
         last = first + size * len(self.loops)
         of_loops = [self.layers[at : at + size] for at in range(first, last, size)]
         return self.layers[:first], of_loops, self.layers[last:]
 
-    def _entry(self, x_BTD):
-        return Entry.of(self.hparams, self.routing, [router for router, _ in self.loops], x_BTD)
+    def _choice(self, x_BTD):
+        routers = [router for router, _ in self.loops]
+        return TokenChoice.of(self.hparams, self.routing, routers, x_BTD)
 
     def run(self, x_BTD, tokens: TokenInfo, keep, sizes_of):
-        """x_BTD after all layers, and a list of Section, of whole rows.
+        """Run whole rows. Returns x_BTD after all layers, and a list of Section.
 
-        `keep` maps what a layer reads and its LayerOutput to arrays of its tokens, and `sizes_of`
-        a Loop to its static sizes.
+        keep(layer input, LayerOutput) returns the arrays of tokens to keep, and sizes_of(Loop) the
+        static sizes.
         """
 
         def run(layers, loop, first, x_BTD, tokens):
@@ -287,13 +303,13 @@ class Recursions(NamedTuple):
 
         before, of_loops, after = self._sections()
         x_BTD, (kept, first) = run(before, None, None, x_BTD, tokens)
-        sections, candidates, entry = [Section(kept)], tokens, self._entry(x_BTD)
+        sections, candidates, choice = [Section(kept)], tokens, self._choice(x_BTD)
         for loop, (router, args), layers in zip(
             loops_of(self.hparams, self.routing), self.loops, of_loops, strict=True
         ):
             blocks, before_BTD = functools.partial(run, layers, loop, first), x_BTD
             x_BTD, record, indices_BC, (kept, made) = loop.run(
-                blocks, router, args, x_BTD, candidates, sizes_of(loop), entry
+                blocks, router, args, x_BTD, candidates, sizes_of(loop), choice
             )
             first = made if loop.makes_keys else first
             sections.append(Section(kept, loop, record, indices_BC, before_BTD))
@@ -302,7 +318,7 @@ class Recursions(NamedTuple):
         return x_BTD, [*sections, Section(kept)]
 
     def prefill(self, x_BTD, tokens: TokenInfo, capacity: int, grows: bool):
-        """x_BTD after all layers, the LayerCaches, and dropped_B; as decoding.prefill."""
+        """Return x_BTD after all layers, the LayerCaches and dropped_B, as decoding.prefill."""
         length, knobs = x_BTD.shape[1], self.hparams.model.routing
 
         def most(loop):
@@ -323,7 +339,7 @@ class Recursions(NamedTuple):
                 dropped_B += jnp.sum(record.dropped_BT, axis=1)
             if loop is not None and loop.reads_keys:
                 continue
-            if loop is not None and loop.place:  # else all tokens are in the cache, in order
+            if loop is not None and loop.place:  # otherwise the cache has all tokens, in order
                 lengths_B = jnp.sum(record.selected_BT, axis=1)
                 places = (gather_tokens(tokens.positions_BT, indices_BC), lengths_B)
                 size = most(loop)
@@ -331,7 +347,7 @@ class Recursions(NamedTuple):
         return x_BTD, caches, dropped_B
 
     def extend(self, x_BTD, tokens: TokenInfo, cache: Cache, documents_BT):
-        """x_BTD after all layers, CacheUpdates, and dropped_BT; as decoding.extend."""
+        """Return x_BTD after all layers, CacheUpdates and dropped_BT, as decoding.extend."""
         caches, updates = iter(cache.layers), []
 
         def run(layers, caches, x_CTD, tokens_CT, documents_CT, first=None, rows_C=None):
@@ -352,17 +368,17 @@ class Recursions(NamedTuple):
 
         before, of_loops, after = self._sections()
         (x_BTD, *_), dropped_BT = run_all(before, x_BTD), jnp.zeros_like(tokens.positions_BT)
-        candidates, entry = tokens, self._entry(x_BTD)
+        candidates, choice = tokens, self._choice(x_BTD)
         for loop, (router, args), layers in zip(
             loops_of(self.hparams, self.routing), self.loops, of_loops, strict=True
         ):
-            _, logits_BT, update = loop.decide(router, x_BTD, candidates, args, entry)
+            _, logits_BT, update = loop.decide(router, x_BTD, candidates, args, choice)
             if not loop.place:
                 y_BTD, first_caches, first = run_all(layers, x_BTD)
                 x_BTD += loop.change(x_BTD, y_BTD, update)
                 continue
             selected_BT = wanted_BT = logits_BT > 0
-            if loop.reads_keys:  # all new tokens are visible, whoever goes on
+            if loop.reads_keys:  # all new tokens are visible, selected or not
                 blocks = functools.partial(run, layers, first_caches)
                 rows = x_BTD, update, (tokens, documents_BT, first)
             else:
@@ -379,18 +395,18 @@ class Recursions(NamedTuple):
 
 
 def _extend_selected(loop, blocks, rows, selected_BT, caches):
-    """x' of a loop that computes the rows with a selected token, and the KeysValues it makes.
+    """Run a loop on the rows with a selected token. Returns x' and the KeysValues it makes.
 
-    `caches` are like those that would hold the keys.
+    `caches` only give the shapes of these.
     """
     batch, length = selected_BT.shape
     nothing_BTKH = jnp.zeros((batch, length, *caches[0].k_BKHS.shape[1:3]), rows[0].dtype)
     nothing = [] if loop.reads_keys else [KeysValues(nothing_BTKH, nothing_BTKH)] * len(caches)
 
     def run(sides, rows_C):
-        selected_CT, (x_CTD, of_update, inputs) = sides
+        selected_CT, (x_CTD, picked_update, inputs) = sides
         y_CTD, keys = blocks(x_CTD, *inputs, rows_C)
-        change_CTD = loop.change(x_CTD, y_CTD, of_update)
+        change_CTD = loop.change(x_CTD, y_CTD, picked_update)
         return x_CTD + jnp.where(selected_CT[..., None], change_CTD, 0), keys
 
     def skip(sides):

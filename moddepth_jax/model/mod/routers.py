@@ -1,4 +1,4 @@
-"""Routers, by name: what scores the tokens of a routed block; and the gates on its output."""
+"""Routers, which score the tokens of a routed block, and gates on its output."""
 
 import fractions
 import functools
@@ -24,20 +24,23 @@ GATES.register('softmax')(functools.partial(jax.nn.softmax, axis=0))  # over the
 
 @GATES.register('straight_through')
 def straight_through(scores):
-    """1, with the gradient of sigmoid(r): the gate through which the router learns."""
+    """Return 1 with the gradient of sigmoid(r), through which the router learns."""
     probability = jax.nn.sigmoid(scores)
     return 1.0 + (probability - jax.lax.stop_gradient(probability))
 
 
 class Router(nn.Module):
-    """Maps (x_BTD, tokens, number of the block) to float32 scores [B, T]; registered in ROUTERS."""
+    """Maps (x_BTD, tokens, number of the block) to float32 scores [B, T].
+
+    A router is a subclass that is registered in ROUTERS.
+    """
 
     routing: RoutingHparams
-    gates = ('none',)  # names in GATES that make sense of its scores; `auto` is the first
-    # The causal rules that can stand for its top C; `auto` is the first.
+    gates = ('none',)  # the names in GATES that suit its scores; `auto` is the first
+    # The causal rules that can replace its top C; `auto` is the first.
     rules = ('threshold', 'predictor', 'dense')
-    products = 0  # vectors of width D that it multiplies with each token, for the FLOP count
-    is_control = False  # its scores ignore the stream, so that `known_threshold` has a value
+    products = 0  # number of dot products of width D per token, for the FLOP count
+    is_control = False  # whether scores ignore the stream, so that there is a `known_threshold`
     draws = False  # whether it needs TokenInfo.seeds_BT
     assigns_depth = False  # whether it chooses the loops of a token, not the tokens of a loop
 
@@ -46,34 +49,34 @@ class Router(nn.Module):
         """Raise a one-line ValueError if the knobs do not fit this router."""
         constant = routing.capacity_form == 'fraction' and not routing.capacity_stages
         if cls.is_control and not constant:
-            right = 'its scores are compared with a capacity that must be one constant fraction'
+            right = 'its scores are compared with a capacity, which must be one constant fraction'
             refuse('model.routing.router', routing.router, right)
 
     @classmethod
     def known_threshold(cls, routing: RoutingHparams) -> float:
-        """The score of a control above which a fraction `capacity` of all tokens lies."""
+        """Return the score of a control that a fraction `capacity` of all tokens exceeds."""
         raise NotImplementedError
 
 
 def selected_mean(capacity: float) -> float:
-    """Mean of the highest fraction `capacity` of a standard normal; at least 0.5."""
+    """Return the mean of the highest fraction `capacity` of a standard normal, at least 0.5."""
     if capacity >= 1:
         return 0.5
     return max(0.5, NORMAL.pdf(NORMAL.inv_cdf(1 - capacity)) / capacity)
 
 
 def widen(x_BTD):
-    """x in float32, in which scores are computed, or in its own dtype if that is wider."""
+    """Return x in the dtype in which scores are computed: float32, or its own if that is wider."""
     return x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
 
 
 def linear_scores(x_BTD, w_D):
-    """w . x per token. On a GPU the default precision would make many scores tie."""
+    """Return w . x of each token. On a GPU the default precision would make many scores tie."""
     return jnp.einsum('btd,d->bt', x_BTD, w_D, precision='highest')
 
 
 def router_init(x_BTD, spread):
-    """Initializer of w: normal, so wide that w . x has standard deviation `spread` on this x."""
+    """Return an initializer of w: normal, so that w . x has standard deviation `spread` on x."""
 
     def init(key, shape):
         rms = jnp.sqrt(jnp.mean(x_BTD**2) + 1e-12)
@@ -84,9 +87,9 @@ def router_init(x_BTD, spread):
 
 @ROUTERS.register('learned')
 class LearnedRouter(Router):
-    """r = w . x in float32 on the residual stream, no bias (Raposo et al. 2024, section 3.4).
+    """r = w . x in float32 on the residual stream, without bias (Raposo et al. 2024, section 3.4).
 
-    w starts so wide that the raw gates of selected tokens average `initial_gate` at initialization.
+    w is scaled so that the raw gates of selected tokens initially average `initial_gate`.
     """
 
     gates = ('raw', 'sigmoid', 'tanh', 'none')
@@ -103,10 +106,10 @@ class LearnedRouter(Router):
 
 @ROUTERS.register('token_choice')
 class TokenChoiceRouter(Router):
-    """r_n = w_n . x in float32 for each loop n, of the stream before the first, no bias.
+    """r_n = w_n . x in float32 for each loop n, without bias, on the stream before the loops.
 
-    The highest of a token is its last loop (Mixture-of-Recursions, Bae et al. 2025, arXiv
-    2507.10524, section 2.2.1). At first they are N(0, 1).
+    The loop of the highest score is the token's last loop (Mixture-of-Recursions, Bae et al. 2025,
+    arXiv 2507.10524, section 2.2.1). Scores start as N(0, 1).
     """
 
     gates = ('softmax',)
@@ -121,7 +124,7 @@ class TokenChoiceRouter(Router):
 
     @classmethod
     def check(cls, routing: RoutingHparams):
-        right = f'where model.routing.router is {routing.router}, which no capacity limits'
+        right = f'if model.routing.router is {routing.router}, which has no capacity'
         for field, only in (('layers', 'loops'), ('capacity_stages', ''), ('overflow', 'skip')):
             if (value := getattr(routing, field)) != only:
                 refuse(f'model.routing.{field}', value, f'must be {only or "empty"} {right}')
@@ -129,7 +132,7 @@ class TokenChoiceRouter(Router):
 
 @ROUTERS.register('straight_through')
 class StraightThroughRouter(Router):
-    """r = w . x + b, at first N(0, 1); the gate is 1 and passes on the slope of sigmoid(r)."""
+    """r = w . x + b, initially N(0, 1). The gate is 1 with the gradient of sigmoid(r)."""
 
     gates = ('straight_through',)
     rules = ('threshold', 'predictor', 'aux_loss', 'positive')
@@ -154,7 +157,7 @@ class NormRouter(Router):
 
 @ROUTERS.register('random')
 class RandomRouter(Router):
-    """r ~ N(0, 1) from each token's seed and the block: the paper's control (section 4.1)."""
+    """r ~ N(0, 1), drawn from the token's seed and the block: the paper's control (section 4.1)."""
 
     rules = ('threshold',)
     is_control = True
@@ -186,7 +189,7 @@ class PositionRouter(Router):
     def check(cls, routing: RoutingHparams):
         super().check(routing)
         if routing.capacity < 1e-4:
-            right = 'must be 1e-4 or more: a pattern of it'
+            right = 'must be 1e-4 or more for the position router'
             refuse('model.routing.capacity', routing.capacity, right)
 
     @classmethod
@@ -195,7 +198,7 @@ class PositionRouter(Router):
 
 
 def token_seeds(key, tokens_BT, positions_BT):
-    """uint32 [B, T]: a draw from `key`, the token's id and its position alone, in decoding too."""
+    """Return seeds uint32 [B, T] that depend only on `key`, the token's id and its position."""
 
     def seed(token, position):
         return jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, position), token))
@@ -204,6 +207,6 @@ def token_seeds(key, tokens_BT, positions_BT):
 
 
 def fixed_threshold(routing: RoutingHparams) -> float:
-    """The threshold of a control, which needs no average; 0 for other routers."""
+    """Return the known threshold of a control, and 0 for other routers."""
     router = routing.router_class
     return router.known_threshold(routing) if router.is_control else 0.0

@@ -1,4 +1,4 @@
-"""A mixture of experts in place of an mlp: a token is computed by few of many small SwiGLUs."""
+"""A mixture of experts in place of an mlp: each token uses a few of many small SwiGLUs."""
 
 from typing import NamedTuple
 
@@ -22,23 +22,23 @@ from moddepth_jax.model.sharding import map_batch_shards, sharded_routed_mlp
 
 
 class ExpertsRecord(NamedTuple):
-    """Which experts the tokens of a layer chose, in sums over its real tokens."""
+    """Statistics of the expert choice in a layer: sums over its real tokens."""
 
     tokens: jax.Array  # int32, real tokens that the layer processed
-    pairs_Z: jax.Array  # int32, tokens of each expert, no-op experts last; before `row_capacity`
-    dropped: jax.Array  # int32, pairs beyond `row_capacity`
+    pairs_Z: jax.Array  # int32, tokens of each expert before `row_capacity`; no-op experts last
+    dropped: jax.Array  # int32, (token, expert) pairs beyond `row_capacity`
     scores_Z: jax.Array  # float32, sum of the scores, chosen or not
     log_z: jax.Array  # float32, sum of the squared log-partitions of the router's logits
-    # float32, sum over rows of the lowest score that an expert took, if it chose from whole rows
+    # float32, sum over rows of an expert's lowest selected score, if experts chose from whole rows
     lowest_E: jax.Array | None
     rows: jax.Array  # int32, rows with a real token
 
 
 class ExpertState(NamedTuple):
-    """What experts need to know of earlier tokens and of training."""
+    """What experts need to know about earlier tokens and about training."""
 
-    thresholds_E: jax.Array | None = None  # float32, above which an expert takes a token causally
-    # int32, tokens of the row that chose each expert before, for `row_capacity`; None: none did
+    thresholds_E: jax.Array | None = None  # float32; experts take tokens with a higher score
+    # int32, earlier tokens of the row that chose each expert, for `row_capacity`; None: no tokens
     taken_BE: jax.Array | None = None
 
 
@@ -48,16 +48,16 @@ NO_EXPERT_STATE = ExpertState()
 class ExpertChoice(NamedTuple):
     """The experts of each token."""
 
-    expert_BTk: jax.Array  # int32, their numbers; from num_routed on, nothing is computed
-    weight_BTk: jax.Array  # factors on their outputs
-    most: int  # the most pairs of a row that are computed; static
+    expert_BTk: jax.Array  # int32, numbers of the experts; nothing is computed from num_routed on
+    weight_BTk: jax.Array  # factors on the experts' outputs
+    most: int  # static, the most pairs of a row that are computed
     chosen_BTZ: jax.Array  # bool, before `row_capacity`
-    dropped: jax.Array  # int32, pairs beyond it
+    dropped: jax.Array  # int32, pairs beyond `row_capacity`
     lowest_E: jax.Array | None  # as in ExpertsRecord
 
 
 def normalize_weights(score_BTk):
-    """Scores divided by their sum, even if its square underflows; zeros stay zeros."""
+    """Divide scores by their sum, also if the square of the sum underflows; zeros stay zeros."""
     largest_BT1 = jax.lax.stop_gradient(jnp.max(score_BTk, axis=2, keepdims=True))
     some_BT1 = largest_BT1 > 0
     score_BTk = score_BTk / jnp.where(some_BT1, largest_BT1, 1)
@@ -66,9 +66,9 @@ def normalize_weights(score_BTk):
 
 
 def tokens_choose(hparams: ExpertsHparams, scores_BTZ, real_BT, taken_BE) -> ExpertChoice:
-    """Each token chooses its k experts of highest score (Dai et al. 2024, section 2.2).
+    """Let each token choose the k experts of highest score (Dai et al. 2024, section 2.2).
 
-    Under `row_capacity` an expert takes the first tokens of a row, continuing from `taken_BE`.
+    Under `row_capacity` an expert takes the first tokens of a row, counted on from `taken_BE`.
     """
     num_routed, length = hparams.num_routed, scores_BTZ.shape[1]
     expert_BTk = map_batch_shards(lambda rows: jax.lax.top_k(rows, hparams.top_k)[1], scores_BTZ)
@@ -95,7 +95,10 @@ def tokens_choose(hparams: ExpertsHparams, scores_BTZ, real_BT, taken_BE) -> Exp
 
 
 def experts_choose(hparams: ExpertsHparams, scores_BTE, real_BT, thresholds_E) -> ExpertChoice:
-    """Each expert takes its k T / num_routed best tokens (Zhou et al. 2022), or by thresholds."""
+    """Let each expert take its k T / num_routed best tokens (Zhou et al. 2022).
+
+    With thresholds it takes the tokens of higher score instead, which is causal.
+    """
     batch, length, num_routed = scores_BTE.shape
     if thresholds_E is None:
         most = hparams.num_taken(length)
@@ -119,7 +122,16 @@ def experts_choose(hparams: ExpertsHparams, scores_BTE, real_BT, thresholds_E) -
 
 
 def routed_mlp(x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD, product: str, most: int):
-    """sum_k weight w2_e(silu(x w1_e) * x w3_e); at most `most` pairs of a row are in [0, E)."""
+    """Return sum_k weight w2_e(silu(x w1_e) * x w3_e) over the experts e of each token.
+
+    Args:
+      x_BTD: the input of the experts.
+      expert_BTk: int32; nothing is computed for a number outside [0, E).
+      weight_BTk: factors on the experts' outputs.
+      w1_EDF, w3_EDF, w2_EFD: the matrices of the experts.
+      product: a name in EXPERT_PRODUCTS.
+      most: the most pairs of a row with an expert in [0, E).
+    """
     batch, length, width = x_BTD.shape
     pairs, num_experts = batch * most, w1_EDF.shape[0]
     block = block_rows(pairs, num_experts, product)
@@ -134,7 +146,7 @@ def routed_mlp(x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD, product: s
 
 
 class ExpertKernels(nn.Module):
-    """One matrix for each expert."""
+    """One matrix per expert."""
 
     shape: tuple[int, int, int]
     init: nn.initializers.Initializer
@@ -148,14 +160,14 @@ class ExpertKernels(nn.Module):
 
 
 class Experts(nn.Module):
-    """shared(x) + sum over the experts of a token of weight f_e(x), each f a SwiGLU."""
+    """shared(x) + the weighted sum of f_e(x) over the experts e of a token; all are SwiGLUs."""
 
     hparams: ModelHparams
-    ahead: bool  # experts that choose their tokens look at whole rows; if not, use thresholds
+    looks_ahead: bool  # whether experts choose among whole rows, or by thresholds
 
     @nn.compact
     def __call__(self, x_BTD, real_BT, state: ExpertState):
-        """The mlp's output, the ExpertsRecord, and the ExpertState for later tokens."""
+        """Return the output [B, T, D], the ExpertsRecord, and the ExpertState for later tokens."""
         hparams = self.hparams.experts
         wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
         router = nn.Dense(
@@ -172,7 +184,7 @@ class Experts(nn.Module):
         if hparams.choice == 'token':
             choice = tokens_choose(hparams, scores_BTZ, real_BT, state.taken_BE)
         else:
-            thresholds_E = None if self.ahead else state.thresholds_E
+            thresholds_E = None if self.looks_ahead else state.thresholds_E
             choice = experts_choose(hparams, scores_BTZ, real_BT, thresholds_E)
         y_BTD = sharded_routed_mlp(
             routed_mlp,

@@ -1,7 +1,7 @@
-"""Grouped matmul: tokens sorted by expert, multiplied by its matrix, and put back in order.
+"""Grouped matmul: sort tokens by expert, multiply them by its matrix, and restore their order.
 
-Letters: N tokens, k experts of a token, E experts, R places of the sorted layout, M blocks of
-C = R / M places, each of one expert, X and Y the sides of a matrix.
+Letters: N tokens, k experts per token, E experts, R places in the sorted layout, M blocks of
+C = R / M places with one expert each, X and Y the sides of a matrix.
 """
 
 from typing import NamedTuple
@@ -11,22 +11,22 @@ import jax.numpy as jnp
 
 from moddepth_jax.hparams.registry import EXPERT_PRODUCTS
 
-BATCHED_PARTS = 8  # of the blocks of `batched`; each is one product
+BATCHED_PARTS = 8  # `batched` splits its blocks into so many batched products
 
 
 class Layout(NamedTuple):
-    """The places of pairs of token and expert, sorted by expert."""
+    """The places of (token, expert) pairs, sorted by expert."""
 
-    source_R: jax.Array  # int32, token of each place; N for an empty place
-    place_Nk: jax.Array  # int32, place of each pair; R for a pair without a place
-    expert_M: jax.Array  # int32, expert of each block of R / M places, ascending; E for none
+    source_R: jax.Array  # int32, the token in each place; N: the place is empty
+    place_Nk: jax.Array  # int32, the place of each pair; R: the pair has no place
+    expert_M: jax.Array  # int32, the expert of each block, ascending; E: no expert
 
 
 def resolve(product: str) -> str:
-    """The implementation that `model.experts.product` names; ValueError if there is none."""
+    """Return the implementation that `model.experts.product` names. Raises ValueError if none."""
     if product == 'auto':
-        # In a ragged_dot XLA multiplies every row by every expert's matrix, E times the work, on
-        # CPUs and in programs for Hopper GPUs. A loop suits a CPU, whose blocks are small.
+        # On CPUs and in programs for Hopper GPUs, XLA's ragged_dot multiplies every row by every
+        # expert's matrix: E times the work. A loop suits a CPU, where blocks are small.
         return 'blocked' if jax.default_backend() == 'cpu' else 'batched'
     if product not in EXPERT_PRODUCTS:
         raise ValueError(f'product={product!r}: must be one of auto, {", ".join(EXPERT_PRODUCTS)}')
@@ -34,9 +34,10 @@ def resolve(product: str) -> str:
 
 
 def block_rows(num_pairs: int, num_experts: int, implementation: str) -> int:
-    """Rows of a block of `make_layout`, a power of two; 1 for `ragged_dot`, which needs no padding.
+    """Return the rows per block of `make_layout`: a power of two, or 1 for `ragged_dot`.
 
-    At most half of an expert's mean pairs, and an eighth above 32 (128 for `batched`).
+    A block has at most half of an expert's mean pairs, and at most an eighth if that is above 32
+    rows (128 for `batched`).
     """
     if resolve(implementation) == 'ragged_dot':
         return 1
@@ -47,15 +48,16 @@ def block_rows(num_pairs: int, num_experts: int, implementation: str) -> int:
 
 
 def num_blocks(num_pairs: int, num_experts: int, block: int) -> int:
-    """M, the most blocks that `num_pairs` pairs can need."""
+    """Return M, the most blocks that `num_pairs` pairs can need."""
     nonempty = min(num_experts, num_pairs)
     return nonempty + (num_pairs - nonempty) // block
 
 
 def make_layout(expert_Nk, num_experts: int, block: int, most: int | None = None) -> Layout:
-    """Sort pairs by expert, stably; each expert begins at a multiple of `block` places.
+    """Sort pairs by expert, stably. Each expert begins at a multiple of `block` places.
 
-    At most `most` pairs (None: N k) name an expert in [0, E). ValueError: E or a block below 1.
+    At most `most` pairs (None: N k) may have an expert in [0, E). Raises ValueError if E or `block`
+    is below 1.
     """
     for name, value in (('num_experts', num_experts), ('block', block)):
         if value < 1:
@@ -73,7 +75,7 @@ def make_layout(expert_Nk, num_experts: int, block: int, most: int | None = None
     blocks_E = -(-jnp.diff(first_E) // block)
     end_E = jnp.cumsum(blocks_E)
     expert_M = jnp.sum(jnp.arange(blocks)[:, None] >= end_E[None, :], axis=1, dtype=jnp.int32)
-    # place = rank among the sorted pairs + shift of the expert.
+    # The place of a pair is its rank among the sorted pairs plus the shift of its expert.
     shift_E = jnp.append((end_E - blocks_E) * block - first_E[:-1], 0).astype(jnp.int32)
 
     place_P = jnp.where(sorted_P < num_experts, rank_P + shift_E[sorted_P], places)
@@ -89,18 +91,21 @@ def make_layout(expert_Nk, num_experts: int, block: int, most: int | None = None
 
 @jax.custom_vjp
 def dispatch(x_ND, layout: Layout):
-    """[R, D]: the token of each place, zeros in empty ones. Reruns, backward too, are bit-equal."""
+    """Return the token in each place, [R, D], and zeros in empty places.
+
+    Reruns are bit-equal, also in the backward pass.
+    """
     return _rows(x_ND, layout.source_R)
 
 
 @jax.custom_vjp
 def combine(y_RD, weight_Nk, layout: Layout):
-    """[N, D]: sum_k weight y[place] in float32 at least; a pair without a place adds nothing."""
+    """Return sum_k weight y[place], [N, D], summed in float32; a pair without a place adds 0."""
     return _add_places(y_RD, weight_Nk, layout.place_Nk).astype(y_RD.dtype)
 
 
 def grouped_matmul(x_RX, w_EXY, layout: Layout, implementation: str):
-    """[R, Y] in x's dtype: each row times the matrix of its block's expert; zeros without one."""
+    """Multiply each row by the matrix of its block's expert, [R, Y]; zeros without an expert."""
     return EXPERT_PRODUCTS[resolve(implementation)](x_RX, w_EXY, layout.expert_M)
 
 
@@ -109,7 +114,7 @@ def _rows(x, index):
 
 
 def _over_choices(step, carry, place_Nk, weight_Nk):
-    """Scan over the k choices. One gather of [N, k, D] would be stored, and is slower."""
+    """Scan over the k choices. A single gather [N, k, D] would be stored, which is slower."""
     choices = (place_Nk.T, weight_Nk.T)
     return jax.lax.scan(step, carry, choices, unroll=min(8, place_Nk.shape[1]))
 
@@ -119,7 +124,7 @@ def _add_places(y_RD, weight_Nk, place_Nk):
 
     def add(sum_ND, choice):
         place_N, weight_N = choice
-        # An infinite weight of a pair without a place must not turn its zero into NaN.
+        # A pair without a place reads 0, which an infinite weight must not turn into NaN.
         weight_N1 = jnp.where(place_N < y_RD.shape[0], weight_N, 0)[:, None].astype(dtype)
         return sum_ND + weight_N1 * _rows(y_RD, place_N).astype(dtype), None
 
@@ -156,17 +161,17 @@ combine.defvjp(lambda *arguments: (combine(*arguments), arguments), _combine_bac
 
 
 def sum_dtype(dtype):
-    """The dtype of sums of products of `dtype`: float32 at least."""
+    """Return the dtype of sums of products of `dtype`: float32 at least."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def factor_dtype(dtype):
-    """The dtype in which factors are multiplied: on CPUs float32 at least, as XLA needs it."""
+    """Return the dtype of factors in a product: on CPUs XLA needs at least float32."""
     return sum_dtype(dtype) if jax.default_backend() == 'cpu' else dtype
 
 
 def first_places(expert_P, num_experts):
-    """int32 [E + 1]: where each expert begins in an ascending array of numbers, and the end."""
+    """Return where each expert begins in an ascending array, and the end, int32 [E + 1]."""
     expert_E = jnp.arange(num_experts + 1, dtype=jnp.int32)
     return jnp.searchsorted(expert_P, expert_E).astype(jnp.int32)
 
@@ -178,10 +183,13 @@ def in_blocks(x_RX, expert_M):
 
 
 def _with_backward(products, sums):
-    """matmul(x_RX, w_EXY, expert_M) -> [R, Y] whose backward pass goes through blocks too.
+    """Return matmul(x_RX, w_EXY, expert_M) -> [R, Y] whose backward pass also goes by blocks.
 
-    products(..., axis): each block of x times its expert's matrix, or its transpose (axis 1).
-    sums(x_RX, dy_RY, expert_M, num_experts): x^T dy [E, X, Y] over each expert's blocks.
+    Args:
+      products: products(x, w_EXY, expert_M, axis) multiplies each block of x by its expert's
+        matrix (axis 0) or its transpose (axis 1).
+      sums: sums(x_RX, dy_RY, expert_M, num_experts) returns x^T dy [E, X, Y], summed over the
+        blocks of each expert.
     """
 
     @jax.custom_vjp
@@ -198,7 +206,7 @@ def _with_backward(products, sums):
 
 
 def _blocked_products(x_RX, w_EXY, expert_M, axis):
-    """A scan over blocks. Its carry is the matrix, which consecutive blocks mostly share."""
+    """Scan over blocks. The carry is the matrix, which consecutive blocks mostly share."""
     num_experts, *sides = w_EXY.shape
     dtype, factor, width = x_RX.dtype, factor_dtype(x_RX.dtype), sides[1 - axis]
     changes_M = (expert_M < num_experts) & (jnp.diff(expert_M, prepend=-1) != 0)
@@ -224,13 +232,12 @@ def _blocked_products(x_RX, w_EXY, expert_M, axis):
 
 
 def _multiply(a, b, axes):
-    """Sums over one axis of each, in float32 at least."""
+    """Contract one axis of each, with sums in float32 at least."""
     contracted = ((axes[0],), (axes[1],)), ((), ())
     return jax.lax.dot_general(a, b, contracted, preferred_element_type=sum_dtype(a.dtype))
 
 
 def _blocked_sums(x_RX, dy_RY, expert_M, num_experts):
-
     def step(dw_EXY, block):
         x_CX, dy_CY, expert = block
 
@@ -254,7 +261,7 @@ def _filled_blocks(x_RX, expert_M, num_experts):
 
 
 def _batched_products(x_RX, w_EXY, expert_M, axis):
-    """A few batched products, in which every block has a copy of its expert's matrix."""
+    """Compute a few batched products, in which every block has a copy of its expert's matrix."""
     num_experts, size, dtype = w_EXY.shape[0], -(-expert_M.shape[0] // BATCHED_PARTS), x_RX.dtype
     equation = 'mcy,mxy->mcx' if axis else 'mcx,mxy->mcy'
     x_MCX = _filled_blocks(x_RX, expert_M, num_experts)
@@ -270,13 +277,13 @@ def _batched_products(x_RX, w_EXY, expert_M, axis):
     parts = []
     for first in range(0, expert_M.shape[0], size):
         part = (side[first : first + size] for side in (x_MCX, expert_M))
-        # Experts ascend: if the first block has none, no block of the part has.
+        # Experts ascend: if the first block of a part has none, no block has one.
         parts.append(jax.lax.cond(expert_M[first] < num_experts, multiply, nothing, *part))
     return jnp.concatenate(parts).reshape(x_RX.shape[0], -1)
 
 
 def _batched_sums(x_RX, dy_RY, expert_M, num_experts):
-    """Add up the first block of every expert, then the second: bit-equal between runs on GPUs."""
+    """Add the first block of every expert, then the second, and so on: bit-equal reruns on GPUs."""
     x_MCX, dy_MCY = (_filled_blocks(side, expert_M, num_experts) for side in (x_RX, dy_RY))
     first_E = first_places(expert_M, num_experts)
     count_E = jnp.diff(first_E)
@@ -297,7 +304,7 @@ EXPERT_PRODUCTS.register('batched')(_with_backward(_batched_products, _batched_s
 
 @EXPERT_PRODUCTS.register('ragged_dot')
 def ragged_matmul(x_RX, w_EXY, expert_M):
-    """The same product by jax.lax.ragged_dot."""
+    """Compute the product by jax.lax.ragged_dot."""
     num_experts, dtype = w_EXY.shape[0], x_RX.dtype
     rows = x_RX.shape[0] // expert_M.shape[0]
     sizes_E = rows * jnp.diff(first_places(expert_M, num_experts))

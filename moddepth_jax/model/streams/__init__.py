@@ -1,4 +1,4 @@
-"""Depth streams, one file for each (Zhu et al. 2026, arXiv 2603.15619, section 2.2)."""
+"""Depth streams, one per file (Zhu et al. 2026, arXiv 2603.15619, section 2.2)."""
 
 from moddepth_jax.hparams.registry import STREAMS
 from moddepth_jax.model.streams import (

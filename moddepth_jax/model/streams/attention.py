@@ -1,4 +1,4 @@
-"""The stream `attention`: a layer reads by attention over depth, at its own token."""
+"""The stream `attention`: a layer's input is attention over the depth slots of each token."""
 
 import jax.numpy as jnp
 
@@ -14,10 +14,10 @@ from moddepth_jax.model.streams.base import SlotProjection, Stream
 
 @STREAMS.register('attention')
 class DepthAttention(Stream):
-    """read: the previous layer's query attends to the slots of layers 0..l-1 at the same token.
+    """Attention over depth.
 
-    write: a query, which it carries to the next read, and a slot, projected from the block's
-    output.
+    read: the previous layer's query attends to the token's slots of layers 0..l-1.
+    write: project a query and a slot from the block's output. The stream carries the query.
     """
 
     has_ends = True
@@ -48,7 +48,7 @@ class DepthAttention(Stream):
     def check(cls, hparams: ModelHparams):
         width = hparams.num_heads * hparams.head_dim
         if width != hparams.d_model:
-            right = f'must be num_heads x head_dim = {width}: what the attention stream reads'
+            right = f'must be num_heads x head_dim = {width}, the width of an attention stream'
             refuse('model.d_model', hparams.d_model, right)
 
     @classmethod
@@ -65,4 +65,4 @@ class DepthAttention(Stream):
 
     @classmethod
     def difference_at_start(cls, depth: DepthHparams) -> str:
-        return 'the attention stream reads mixtures of values in place of the running sum'
+        return 'the attention stream reads mixtures of values instead of the running sum'

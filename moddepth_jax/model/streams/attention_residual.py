@@ -1,4 +1,4 @@
-"""The stream `attention_residual`: a sublayer reads a softmax over the outputs of earlier ones."""
+"""The stream `attention_residual`: a sublayer reads a softmax over earlier sublayer outputs."""
 
 import functools
 from typing import NamedTuple
@@ -18,29 +18,29 @@ from moddepth_jax.model.streams.base import LayerKind, Stream
 
 
 class Sources(NamedTuple):
-    """What the stream carries through a block; sources of earlier blocks are depth slots."""
+    """What the stream carries through a block. Sources of earlier blocks are depth slots."""
 
-    newest_BTD: jax.Array  # the sum that sublayers add to
-    closed: tuple[jax.Array, ...] = ()  # [B, T, D] each, those that the block has completed
+    newest_BTD: jax.Array  # the source that sublayers add to
+    closed: tuple[jax.Array, ...] = ()  # [B, T, D] each, sources completed in this block
 
 
 def score_source(epsilon, query_D, v_BTD):
-    """The logit query . v / rms(v), [B, T], and the value v of a source."""
+    """Return the logit query . v / rms(v), [B, T], and the value v of a source."""
     dot_BT = jnp.einsum('btd,d->bt', v_BTD, query_D, precision='highest')
     square_BT = jnp.einsum('btd,btd->bt', v_BTD, v_BTD, precision='highest') / v_BTD.shape[-1]
     return dot_BT * jax.lax.rsqrt(square_BT + epsilon), v_BTD
 
 
 def mix_sources(epsilon, query_D, newer, depth: DepthSlots | None = None):
-    """sum_i p_i v_i with p = softmax_i(query . v_i / rms(v_i)), [B, T, D], and `depth`, threaded.
+    """Return sum_i p_i v_i, [B, T, D], p = softmax_i(query . v_i / rms(v_i)), and threaded `depth`.
 
-    Attention Residuals (arXiv 2603.15031). All of it is computed in float32 or wider.
+    From Attention Residuals (arXiv 2603.15031). Everything is computed in float32 or wider.
 
     Args:
       epsilon: of the key norm.
-      query_D: the query, times the scale of the key norm.
+      query_D: the query times the scale of the key norm.
       newer: a tuple of sources [B, T, D] of the tokens that the layer runs on.
-      depth: earlier sources, of which those that a token sees take part; None: none.
+      depth: the earlier sources, of which a token uses those that it sees; None: no sources.
     """
     dtype = jnp.promote_types(newer[0].dtype, jnp.float32)
     query_D, score = query_D.astype(dtype), functools.partial(score_source, epsilon)
@@ -55,10 +55,10 @@ def mix_sources(epsilon, query_D, newer, depth: DepthSlots | None = None):
 
 
 class SourceReader(nn.Module):
-    """How one sublayer reads the sources, and joins its output to them."""
+    """How one sublayer reads the sources and adds its output to them."""
 
     hparams: ModelHparams
-    opens: bool = False  # whether its output opens a source rather than adds to the newest
+    opens: bool = False  # whether its output opens a source, or is added to the newest one
 
     def setup(self):
         width = (self.hparams.d_model,)
@@ -66,31 +66,32 @@ class SourceReader(nn.Module):
         self.scale = self.param('scale', nn.initializers.ones, width)
 
     def read(self, sources: Sources, depth: DepthSlots | None):
-        """What the sublayer reads before its norm, [B, T, D], and `depth`, threaded."""
+        """Return the input of the sublayer before its norm, [B, T, D], and `depth`, threaded."""
         newer = (*sources.closed, sources.newest_BTD)
         query_D = self.query * self.scale
         x_BTD, depth = mix_sources(self.hparams.norm_eps, query_D, newer, depth)
         return x_BTD.astype(sources.newest_BTD.dtype), depth
 
     def add(self, sources: Sources, output_BTD) -> Sources:
-        """The sources after the sublayer."""
+        """Return the sources after the sublayer."""
         newest_BTD, closed = sources
         if self.opens:
             return Sources(output_BTD, (*closed, newest_BTD))
         return Sources(newest_BTD + output_BTD, closed)
 
     def skip(self, sources: Sources) -> Sources:
-        """The sources of tokens that skip the sublayer, of the same structure as by `add`."""
+        """Return the sources of tokens that skip the sublayer, in the same structure as `add`."""
         newest_BTD, closed = sources
         return Sources(newest_BTD, (*closed, *[jnp.zeros_like(newest_BTD)] * self.opens))
 
 
 @STREAMS.register('attention_residual')
 class AttentionResidual(Stream):
-    """Attention Residuals (arXiv 2603.15031), full and in blocks of `sublayers_per_source`.
+    """Attention Residuals (arXiv 2603.15031), full or in blocks of `sublayers_per_source`.
 
-    A source is the embedding or the sum of the outputs of some sublayers; x is the newest of them.
-    A sublayer that opens a source writes the one before it as a slot. There is no running sum.
+    A source is the embedding, or the sum of the outputs of some sublayers. The stream carries the
+    newest source. A sublayer that opens a source writes the previous one as a slot. There is no
+    running sum.
     """
 
     counts = ('sublayers_per_source',)
@@ -128,7 +129,7 @@ class AttentionResidual(Stream):
 
     @classmethod
     def layer_kinds(cls, hparams: ModelHparams) -> list[LayerKind]:
-        """Every `sublayers_per_source`-th sublayer opens a source; the final norm reads too."""
+        """Every `sublayers_per_source`-th sublayer opens a source. The final norm reads as well."""
         size = hparams.depth.sublayers_per_source or 1
         kinds = super().layer_kinds(hparams)
         for i, kind in enumerate(kinds):
@@ -138,18 +139,18 @@ class AttentionResidual(Stream):
 
     @classmethod
     def reading_flops(cls, hparams, kind, length, num_selected, written) -> float:
-        """A product with the query and a weighted sum, 4 D, for each source."""
+        """4 D for each source: a product with the query and a weighted sum."""
         sources = written + 1
         if kind.part == 'block':
             both = num_selected * (2 * sources + kind.opens[0])
-            of_router = length * sources if kind.routed else 0
-            return 4 * hparams.d_model * (both + of_router)
+            router = length * sources if kind.routed else 0
+            return 4 * hparams.d_model * (both + router)
         return 4 * hparams.d_model * length * sources
 
     @classmethod
     def difference_at_start(cls, depth: DepthHparams) -> str:
-        reason = 'sublayers read the mean of their sources in place of the sum, which a pre-norm '
-        return reason + 'tells apart by model.norm_eps alone'
+        reason = 'sublayers read the mean of their sources instead of the sum; after a pre-norm '
+        return reason + 'these differ only by model.norm_eps'
 
     @classmethod
     def describe(cls, hparams: ModelHparams) -> str:

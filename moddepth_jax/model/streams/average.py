@@ -9,9 +9,12 @@ from moddepth_jax.model.streams.dense import DepthDense
 
 @STREAMS.register('average')
 class DepthAverage(DepthDense):
-    """read: a_l0 X_0 + .. + a_l(l-1) X_(l-1), one scalar each; write: append, as `dense`.
+    """DenseFormer's average (Pagliardini et al. 2024, arXiv 2402.02622).
 
-    DenseFormer's average (Pagliardini et al. 2024, arXiv 2402.02622); at first the residual stream.
+    read: a_l0 X_0 + .. + a_l(l-1) X_(l-1), with learned scalars.
+    write: append X_l, the block's output.
+
+    It starts as the residual stream.
     """
 
     parameter_axes = ()

@@ -1,6 +1,4 @@
-"""What a depth stream is: the interface of all of them, and the plain residual stream."""
-
-from typing import NamedTuple
+"""The interface of depth streams, and the residual stream."""
 
 import flax.linen as nn
 import jax
@@ -10,66 +8,57 @@ from moddepth_jax.hparams import DepthHparams, ModelHparams
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
 from moddepth_jax.model.attention import DepthSlots, KeysValues
-from moddepth_jax.model.block import SlotInputs
+from moddepth_jax.model.block import LayerKind, SlotInputs
 from moddepth_jax.model.layers import projection
 from moddepth_jax.model.routing import TokenInfo
 from moddepth_jax.model.value_embeddings import embeds_values
 
 
-class LayerKind(NamedTuple):
-    """What distinguishes layers (those of one kind share a scan); parts: block, entry and exit."""
-
-    routed: bool  # whether a router selects the tokens that its block processes
-    window: int  # tokens that its attention sees; 0: all earlier ones
-    slots: int = 0  # depth slots that it writes
-    inputs: int = 0  # arrays that it reads, in a stream that reads outputs
-    experts: bool = False  # whether experts are its mlp
-    part: str = 'block'
-    mixes: bool = False  # whether the stream's `value_mixer` changes the values of its attention
-    opens: tuple[bool, ...] = (False, False)  # attention, mlp: whether its output opens a source
-    embeds: bool = False  # whether its attention has a ValueEmbedding
-    gathered: bool = False  # whether it is of a routed loop, which selects its tokens
-    own_norms: bool = False  # whether each loop has scales of its own for its norms
-
-
 class Stream(nn.Module):
-    """What a layer reads from earlier layers and writes for later ones, before and after its block.
+    """What a layer reads from earlier layers before its block, and writes for later ones after it.
 
-    A stream is one subclass in its own file, registered in STREAMS; it carries one array [B, T, D].
+    A stream is a subclass in its own file that is registered in STREAMS. It carries one array
+    [B, T, D] from layer to layer. `depth` is threaded: a layer reads the `depth` that the reader
+    before it returned, so that the backward pass adds up the gradients of slots in one buffer.
     """
 
     hparams: ModelHparams
     kind: LayerKind
-    # Values of each knob of `model.depth` that applies and accepts `auto`, which is the first.
+    # Values of the knobs of `model.depth` that the stream uses and that accept `auto`, by knob.
+    # `auto` is the first value.
     choices = {}
-    counts = ()  # knobs of `model.depth` that are numbers and 0 in all other streams
+    counts = ()  # numeric knobs of `model.depth` that the stream uses; 0 in all other streams
     scans = True  # whether layers of equal kind have equal shapes, so that they can share a scan
-    keeps_sum = False  # whether it carries x alone, to which each block adds its output
-    sized_by_depth = False  # whether parameters are as many as layers run, so that loops are fixed
-    has_ends = False  # whether the embedding writes a slot and the final norm reads once more
+    keeps_sum = False  # whether the stream carries only x, to which each block adds its output
+    sized_by_depth = False  # whether shapes depend on the blocks that run, so that loops are fixed
+    has_ends = False  # whether the embedding writes a slot and the final norm reads
     reads_outputs = False  # whether slots are block outputs [B, T, D], not keys and values
-    # The module, made in SelfAttention of layers whose kind `mixes`, that is called with
-    # (x_BTD, q_BTNH, k_BTKH, v_BTKH, tokens, depth) and returns the values to attend to and store,
-    # and `depth`, threaded.
+    # A module that SelfAttention makes in layers whose kind `mixes`. It is called with
+    # (x_BTD, q_BTNH, k_BTKH, v_BTKH, tokens, depth). It returns the values that attention uses and
+    # stores, and `depth`, threaded.
     value_mixer = None
-    # The module, made in Block for attention and for the mlp with (hparams, opens), by which each
-    # reads what the stream carries (attention an array, or AttentionInputs; and `depth`, threaded)
-    # and joins its output to that; None: x, and x + output.
+    # A module that Block makes with (hparams, opens) for attention and for the mlp. Its `read`
+    # returns the input of the sublayer (for attention an array or AttentionInputs) and `depth`,
+    # threaded; `add` adds the output to what the stream carries. None: x, and x + output.
     connection = None
     gates_state = False  # whether a gate scales the change of x, or the outputs of a connection
     attends = False  # whether slots are read by attention over depth
-    sums_gradients = False  # whether gradients of slots are summed in `sums` of another dtype
-    masks_skipped = False  # whether tokens that skip a routed block have no slots of it
-    joins_attention = False  # whether heads see the slots in one softmax with the sequence
-    parameter_axes = ()  # (end of the path of a matrix in `stream`, its axes), as sharding.LEAVES
+    sums_gradients = False  # whether `sums` adds up the gradients of slots in another dtype
+    masks_skipped = False  # whether tokens that skip a routed block have no slots there
+    joins_attention = False  # whether heads see slots and sequence in one softmax
+    parameter_axes = ()  # (end of a matrix's path in `stream`, its axes), as sharding.LEAVES
 
     def read(self, x_BTD, depth: DepthSlots | None):
-        """The layer's input, the slots that its heads see, and `depth` with threaded cotangents."""
+        """Return the layer's input, the slots that its heads see, and `depth`, threaded."""
         return x_BTD, None, depth
 
     def write(self, y_BTD, slot_inputs: SlotInputs, tokens: TokenInfo, slot_key):
-        """What the stream carries after the layer, and a tuple of the slots that it writes."""
-        return y_BTD, ()
+        """Return what the stream carries after the layer, and a tuple of the slots it writes.
+
+        slot_key(k_BTKH, positions_BT) returns a projected key as a slot stores it. By default a
+        slot of a stream that reads outputs is the block's output.
+        """
+        return y_BTD, (y_BTD,) if self.reads_outputs and self.kind.slots else ()
 
     @classmethod
     def check(cls, hparams: ModelHparams):
@@ -77,12 +66,12 @@ class Stream(nn.Module):
 
     @classmethod
     def slots_per_layer(cls, depth: DepthHparams) -> int:
-        """Key-value slots that each layer writes."""
+        """Return the number of key/value slots that each layer writes."""
         return 0
 
     @classmethod
     def slot_shape(cls, hparams: ModelHparams):
-        """ShapeDtypeStructs of one token's slot."""
+        """Return the ShapeDtypeStructs of one token's slot."""
         if cls.reads_outputs:
             return jax.ShapeDtypeStruct((hparams.d_model,), hparams.dtype)
         side = jax.ShapeDtypeStruct((hparams.num_kv_heads, hparams.head_dim), hparams.dtype)
@@ -90,34 +79,34 @@ class Stream(nn.Module):
 
     @classmethod
     def projects_values(cls, depth: DepthHparams) -> bool:
-        """Whether attention has a value projection in layers whose kind `mixes`."""
+        """Return whether attention has a value projection in layers whose kind `mixes`."""
         return True
 
     @classmethod
     def start(cls, hparams: ModelHparams, number) -> dict:
-        """First values of those parameters of a block that depend on its number."""
+        """Return the initial values of the parameters of a block that depend on its number."""
         return {}
 
     @classmethod
     def enter(cls, hparams: ModelHparams, x_BTD):
-        """What the first layer gets, of the embedded tokens."""
+        """Return the input of the first layer, given the embedded tokens."""
         return x_BTD
 
     @classmethod
     def leave(cls, hparams: ModelHparams, x_BTD):
-        """What the final norm reads, of what the last layer returns."""
+        """Return the input of the final norm, given the output of the last layer."""
         return x_BTD
 
     @classmethod
     def slot_inputs(cls, depth: DepthHparams) -> tuple[str, ...]:
-        """Names of the SlotInputs that `write` needs from the block."""
+        """Return the names of the SlotInputs that `write` needs from the block."""
         return ()
 
     @classmethod
     def layer_kinds(cls, hparams: ModelHparams) -> list[LayerKind]:
-        """The kind of every layer that has parameters of its own.
+        """Return the kind of every stored layer, which has its own parameters.
 
-        Without ends the last writes no slots, unless it is looped: none would read them.
+        Without ends, the last layer writes no slots unless it is looped: nothing would read them.
         """
         per_layer, layers = hparams.depth.slots_per_layer, hparams.num_layers
         routed = hparams.routing.routed_layers(layers)
@@ -134,10 +123,9 @@ class Stream(nn.Module):
             for i in range(layers)
         ]
         kinds = [kind._replace(embeds=embeds_values(hparams, i)) for i, kind in enumerate(kinds)]
-        if not cls.has_ends and hparams.loops_last_layer:
-            return kinds
         if not cls.has_ends:
-            return [*kinds[:-1], kinds[-1]._replace(slots=0)]
+            looped = layers - 1 in hparams.looped_range
+            return kinds if looped else [*kinds[:-1], kinds[-1]._replace(slots=0)]
         entry, last = LayerKind(False, 0, per_layer, part='entry'), LayerKind(False, 0, part='exit')
         return [entry, *kinds, last]
 
@@ -145,35 +133,38 @@ class Stream(nn.Module):
     def projection_flops(
         cls, hparams: ModelHparams, kind: LayerKind, length: int, num_selected: int
     ) -> float:
-        """FLOPs of the stream's parameters in a layer whose block processes some of a row."""
+        """Return the FLOPs of the stream's parameters in a layer, for a row of `length`.
+
+        The block of the layer processes `num_selected` of these tokens.
+        """
         return 0.0
 
     @classmethod
     def reading_flops(
         cls, hparams: ModelHparams, kind: LayerKind, length: int, num_selected: int, written: int
     ) -> float:
-        """FLOPs of the reads of a layer, in a row, after `written` slots."""
+        """Return the FLOPs of a layer's reads in a row after `written` slots."""
         return 0.0
 
     @classmethod
     def mixing_flops(cls, hparams: ModelHparams, tokens: int, written: int) -> float:
-        """FLOPs of `value_mixer` on some tokens of a row, after `written` slots."""
+        """Return the FLOPs of `value_mixer` on some tokens of a row after `written` slots."""
         return 0.0
 
     @classmethod
     def difference_at_start(cls, depth: DepthHparams) -> str:
-        """Why a residual model converted to this stream has another loss at first; '' if not."""
+        """Say why a residual model that is converted to this stream changes its loss; or ''."""
         return ''
 
     @classmethod
     def describe(cls, hparams: ModelHparams) -> str:
-        """Words for the line of a run that describes the model."""
+        """Return words for the line in a run's output that describes the model."""
         return f'{hparams.depth.stream} depth stream'
 
 
 @STREAMS.register('residual')
 class Residual(Stream):
-    """The running sum: a layer reads it and adds to it, inside its block."""
+    """The running sum, which each block reads and adds to."""
 
     keeps_sum = True
 
@@ -197,17 +188,17 @@ class SlotProjection(nn.Module):
 
     @staticmethod
     def flops_per_token(hparams: ModelHparams) -> int:
-        """FLOPs of one slot of one token."""
+        """Return the FLOPs of one slot of one token."""
         return 4 * hparams.d_model * hparams.num_kv_heads * hparams.head_dim
 
 
 def wide(hparams: ModelHparams):
-    """The dtype of arrays whose gradients are sums over layers: float32, or wider."""
+    """Return the dtype of arrays whose gradients are sums over layers: float32 or wider."""
     return jnp.promote_types(hparams.dtype, jnp.float32)
 
 
 def refuse_routed_writers(hparams: ModelHparams):
-    """Refuse a routed block that writes slots where tokens that skip it would have none."""
+    """Refuse a routed block that writes slots, since tokens that skip it would have none."""
     for i, kind in enumerate(kind for kind in layer_kinds(hparams) if kind.part == 'block'):
         if kind.routed and kind.slots:
             right = f'must not route layer {i}: the {hparams.depth.stream} stream stores its '
@@ -216,13 +207,13 @@ def refuse_routed_writers(hparams: ModelHparams):
 
 
 def layer_kinds(hparams: ModelHparams) -> list[LayerKind]:
-    """The kind of every layer that runs, from the first to the last; looped ones come again."""
+    """Return the kind of every layer that runs, in order; looped layers repeat."""
     kinds = hparams.depth.stream_class.layer_kinds(hparams)
     return [kinds[layer] for layer in layer_order(hparams)]
 
 
 def layer_order(hparams: ModelHparams) -> list[int]:
-    """The index, among the stream's `layer_kinds`, of every layer that runs."""
+    """Return the index in the stream's `layer_kinds` of every layer that runs."""
     kinds = hparams.depth.stream_class.layer_kinds(hparams)
     blocks = [layer for layer, kind in enumerate(kinds) if kind.part == 'block']
     ends = range(blocks[0]), range(blocks[-1] + 1, len(kinds))

@@ -5,16 +5,17 @@ import jax.numpy as jnp
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.hparams.registry import STREAMS
 from moddepth_jax.model.attention import DepthSlots
-from moddepth_jax.model.block import SlotInputs
-from moddepth_jax.model.routing import TokenInfo
 from moddepth_jax.model.streams.base import LayerKind, Stream
 
 
 @STREAMS.register('dense')
 class DepthDense(Stream):
-    """read: W_l . concat(X_0 .. X_{l-1}); write: append X_l, the block's output.
+    """Dense connections between all layers.
 
-    X_0 is the embedding. W_l starts as the identity on X_{l-1}, which is the residual stream.
+    read: W_l . concat(X_0 .. X_{l-1}), where X_0 is the embedding.
+    write: append X_l, the block's output.
+
+    It starts as the residual stream: W_l is the identity on X_{l-1}.
     """
 
     scans = False  # W_l grows with l
@@ -33,12 +34,9 @@ class DepthDense(Stream):
         x_LBTD = depth.slots[: self.kind.inputs]
         return jnp.einsum('lbtd,lde->bte', x_LBTD, kernel_LDE), None, depth
 
-    def write(self, y_BTD, slot_inputs: SlotInputs, tokens: TokenInfo, slot_key):
-        return y_BTD, (y_BTD,) if self.kind.slots else ()
-
     @classmethod
     def layer_kinds(cls, hparams: ModelHparams) -> list[LayerKind]:
-        """Every layer reads all outputs before it, and all but the exit write one."""
+        """Every layer reads all earlier outputs. All but the exit write one."""
         return [
             kind._replace(slots=int(kind.part != 'exit'), inputs=i)
             for i, kind in enumerate(super().layer_kinds(hparams))

@@ -13,18 +13,18 @@ from moddepth_jax.model.attention import DepthSlots
 from moddepth_jax.model.streams.base import Stream, wide
 
 STREAMS_BY_DEFAULT = 4
-SCALE = 0.01  # at first, of the part of the weights that depends on the token
+SCALE = 0.01  # initial scale of the part of the weights that depends on the token
 SINKHORN_STEPS = 20
-# Of `constrained`, at first: the logit of the stream that a sublayer reads, whose weight with those
-# of the others is 1, and logits of the diagonal of the mixture and the rest.
+# Initial values of `constrained`: the logit of the stream that a sublayer reads (the weights of all
+# streams sum to 1), and the logits of the mixture on and off its diagonal.
 READ_LOGIT, MIX_LOGITS = 3.0, (3.0, -3.0)
 
 
 def sinkhorn(logits):
-    """A matrix of positive numbers whose rows sum to 1, and its columns nearly, [..., S, S].
+    """Return positive matrices [..., S, S] whose rows sum to 1, and whose columns nearly do.
 
-    exp, then SINKHORN_STEPS times columns, then rows over their sums, which makes the rows exact.
-    In logarithms, so that no sum is 0 whatever the logits are.
+    exp, and then SINKHORN_STEPS times: divide columns, then rows, by their sums. The last division
+    makes the rows exact. Logarithms avoid sums of 0 for any logits.
     """
     for _ in range(SINKHORN_STEPS):
         logits -= jax.nn.logsumexp(logits, axis=-2, keepdims=True)
@@ -37,9 +37,9 @@ def _normed(x, axes, epsilon):
 
 
 class HyperConnection(nn.Module):
-    """How one sublayer reads a mixture of the S streams, and what they are after it.
+    """How one sublayer reads a mixture of the S streams and updates them.
 
-    Weights are float32 or wider, and so are the sums. What depends on the token is zero at first.
+    Weights and sums are float32 or wider. The part that depends on the token starts at 0.
     """
 
     hparams: ModelHparams
@@ -49,7 +49,7 @@ class HyperConnection(nn.Module):
         size, zeros = num_streams(self.hparams), nn.initializers.zeros
         form, dtype = self.hparams.depth.hyper_form, wide(self.hparams)
         parts = {'read': (size,), 'mix': (size, size), 'add': (size,)}
-        first = {name: leaf for name, leaf in first_values(self.hparams, 0).items()}
+        first = first_values(self.hparams, 0)
         self.biases = {
             name: self.param(f'{name}_bias', lambda _, name=name: first[f'{name}_bias'])
             for name in parts
@@ -59,7 +59,8 @@ class HyperConnection(nn.Module):
         self.scales = {
             name: self.param(f'{name}_scale', nn.initializers.constant(SCALE), ()) for name in parts
         }
-        # Of one stream its own read and add and its row of the mixture; or of all streams all.
+        # Each stream gives its own read and add weight and its row of the mixture. If constrained,
+        # all streams together give all weights.
         sizes = {'read': 1, 'mix': size, 'add': 1}
         if form == 'constrained':
             sizes = {'read': size, 'mix': size * size, 'add': size}
@@ -69,7 +70,7 @@ class HyperConnection(nn.Module):
         }
 
     def _weights(self, name, x_BTSD):
-        """The weights of a part: [B, T, S] or [B, T, S, S], or without B and T if static."""
+        """Return the weights of a part: [B, T, S] or [B, T, S, S], without B and T if static."""
         form, bias = self.hparams.depth.hyper_form, self.biases[name].astype(x_BTSD.dtype)
         if form == 'static':
             return bias
@@ -90,7 +91,7 @@ class HyperConnection(nn.Module):
         return x_BTE.reshape(*x_BTE.shape[:2], size, -1).astype(wide(self.hparams))
 
     def read(self, x_BTE, depth: DepthSlots | None):
-        """What the sublayer reads before its norm, [B, T, D], of the streams side by side."""
+        """Return the input of the sublayer before its norm, [B, T, D], and `depth`."""
         x_BTSD = self._split(x_BTE)
         weights = self._weights('read', x_BTSD)
         weights_BTS = jnp.broadcast_to(weights, x_BTSD.shape[:3])
@@ -98,7 +99,7 @@ class HyperConnection(nn.Module):
         return x_BTD.astype(x_BTE.dtype), depth
 
     def add(self, x_BTE, output_BTD):
-        """The streams after the sublayer: X_i mixed, and its output times a weight of each."""
+        """Return the streams after the sublayer: a mixture, plus the weighted output for each."""
         x_BTSD = self._split(x_BTE)
         mix_BTSS, add = self.mixture(x_BTSD), self._weights('add', x_BTSD)
         y_BTSD = jnp.einsum('btij,btjd->btid', mix_BTSS, x_BTSD, precision='highest')
@@ -107,30 +108,31 @@ class HyperConnection(nn.Module):
         return y_BTSD.reshape(x_BTE.shape).astype(x_BTE.dtype)
 
     def mixture(self, x_BTSD):
-        """The weights of the old streams in the new ones, [B, T, new, old]."""
+        """Return the weights of the old streams in the new ones, [B, T, new, old]."""
         mix = self._weights('mix', x_BTSD)
         if self.hparams.depth.hyper_form != 'constrained':
             mix = jnp.swapaxes(mix, -2, -1)  # the rows of the paper's A_r are the old streams
         return jnp.broadcast_to(mix, (*x_BTSD.shape[:3], x_BTSD.shape[2]))
 
     def skip(self, x_BTE):
-        """The streams of tokens that skip the sublayer."""
+        """Return the streams of tokens that skip the sublayer."""
         return x_BTE
 
 
 def num_streams(hparams: ModelHparams) -> int:
-    """S."""
+    """Return S, the number of residual streams."""
     return hparams.depth.num_streams or STREAMS_BY_DEFAULT
 
 
 def first_values(hparams: ModelHparams, sublayer) -> dict[str, jax.Array]:
-    """The biases at first of a sublayer, counted from 0: it reads stream `sublayer` modulo S."""
+    """Return the initial biases of a sublayer, counted from 0. It reads stream `sublayer` mod S."""
     size = num_streams(hparams)
     home = jnp.arange(size) == sublayer % size
     if hparams.depth.hyper_form != 'constrained':
         home = home.astype(jnp.float32)
         return {'read_bias': home, 'mix_bias': jnp.eye(size), 'add_bias': jnp.ones(size)}
-    # A sum of 1 reads equal streams as they are: a router and `reordered` see any other factor.
+    # With a sum of 1, equal streams are read as they are. Routers and `reordered` would notice any
+    # other factor.
     share = 1 / (1 + math.exp(READ_LOGIT)) / max(size - 1, 1)
     rest = math.log(share / (1 - share))
     return {
@@ -142,11 +144,11 @@ def first_values(hparams: ModelHparams, sublayer) -> dict[str, jax.Array]:
 
 @STREAMS.register('hyper_connections')
 class HyperConnections(Stream):
-    """S residual streams in place of one: hyper-connections, and the manifold-constrained ones.
+    """Hyper-connections: S residual streams instead of one.
 
-    `static` and `dynamic` are Zhu et al. 2024 (arXiv 2409.19606), `constrained` is mHC (arXiv
-    2512.24880). The stream carries all of them side by side, [B, T, S D]: copies of the embedding
-    at first, and their mean at the end.
+    `static` and `dynamic` are from Zhu et al. 2024 (arXiv 2409.19606). `constrained` is mHC,
+    manifold-constrained hyper-connections (arXiv 2512.24880). The stream carries all S side by
+    side, [B, T, S D]. They start as copies of the embedding, and the final norm reads their mean.
     """
 
     choices = {'hyper_form': ('dynamic', 'static', 'constrained')}
@@ -169,8 +171,8 @@ class HyperConnections(Stream):
     @classmethod
     def check(cls, hparams: ModelHparams):
         if hparams.norm_placement == 'post':
-            right = 'must be pre or reordered: post norms the sum of stream and output, of which '
-            right += 'the hyper_connections stream has several'
+            right = 'must be pre or reordered: post norms the sum of one stream and an output, and '
+            right += 'hyper_connections has several streams'
             refuse('model.norm_placement', hparams.norm_placement, right)
 
     @classmethod
@@ -182,7 +184,7 @@ class HyperConnections(Stream):
 
     @classmethod
     def reading_flops(cls, hparams, kind, length, num_selected, written) -> float:
-        """2 S D for the mixture that is read, 2 S^2 D for the new streams, and the projections."""
+        """2 S D for the read mixture, 2 S^2 D for the new streams, and the projections."""
         if kind.part != 'block':
             return 0.0
         width, size = hparams.d_model, num_streams(hparams)
@@ -193,8 +195,8 @@ class HyperConnections(Stream):
         elif form == 'constrained':
             read += 2 * size * width * size
             add += 2 * size * width * (size**2 + size)
-        of_router = length * read if kind.routed else 0
-        return 2 * num_selected * (read + add) + of_router
+        router = length * read if kind.routed else 0
+        return 2 * num_selected * (read + add) + router
 
     @classmethod
     def difference_at_start(cls, depth: DepthHparams) -> str:

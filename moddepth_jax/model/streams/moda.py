@@ -1,4 +1,4 @@
-"""The stream `moda`: attention heads see earlier layers' slots of their own token."""
+"""The stream `moda`: attention heads see the slots that earlier layers wrote for their token."""
 
 from moddepth_jax.hparams import DepthHparams, ModelHparams
 from moddepth_jax.hparams.registry import STREAMS
@@ -11,10 +11,11 @@ from moddepth_jax.model.value_embeddings import gate_flops
 
 @STREAMS.register('moda')
 class Moda(Stream):
-    """The running sum, and the attention heads see the slots; write: add, and append slots.
+    """The running sum, with slots that the attention heads see in one softmax with the sequence.
 
-    Slots are the layer's own keys and values or a projection of what attention reads (`attention`),
-    also one of what the mlp reads (`attention+ffn`), or one of the block's output (`block`).
+    `attention`: a slot is the layer's own keys and values, or a projection of the attention input.
+    `attention+ffn`: a second slot is projected from the mlp input. `block`: the only slot is
+    projected from the block's output.
     """
 
     choices = {
@@ -71,7 +72,7 @@ class Moda(Stream):
 
     @classmethod
     def projection_flops(cls, hparams: ModelHparams, kind, length, num_selected) -> float:
-        """The slots of each token that has them; a block's own key and value cost nothing."""
+        """The slots of each token that has them. A block's own keys and values cost nothing."""
         depth, masked = hparams.depth, hparams.masks_slots
         flops = kind.slots * SlotProjection.flops_per_token(hparams)
         if kind.slots and depth.slots != 'block' and not depth.attention_slot_projection:
@@ -84,7 +85,7 @@ class Moda(Stream):
     @classmethod
     def difference_at_start(cls, depth: DepthHparams) -> str:
         if depth.slots == 'block' or depth.attention_slot_projection:
-            return "new slots have values 0, and take a little of each head's softmax"
+            return "new slots have values 0 and take a little of each head's softmax"
         return (
             "heads share their softmax with earlier layers' own keys and values, which no new "
             'parameter can hide (model.depth.attention_slot_projection=True has new ones)'

@@ -1,4 +1,4 @@
-"""The stream `mudd`: queries, keys, values and the sum each read their own mixture of outputs."""
+"""The stream `mudd`: queries, keys, values and residual sum read their own mixtures of outputs."""
 
 import math
 from typing import NamedTuple
@@ -12,9 +12,7 @@ from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
 from moddepth_jax.model.attention import AttentionInputs, DepthSlots
-from moddepth_jax.model.block import SlotInputs
 from moddepth_jax.model.layers import rms_norm
-from moddepth_jax.model.routing import TokenInfo
 from moddepth_jax.model.slot_reads import sum_slots
 from moddepth_jax.model.streams.base import LayerKind, Stream
 
@@ -31,10 +29,10 @@ class Ways(NamedTuple):
 
 
 def weights_of_slots(weights, count, size: int):
-    """Weights of the slots 0 to size - 1, [..., size], of weights by age, [..., ages].
+    """Return the weights of slots 0 to size - 1, [..., size], from weights by age, [..., ages].
 
-    Age 0 is that of the newest slot, count - 1; slots from `count` on weigh 0. `size` is at most
-    the number of ages.
+    The newest slot, count - 1, has age 0. Slots from `count` on get weight 0. `size` is at most the
+    number of ages.
     """
     ages = weights.shape[-1]
     widths = [(0, 0)] * (weights.ndim - 1) + [(0, ages)]
@@ -43,26 +41,26 @@ def weights_of_slots(weights, count, size: int):
 
 
 def mix_outputs(weights, depth: DepthSlots):
-    """Sums of the slots, [C, B, T, D], weighted by [B, T, C, L] or by [C, L] for all tokens.
+    """Return weighted sums of the slots, [C, B, T, D], in the dtype of the weights, and `depth`.
 
-    In the dtype of the weights; also `depth`, threaded.
+    The weights are [B, T, C, L], or [C, L] for all tokens.
     """
     weights_BTCL = weights.reshape(*(weights.shape[:-2] or (1, 1)), *weights.shape[-2:])
     return sum_slots(jnp.transpose(weights_BTCL, (3, 2, 0, 1)), depth)
 
 
 class WaysConnection(nn.Module):
-    """Attention reads three ways and is added to the fourth; the mlp reads their sum."""
+    """Attention reads three ways and is added to the fourth. The mlp reads that sum."""
 
     hparams: ModelHparams
     opens: bool = False  # not used
 
     def read(self, x: Ways | jax.Array, depth: DepthSlots | None):
-        """What the sublayer reads before its norm: AttentionInputs, or of the mlp an array."""
+        """Return the input before the norm: AttentionInputs, or an array for the mlp; and depth."""
         return AttentionInputs(*x[:3]) if isinstance(x, Ways) else x, depth
 
     def add(self, x: Ways | jax.Array, output_BTD):
-        """The sum after the sublayer, [B, T, D]."""
+        """Return the sum after the sublayer, [B, T, D]."""
         return (x.residual_BTD if isinstance(x, Ways) else x) + output_BTD
 
 
@@ -70,15 +68,16 @@ class WaysConnection(nn.Module):
 class Mudd(Stream):
     """Multiway dynamic dense connections (MUDDFormer, Xiao et al. 2025, arXiv 2502.12170).
 
-    read: sum_j A_j X_j for each way, with A = GELU(rms(X_i) W_1) W_2 + a of the newest output X_i,
-    by token, or A = a. write: append the block's output, as `average`. W_2 starts at 0 and a as 1
-    on the newest output, so the model starts as the residual one.
+    read: sum_j A_j X_j for each way. `dynamic`: A = GELU(rms(X_i) W_1) W_2 + a for each token, from
+    the newest output X_i. `static`: A = a.
+    write: append the block's output.
 
-    Weights are by age, as many as the last read has, so that all layers have equal shapes.
+    W_2 starts at 0, and a as 1 on the newest output, so the model starts as the residual one. All
+    layers have weights for as many ages as the last read, so that their shapes are equal.
     """
 
     choices = {
-        # Readers with ways of their own; the others share one more way.
+        # These readers have their own way. The others share one more way.
         'mudd_ways': ('qkvr', 'one', 'q', 'k', 'v', 'r', 'qk', 'qv', 'qr', 'kv', 'kr', 'vr'),
         'mudd_weights': ('dynamic', 'static'),
     }
@@ -101,8 +100,7 @@ class Mudd(Stream):
             self.outer = self.param('outer', nn.initializers.zeros, (inner, *shape))
 
     def read(self, x_BTD, depth: DepthSlots | None):
-        count = len(depth.slots) if depth.count is None else depth.count
-        weights = weights_of_slots(self._weights(x_BTD), count, len(depth.slots))
+        weights = weights_of_slots(self._weights(x_BTD), depth.num_written, len(depth.slots))
         ways, depth = mix_outputs(weights, depth)
         ways = list(ways.astype(x_BTD.dtype))
         if self.kind.part == 'exit':
@@ -112,7 +110,7 @@ class Mudd(Stream):
         return Ways(*(ways[order[letter]] for letter in LETTERS)), None, depth
 
     def _weights(self, x_BTD):
-        """A by age, float32 or wider: [B, T, C, ages], or [C, ages] if static."""
+        """Return A by age in float32 or wider: [B, T, C, ages], or [C, ages] if static."""
         dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
         bias = self.bias.astype(dtype)
         if self.hparams.depth.mudd_weights == 'static':
@@ -124,19 +122,16 @@ class Mudd(Stream):
         found = jnp.einsum('bti,ica->btca', inner_BTI, outer, precision='highest')
         return bias[None, None] + found
 
-    def write(self, y_BTD, slot_inputs: SlotInputs, tokens: TokenInfo, slot_key):
-        return y_BTD, (y_BTD,) if self.kind.slots else ()
-
     @classmethod
     def check(cls, hparams: ModelHparams):
         if hparams.routed_layers:
-            right = 'must be none: a router scores the one array that a block reads, and of the '
-            right += 'mudd stream it reads four'
+            right = 'must be none: a router scores the one array that a block reads, but in the '
+            right += 'mudd stream a block reads four'
             refuse('model.routing.router', hparams.routing.router, right)
 
     @classmethod
     def layer_kinds(cls, hparams: ModelHparams) -> list[LayerKind]:
-        """All but the exit write their output."""
+        """All layers but the exit write their output."""
         kinds = super().layer_kinds(hparams)
         return [kind._replace(slots=int(kind.part != 'exit')) for kind in kinds]
 
@@ -150,7 +145,7 @@ class Mudd(Stream):
 
     @classmethod
     def reading_flops(cls, hparams, kind, length, num_selected, written) -> float:
-        """2 D for each way and output that is read."""
+        """2 D for each way and each output that it reads."""
         if kind.part == 'entry':
             return 0.0
         return 2 * length * hparams.d_model * _num_ways(hparams, kind) * written
@@ -163,12 +158,12 @@ class Mudd(Stream):
 
 
 def num_ages(hparams: ModelHparams) -> int:
-    """Outputs that the last read finds: those of all blocks that run, and the embedding."""
+    """Return the number of outputs at the last read: all blocks that run, and the embedding."""
     return hparams.num_blocks + 1
 
 
 def inner_width(hparams: ModelHparams) -> int:
-    """Width between W_1 and W_2: that of the paper in the last layer, in all layers."""
+    """Return the width between W_1 and W_2, which is the paper's width for the last layer."""
     return len(LETTERS) * num_ages(hparams)
 
 

@@ -1,4 +1,4 @@
-"""The stream `value_attention`: layers mix their values with those that earlier layers stored."""
+"""The stream `value_attention`: layers mix their values with values of earlier layers."""
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -14,21 +14,23 @@ from moddepth_jax.model.streams.base import Stream
 
 
 def score_values(q_BTKH, slot: KeysValues):
-    """The logit q . k of a slot, [B, T, K], and its value."""
+    """Return the logit q . k of a slot, [B, T, K], and its value."""
     return jnp.einsum('btkh,btkh->btk', q_BTKH, slot.k_BTKH, precision='highest'), slot.v_BTKH
 
 
 def mix_values(q_BTNH, own: KeysValues, depth: DepthSlots):
-    """The values of a layer mixed with earlier ones of their tokens, and `depth`, threaded.
+    """Mix the values of a layer with those of earlier layers (Depth-Attention, arXiv 2606.05014).
 
     sum_i p_i v_i with p = softmax_i(q . k_i / sqrt(H)) over the visible slots and the layer's own
-    keys and values, q the mean of the queries of a group (Depth-Attention, arXiv 2606.05014),
-    [B, T, K, H] in the dtype of `own`. All of it is computed in float32 or wider.
+    keys and values, where q is the mean query of a group. Computed in float32 or wider.
 
     Args:
       q_BTNH: queries of the layer, as its attention uses them.
       own: keys and values of the layer, [B, T, K, H].
       depth: keys and mixed values of earlier layers.
+
+    Returns:
+      The mixed values [B, T, K, H] in the dtype of `own`, and `depth`, threaded.
     """
     dtype = jnp.promote_types(own.v_BTKH.dtype, jnp.float32)
     batch, length, kv_heads, width = own.k_BTKH.shape
@@ -41,12 +43,12 @@ def mix_values(q_BTNH, own: KeysValues, depth: DepthSlots):
 
 
 def is_source(layer, reader, stride: int, recent: int):
-    """Whether a layer reads an earlier one's slot: each `stride`-th, and the last `recent`."""
+    """Return whether `reader` reads a layer's slot: every `stride`-th, and the last `recent`."""
     return (layer % stride == 0) | (layer >= reader - recent)
 
 
 def stride_of(hparams: ModelHparams) -> int:
-    """Layers from one source to the next."""
+    """Return the number of layers from one source to the next."""
     return hparams.depth.value_stride or max(1, hparams.num_layers // 2)
 
 
@@ -59,7 +61,7 @@ class MixValues(nn.Module):
     def __call__(self, x_BTD, q_BTNH, k_BTKH, v_BTKH, tokens: TokenInfo, depth: DepthSlots):
         stride, recent = stride_of(self.hparams), self.hparams.depth.recent_layers
         given_LBT = depth.valid_LBT
-        if recent:  # slots are those of all layers
+        if recent:  # all layers write slots
             layer_L = jnp.arange(len(depth.slots.k_BTKH))
             source_L11 = is_source(layer_L, depth.num_written, stride, recent)[:, None, None]
             valid_LBT = True if given_LBT is None else given_LBT
@@ -71,10 +73,10 @@ class MixValues(nn.Module):
 
 @STREAMS.register('value_attention')
 class ValueAttention(Stream):
-    """The running sum; values are a softmax over own and stored ones, before attention reads them.
+    """Depth-Attention (arXiv 2606.05014): the running sum, with values mixed before attention.
 
-    Depth-Attention (arXiv 2606.05014). A slot holds the keys and the mixed values of a layer that
-    is a source: each `value_stride`-th, from the first on, and if `recent_layers` all layers.
+    A slot has the keys and the mixed values of a layer that is a source. Sources are every
+    `value_stride`-th layer from the first on, or all layers if `recent_layers` is above 0.
     """
 
     counts = ('value_stride', 'recent_layers')
@@ -93,8 +95,8 @@ class ValueAttention(Stream):
     def check(cls, hparams: ModelHparams):
         depth, layers = hparams.depth, hparams.num_layers
         if hparams.looped:
-            right = 'must be none: the value_attention stream counts layers, of which each is at '
-            right += 'most once a source'
+            right = 'must be none: the value_attention stream counts layers, and each is a source '
+            right += 'at most once'
             refuse('model.looped_layers', hparams.looped_layers, right)
         for knob in cls.counts:
             if getattr(depth, knob) > layers:
@@ -110,7 +112,7 @@ class ValueAttention(Stream):
 
     @classmethod
     def layer_kinds(cls, hparams: ModelHparams):
-        """The first layer mixes nothing; the last writes nothing."""
+        """The first layer mixes nothing, and the last layer writes nothing."""
         stride, recent, last = stride_of(hparams), hparams.depth.recent_layers, hparams.num_layers
         writes = [(recent > 0 or i % stride == 0) and i < last - 1 for i in range(last)]
         return [
@@ -120,7 +122,7 @@ class ValueAttention(Stream):
 
     @classmethod
     def mixing_flops(cls, hparams: ModelHparams, tokens: int, written: int) -> float:
-        """A product with the query and a weighted sum, 4 K H, for each source and the own layer."""
+        """4 K H for each source and the layer itself: a product with q and a weighted sum."""
         sources, stride, recent = written, stride_of(hparams), hparams.depth.recent_layers
         if recent:
             sources = sum(is_source(i, written, stride, recent) for i in range(written))

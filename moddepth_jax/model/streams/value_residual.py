@@ -1,4 +1,4 @@
-"""The stream `value_residual`: layers add the first layer's values to their own."""
+"""The stream `value_residual`: layers mix the first layer's values into their own."""
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,7 @@ SPARSE_LAYERS = 3
 
 
 class AddFirstValues(nn.Module):
-    """w_1 V_1 + w_2 X W_V by `model.depth.value_mix` (`shared`: V_1 alone), and `depth`."""
+    """w_1 V_1 + w_2 X W_V, with weights by `model.depth.value_mix`; `shared`: only V_1."""
 
     hparams: ModelHparams
 
@@ -34,7 +34,7 @@ class AddFirstValues(nn.Module):
 
 
 def add_first_values(first_BTKH, v_BTKH, weights):
-    """weights[0] V_1 + weights[1] V, in float32 or wider, returned in the dtype of V."""
+    """Return weights[0] V_1 + weights[1] V, computed in float32 or wider, in the dtype of V."""
     dtype = jnp.promote_types(v_BTKH.dtype, jnp.float32)
     v_1, v = (side.astype(dtype) for side in (first_BTKH, v_BTKH))
     return (weights[0] * v_1 + weights[1] * v).astype(v_BTKH.dtype)
@@ -42,10 +42,10 @@ def add_first_values(first_BTKH, v_BTKH, weights):
 
 @STREAMS.register('value_residual')
 class ValueResidual(Stream):
-    """The running sum; the first layer writes its values V_1, and later layers mix them in.
+    """The running sum. The first layer writes its values V_1, and later layers mix them in.
 
-    ResFormer, and SVFormer as `value_mix=shared` (Zhou et al. 2024, arXiv 2410.17897). The slot is
-    float32, because its gradient is a sum over the layers.
+    ResFormer, and SVFormer with `value_mix=shared` (Zhou et al. 2024, arXiv 2410.17897). The slot
+    is float32 because its gradient is a sum over the layers.
     """
 
     choices = {'value_mix': ('learned', 'fixed', 'sparse', 'shared')}
@@ -67,9 +67,9 @@ class ValueResidual(Stream):
         if layers < 2:
             right = 'must be 2 or more: later layers read the values of the first'
             refuse('model.num_layers', layers, right)
-        if hparams.looped and hparams.first_looped == 0:
-            right = 'must be middle:1:0 or a later start: the first block writes, once, the values '
-            right += 'that all others read'
+        if 0 in hparams.looped_range:
+            right = 'must be middle:1:0 or a later start: the first block runs once and writes the '
+            right += 'values that all others read'
             refuse('model.looped_layers', hparams.looped_layers, right)
         if depth.sparse_layers and depth.value_mix != 'sparse':
             right = f'must be 0: value_mix {depth.value_mix} mixes in all layers but the first'
@@ -79,7 +79,7 @@ class ValueResidual(Stream):
             refuse('model.depth.sparse_layers', depth.sparse_layers, right)
         if depth.value_mix == 'shared' and hparams.routed_layers:
             right = 'must be none under value_mix shared: a routed block caches other tokens than '
-            right += 'the first block, whose values it would read'
+            right += 'the first block, whose values it reads'
             refuse('model.routing.router', hparams.routing.router, right)
         refuse_routed_writers(hparams)
 
