@@ -28,9 +28,9 @@ class Registry(collections.abc.Mapping):
         """Return a decorator that adds a choice. Raises ValueError if the project has that name."""
 
         def add(choice):
-            known = self._choices.get(name)
-            if known is not None and known.__module__.startswith('moddepth_jax.'):
-                raise ValueError(f'{self._knob}={name!r}: registered by {known.__module__}')
+            if name in self._choices and name in self._own_traits:
+                right = f'{self._module} has this name; choose another'
+                raise ValueError(f'{self._knob}={name!r}: {right}')
             self._choices[name] = choice
             return choice
 

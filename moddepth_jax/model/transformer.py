@@ -61,8 +61,8 @@ class Transformer(nn.Module):
         """Return x_BTD after the final norm, and the Records of all layers (None: no records).
 
         The `random` router draws from the PRNG stream `routing` if there is one, otherwise from the
-        knob `seed`. No layer runs while the model is initialized: its parameters do not
-        depend on tokens, and the result has no meaning.
+        knob `seed`. No layer runs while the model is initialized: its parameters do not depend on
+        tokens, and the result has no meaning.
 
         Args:
           tokens_BT: int, ids below model.vocab_size.
