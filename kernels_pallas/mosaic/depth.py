@@ -1,4 +1,9 @@
-"""Depth slots on Hopper, scores transposed: docs/depth_attention.md, sections 6 and 7."""
+"""The depth part on Hopper: scores are computed transposed, slots by heads.
+
+docs/depth_attention.md, sections 6 and 7, explains the design. Sizes: slot_loader.Sizes, and
+`Buffers`. Bodies: `_forward` and `_backward`. Calls: `depth_forward` and `depth_backward`. Vjp:
+joint_softmax.py. Reference: xla/depth.py.
+"""
 
 import functools
 import itertools
@@ -17,13 +22,13 @@ from kernels_pallas.mosaic.slot_loader import Sizes, SlotLoader
 
 MAX_WIDTH = 128  # above it the backward pass would spill registers
 MAX_GROUP = 32
-STAGES = 2  # of the forward pass: one chunk ahead; four blocks of H = 64 then share a processor
+STAGES = 2  # chunks in shared memory, forward; four blocks of H = 64 then share a processor
 SHARED_BYTES = 227 * 1024  # of a processor; a block that uses more than half runs alone
-REDUCTION_BYTES = 1024  # backward, half of JAX's own: three blocks of H = 64 then share a processor
+REDUCTION_BYTES = 1024  # backward, half of JAX's default: three blocks of H = 64 share a processor
 
 
 def unsupported(shapes, device=None) -> str | None:
-    """Returns in one line why these kernels do not support `backends.Shapes`; None: they do."""
+    """Returns why these kernels do not support `backends.Shapes`, in one line; None: they do."""
     del device
     batch, length, heads, width = shapes.q
     kv_heads = shapes.k[2]
@@ -43,6 +48,7 @@ def unsupported(shapes, device=None) -> str | None:
 
 
 def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes, scale, **shared):
+    """The body of the forward kernel: one block."""
     s = types.SimpleNamespace(**shared)
     loader = SlotLoader(sizes, num_slots[0], rows)
     scores_shape, sums_shape = (CHUNK, sizes.columns), (sizes.padded_width, sizes.columns)
@@ -57,7 +63,7 @@ def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes
         highest, total, sums = carry
         step = item * loader.chunks + chunk
         stage = lax.rem(step, STAGES)
-        # Into the stage that the last step read: a copy to shared memory waits for all four warps.
+        # The next chunk goes to the stage of the last step; the copy waits for all four warps.
         loader.load_slots(step + (STAGES - 1), k, v, mask, s)
         plgpu.barrier_wait(s.k_ready.at[stage])
         scores = product(scores_shape, s.k.at[stage], s.q.at[lax.rem(item, 2)].T) * (
@@ -75,7 +81,7 @@ def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes
         plgpu.commit_smem()
         values = product(sums_shape, s.v.at[stage].T, s.weights.T)
         sums = sums * common.by_column(keep, sums_shape) + values
-        # Totals stay spread over the rows until the end: a sum over rows crosses warps.
+        # Totals are summed over rows only at the end, since that sum crosses warps.
         return new, total * common.by_column(keep, scores_shape) + weights, sums
 
     def one(item, _):
@@ -109,7 +115,7 @@ def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes
 
 
 def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False):
-    """As `xla.depth.depth_forward`, of bfloat16 or float16 slots."""
+    """Computes `xla.depth.depth_forward` for bfloat16 or float16 slots."""
     sizes = Sizes.of(q_BTNH, slots, window)
     swizzle = common.swizzle_of(sizes.width, sizes.dtype)
     shared = {
@@ -139,7 +145,7 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
 
 
 class Buffers(NamedTuple):
-    """The numbers of chunks, items' heads and sums that are in shared memory at once."""
+    """Numbers of chunks, of items' q and do, and of sums in shared memory at once."""
 
     chunks: int
     heads: int
@@ -147,11 +153,11 @@ class Buffers(NamedTuple):
 
     @classmethod
     def of(cls, sizes, sum_dtype):
-        """As many as let two blocks share a processor, or, if none do, one."""
+        """Returns the most that let two blocks share a processor, or else that fit one."""
         chunk, head = CHUNK * sizes.padded_width, sizes.columns * sizes.padded_width
         size, wide = sizes.dtype.itemsize, jnp.dtype(sum_dtype).itemsize
         fixed = 5 * head * size + 3 * CHUNK * sizes.columns * size
-        fixed += 2 * sizes.run * sizes.columns * 4 + 8 * 1024  # small arrays, and JAX's own
+        fixed += 2 * sizes.run * sizes.columns * 4 + 8 * 1024  # lse, dlse; barriers, JAX's own
         kinds = [cls(2, 2, 2), cls(2, 1, 2), cls(1, 1, 2), cls(1, 1, 1)]
         for blocks, kind in itertools.product((2, 1), kinds):
             moving = 2 * size * (kind.chunks * chunk + kind.heads * head)
@@ -161,8 +167,8 @@ class Buffers(NamedTuple):
 
 
 def _parts(loader):
-    """64 columns each of the width, by number; the last may reach past the end."""
-    zero = loader.start * 0  # a constant start would be limited to the array's end
+    """Returns (number, slice) of each 64 columns of the width; the last may exceed it."""
+    zero = loader.start * 0  # with a constant start the slice could not exceed the array
     return [(i, pl.ds(zero + i * CHUNK, CHUNK)) for i in range(loader.sizes.padded_width // CHUNK)]
 
 
@@ -171,7 +177,7 @@ def _zeros(dtype):
 
 
 def _write_zeros(s, loader, totals):
-    """Starts writing zeros to the slots of a block's items that are in no chunk."""
+    """Starts writing zeros to the gradients of slots that are in no chunk."""
     zeros, slots = s.sums.at[0, 0], loader.sizes.slots
     zeros[...] = _zeros(zeros.dtype)
     plgpu.commit_smem()
@@ -192,9 +198,21 @@ def _write_zeros(s, loader, totals):
 
 
 def _add(s, loader, chunk, place, inside, side, total, weights, heads, factor, shown, fresh):
-    """Adds weights @ heads to a chunk's rows of one side's sums, whose copy has been started.
+    """Adds weights @ heads * factor to the sums of a chunk, and starts writing them.
 
-    fresh: there are no sums.
+    Args:
+      s: shared memory by name.
+      loader: `SlotLoader`.
+      chunk: index of the chunk.
+      place: index of the item's slots in B R K.
+      inside: whether the item has a token.
+      side: 0 for keys, 1 for values.
+      total: the sums in global memory; their copy to shared memory has been started.
+      weights: [64, columns] in shared memory: dS for keys, P for values.
+      heads: [parts, columns, 64] in shared memory: q for keys, do for values.
+      factor: scale for keys, 1 for values.
+      shown: 1 for each visible row.
+      fresh: whether there are no sums to add to.
     """
     buffer, parts = side % s.sums.shape[0], _parts(loader)
     if not fresh:
@@ -207,7 +225,7 @@ def _add(s, loader, chunk, place, inside, side, total, weights, heads, factor, s
         new = (old.astype(jnp.float32) + more * factor).astype(old.dtype)
         sums[...] = jnp.where(common.by_row(shown, old.shape) > 0, new, old)
 
-    # A loop on the device: unrolled, the parts of a wide head spill registers.
+    # Not unrolled: the parts of a wide head would spill registers.
     lax.fori_loop(0, len(parts), one, None)
     plgpu.commit_smem()
 
@@ -220,11 +238,12 @@ def _add(s, loader, chunk, place, inside, side, total, weights, heads, factor, s
 
             loader.for_rows(chunk, move, hidden=fresh)
 
-    # The place of a token without slots belongs to another token.
+    # A query without a token has the place of another token.
     pl.when(inside)(write) if loader.sizes.mapped else write()
 
 
 def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
+    """The body of the backward kernel: one block."""
     g = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
     s = types.SimpleNamespace(**shared)
     loader = SlotLoader(sizes, g.num_slots[0], g.rows)
@@ -246,7 +265,7 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
         stage, buffer = lax.rem(step, buffers.chunks), lax.rem(item, buffers.heads)
 
         def start_sums(sides):
-            """Waits until their memory is free, and starts loading them, unless they are fresh."""
+            """Waits until the sums' memory is free, and starts loading them unless fresh."""
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for side, (i, part) in itertools.product(() if fresh else sides, _parts(loader)):
                 target, ready = s.sums.at[side % buffers.sums, i], s.sums_ready.at[side]
@@ -328,8 +347,9 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
 
 
 def _shared(sizes, buffers, sum_dtype, names):
+    """Returns the shared memory and barriers of the backward kernel, by name."""
     dtype, parts = sizes.dtype, sizes.padded_width // CHUNK
-    # The narrowest tiles: a product whose depth is that of the heads, 16 at least, takes no wider.
+    # The narrowest swizzle: the depth of these products is 16 or 32 heads, too few for a wider one.
     flat = tiled((parts, sizes.columns, CHUNK), dtype, 32)
     scores, scalars = (CHUNK, sizes.columns), plgpu.SMEM((sizes.run, sizes.columns), jnp.float32)
     sums = (buffers.sums, parts, CHUNK, CHUNK)
@@ -358,7 +378,7 @@ def _shared(sizes, buffers, sum_dtype, names):
 def depth_backward(
     q_BTNH, o_BTNH, do_BTNH, lse_BNT, dlse_BNT, slots, sums, dq_BTNH, window, scale, interpret=False
 ):
-    """As `xla.depth.depth_backward`, of bfloat16 or float16 slots; nothing is atomic."""
+    """Computes `xla.depth.depth_backward` for bfloat16 or float16 slots, without atomics."""
     sizes, fresh = Sizes.of(q_BTNH, slots, window), sums is None
     heads = {'q': q_BTNH, 'o': o_BTNH, 'do': do_BTNH, 'dq': dq_BTNH}
     operands = {
@@ -372,7 +392,7 @@ def depth_backward(
     sum_dtype = sizes.dtype if fresh else sums[0].dtype
     results, refs = [jax.ShapeDtypeStruct(operands['k'].shape, sum_dtype)] * 2, []
     if not fresh or sizes.mapped:
-        # No item has the places that `rows_BT` leaves out: there zeros remain.
+        # No item writes the places without a query in `rows_BT`, so these must be zero before.
         sums = [jnp.zeros_like(side) for side in slots[:2]] if fresh else sums
         results, refs = [], [jax.new_ref(sizes.by_place(total)) for total in sums]
     results = [*results, jax.ShapeDtypeStruct(operands['q'].shape, sizes.dtype)]

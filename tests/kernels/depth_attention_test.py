@@ -218,7 +218,7 @@ REFUSED = [
     (GIVEN, {'slot_mask_LBR': np.ones((7, 2, 4), bool)}, r'slot_mask.*\(7, 2, 4\)'),
     (GIVEN, {'slot_rows_BT': ROWS[:, :4]}, r'slot_rows.*\(2, 4\)'),
     (GIVEN, {'q_depth_BTNH': KEYS}, r'q_depth.*\(2, 5, 3, 4\)'),
-    *((GIVEN, {'implementation': name}, 'these can: reference, xla, pallas') for name in HOPPER),
+    *((GIVEN, {'implementation': name}, 'supported: reference, xla, pallas') for name in HOPPER),
 ]
 
 

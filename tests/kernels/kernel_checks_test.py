@@ -64,5 +64,5 @@ def test_a_rerun_that_differs_is_found(monkeypatch):
 
 def test_cudnn_is_refused_on_a_cpu():
     """By name and reason, in the words by which launch.gpu skips a case."""
-    with pytest.raises(ValueError, match='cannot: cudnn: cpu must be an NVIDIA GPU'):
+    with pytest.raises(ValueError, match='not supported here: cudnn: cpu must be an NVIDIA GPU'):
         check(kernel_checks.CUDNN, 'depth_alone', toy=True)

@@ -94,7 +94,7 @@ def test_what_it_cannot_do_is_refused(changes, reason):
     if reason is None:
         assert choose('mosaic_gpu', shapes, HOPPER) == Parts('mosaic_gpu')
     else:
-        with pytest.raises(ValueError, match=f'cannot: {reason}.*; these can: xla'):
+        with pytest.raises(ValueError, match=f'not supported here: {reason}.*; supported: xla'):
             choose('mosaic_gpu', shapes, HOPPER)
 
 
