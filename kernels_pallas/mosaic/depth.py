@@ -59,7 +59,7 @@ def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes
         plgpu.copy_gmem_to_smem(q.at[at, *heads], s.q.at[buffer], s.item_ready.at[buffer])
         plgpu.copy_gmem_to_smem(o.at[at, *heads], s.o.at[buffer], s.item_ready.at[buffer])
 
-    def join(item, inside, chunk, carry):
+    def join(item, has_token, chunk, carry):
         highest, total, sums = carry
         step = item * loader.chunks + chunk
         stage = lax.rem(step, STAGES)
@@ -69,7 +69,7 @@ def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes
         scores = product(scores_shape, s.k.at[stage], s.q.at[lax.rem(item, 2)].T) * (
             scale * common.LOG2E
         )
-        shown = loader.shown(chunk, inside, s, stage)
+        shown = loader.shown(chunk, has_token, s, stage)
         scores = jnp.where(common.by_row(shown, scores_shape) > 0, scores, -jnp.inf)
         new = jnp.maximum(highest, scores.max(axis=0))
         finite = jnp.where(new == -jnp.inf, 0.0, new)
@@ -77,7 +77,7 @@ def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes
         keep = jnp.exp2(highest - finite)
         s.weights.T[...] = plgpu.layout_cast(weights.astype(sizes.dtype), TRANSPOSED)
         plgpu.barrier_wait(s.v_ready.at[stage])
-        loader.hide_rows(chunk, inside, s.v.at[stage], shown)
+        loader.hide_rows(chunk, has_token, s.v.at[stage], shown)
         plgpu.commit_smem()
         values = product(sums_shape, s.v.at[stage].T, s.weights.T)
         sums = sums * common.by_column(keep, sums_shape) + values
@@ -88,14 +88,14 @@ def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes
         buffer = lax.rem(item, 2)
         pl.when(item + 1 < loader.items)(lambda: load_item(item + 1))
         plgpu.barrier_wait(s.item_ready.at[buffer])
-        inside = loader.token(item)[2]
+        has_token = loader.token(item)[2]
         highest = common.load(s.lse.at[item], LAYOUT.reduce(0), optimized=False) * common.LOG2E
         sums = common.load(s.o.at[buffer].T, TRANSPOSED)
         sums = plgpu.layout_cast(sums.astype(jnp.float32), LAYOUT)
         row = plgpu.broadcasted_iota(jnp.int32, scores_shape, 0, layout=LAYOUT)
         before = common.by_column(jnp.where(highest == -jnp.inf, 0.0, 1.0), scores_shape)
         carry = highest, jnp.where(row == 0, before, 0.0), sums
-        chunks = functools.partial(join, item, inside)
+        chunks = functools.partial(join, item, has_token)
         highest, total, sums = lax.fori_loop(0, loader.chunks, chunks, carry)
         total = total.sum(axis=0)
         sums /= common.by_column(jnp.where(total > 0, total, 1.0), sums_shape)
@@ -166,7 +166,7 @@ class Buffers(NamedTuple):
         return kinds[-1]
 
 
-def _parts(loader):
+def _column_parts(loader):
     """Returns (number, slice) of each 64 columns of the width; the last may exceed it."""
     zero = loader.start * 0  # with a constant start the slice could not exceed the array
     return [(i, pl.ds(zero + i * CHUNK, CHUNK)) for i in range(loader.sizes.padded_width // CHUNK)]
@@ -187,7 +187,7 @@ def _write_zeros(s, loader, totals):
         place = loader.token(item)[0]
 
         def write(slot, size):
-            for total, (_, part) in itertools.product(totals, _parts(loader)):
+            for total, (_, part) in itertools.product(totals, _column_parts(loader)):
                 target = total.at[pl.ds(slot, size), place, part]
                 plgpu.copy_smem_to_gmem(zeros.at[pl.ds(0, size)], target)
 
@@ -197,7 +197,7 @@ def _write_zeros(s, loader, totals):
         pl.loop(loader.chunks, chunks)(lambda chunk: loader.for_rows(chunk, write, hidden=True))
 
 
-def _add(s, loader, chunk, place, inside, side, total, weights, heads, factor, shown, fresh):
+def _add(s, loader, chunk, place, has_token, side, total, weights, heads, factor, shown, fresh):
     """Adds weights @ heads * factor to the sums of a chunk, and starts writing them.
 
     Args:
@@ -205,7 +205,7 @@ def _add(s, loader, chunk, place, inside, side, total, weights, heads, factor, s
       loader: `SlotLoader`.
       chunk: index of the chunk.
       place: index of the item's slots in B R K.
-      inside: whether the item has a token.
+      has_token: whether the item has a token.
       side: 0 for keys, 1 for values.
       total: the sums in global memory; their copy to shared memory has been started.
       weights: [64, columns] in shared memory: dS for keys, P for values.
@@ -214,7 +214,7 @@ def _add(s, loader, chunk, place, inside, side, total, weights, heads, factor, s
       shown: 1 for each visible row.
       fresh: whether there are no sums to add to.
     """
-    buffer, parts = side % s.sums.shape[0], _parts(loader)
+    buffer, parts = side % s.sums.shape[0], _column_parts(loader)
     if not fresh:
         plgpu.barrier_wait(s.sums_ready.at[side])
 
@@ -239,7 +239,7 @@ def _add(s, loader, chunk, place, inside, side, total, weights, heads, factor, s
             loader.for_rows(chunk, move, hidden=fresh)
 
     # A query without a token has the place of another token.
-    pl.when(inside)(write) if loader.sizes.mapped else write()
+    pl.when(has_token)(write) if loader.sizes.mapped else write()
 
 
 def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
@@ -260,14 +260,14 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
         copy = functools.partial(plgpu.copy_gmem_to_smem, source, target, ready)
         pl.when(item < loader.items)(copy)
 
-    def one_chunk(item, inside, lse_row, delta_row, chunk, dq):
+    def one_chunk(item, has_token, lse_row, delta_row, chunk, dq):
         step, place = item * loader.chunks + chunk, loader.token(item)[0]
         stage, buffer = lax.rem(step, buffers.chunks), lax.rem(item, buffers.heads)
 
         def start_sums(sides):
             """Waits until the sums' memory is free, and starts loading them unless fresh."""
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for side, (i, part) in itertools.product(() if fresh else sides, _parts(loader)):
+            for side, (i, part) in itertools.product(() if fresh else sides, _column_parts(loader)):
                 target, ready = s.sums.at[side % buffers.sums, i], s.sums_ready.at[side]
                 loader.load_chunk(chunk, place, part, (g.dk, g.dv)[side], target, ready)
 
@@ -276,7 +276,7 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
             start_sums(range(buffers.sums))
         plgpu.barrier_wait(s.k_ready.at[stage])
         scores = product(scores_shape, s.k.at[stage], s.q.at[buffer].T) * (scale * common.LOG2E)
-        shown = loader.shown(chunk, inside, s, stage)
+        shown = loader.shown(chunk, has_token, s, stage)
         keep = common.by_row(shown, scores_shape) > 0
         weights = jnp.where(keep, jnp.exp2(scores - common.by_column(lse_row, scores_shape)), 0.0)
         plgpu.barrier_wait(s.v_ready.at[stage])
@@ -286,10 +286,10 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
         s.weights[...] = weights.astype(sizes.dtype)
         s.dscores[...] = dscores
         s.dscores_by_head.T[...] = plgpu.layout_cast(dscores, TRANSPOSED)
-        loader.hide_rows(chunk, inside, s.k.at[stage], shown)
+        loader.hide_rows(chunk, has_token, s.k.at[stage], shown)
         plgpu.commit_smem()
         dq += product(dq_shape, s.k.at[stage].T, s.dscores_by_head.T)
-        add = functools.partial(_add, s, loader, chunk, place, inside, shown=shown, fresh=fresh)
+        add = functools.partial(_add, s, loader, chunk, place, has_token, shown=shown, fresh=fresh)
         if fresh:
             start_sums(range(buffers.sums))
         add(0, g.dk, s.dscores, s.flat_q, scale)
@@ -315,10 +315,10 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
         if 'dlse' in names:
             delta_row -= common.load(s.dlse.at[item], LAYOUT.reduce(0), optimized=False)
         load_heads(item + 1, g.o, s.o, s.o_ready)
-        inside = loader.token(item)[2]
+        has_token = loader.token(item)[2]
         lse_row = common.load(s.lse.at[item], LAYOUT.reduce(0), optimized=False) * common.LOG2E
         dq = plgpu.layout_cast(jnp.zeros(dq_shape, jnp.float32), LAYOUT)
-        chunks = functools.partial(one_chunk, item, inside, lse_row, delta_row)
+        chunks = functools.partial(one_chunk, item, has_token, lse_row, delta_row)
         dq = lax.fori_loop(0, loader.chunks, chunks, dq)
         dq = plgpu.layout_cast(dq * scale, TRANSPOSED)
         if 'dq' in names:

@@ -76,7 +76,7 @@ def _words(slots, slot_window, sizes):
     words_BCT = jnp.moveaxis(jnp.sum(bits, axis=3, dtype=jnp.int32), 2, 1)
     split = words_BCT.reshape(*words_BCT.shape[:2], -1, sizes.tokens)
     octets = words_BCT.reshape(*words_BCT.shape[:2], -1, OCTET)
-    by_stage = jnp.repeat(octets, SLOTS, 3) if sizes.by_row else jnp.tile(octets, SLOTS)
+    by_stage = jnp.repeat(octets, SLOTS, 3) if sizes.copy_by_token else jnp.tile(octets, SLOTS)
     return {
         'row_words': jnp.moveaxis(jnp.tile(split, ROWS // sizes.tokens), 1, 2),
         'slot_words': jnp.moveaxis(by_stage, 1, 2),
@@ -103,7 +103,7 @@ def make_operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, s
 
 def split_slots(x_LBRKH, sizes):
     """Splits tokens into octets; if each token is copied by itself, splits slots into octets."""
-    if not sizes.by_row:
+    if not sizes.copy_by_token:
         return x_LBRKH.reshape(*x_LBRKH.shape[:2], -1, OCTET, *x_LBRKH.shape[3:])
     x_LBRKH = pad(x_LBRKH, 0, round_up(x_LBRKH.shape[0], OCTET))
     return x_LBRKH.reshape(-1, OCTET, *x_LBRKH.shape[1:])
@@ -117,7 +117,7 @@ def slot_operands(slots, static, sizes):
     first = jnp.maximum(end - slot_window, 0) if slot_window else 0
     bounds = jnp.stack([first, end]).astype(jnp.int32)  # visible slots: first to end
     operands = {'k_depth': k, 'v_depth': v, 'bounds': bounds, 'rows': slots.rows_BT}
-    return operands | _words(slots, slot_window, sizes) if sizes.by_token else operands
+    return operands | _words(slots, slot_window, sizes) if sizes.masked else operands
 
 
 def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, reserved=0):
@@ -139,8 +139,8 @@ def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, rese
         window=static.window,
         documents=segment_ids_BT is not None,
         own_query=own_query,
-        by_token=mask is not None or rows is not None,
-        by_row=rows is not None or held is not None and held.shape[2] % OCTET != 0,
+        masked=mask is not None or rows is not None,
+        copy_by_token=rows is not None or held is not None and held.shape[2] % OCTET != 0,
         factor=static.scale * common.LOG2E,
         interpret=static.parts.interpret,
     )
@@ -153,7 +153,7 @@ def make_scratch(sizes, dtype, swizzle):
     # Copies write octets of rows; products read a stage as one matrix.
     transforms = plgpu.TilingTransform((1, OCTET, minor)), plgpu.SwizzleTransform(swizzle)
     ring = (sizes.stages, KEYS // OCTET, OCTET, sizes.width)
-    copies = TILES * (OCTET if sizes.by_row else 1)
+    copies = TILES * (OCTET if sizes.copy_by_token else 1)
     return tiles.Shared(
         q=rows,
         q_depth=rows if sizes.own_query else None,

@@ -94,7 +94,9 @@ def fused_backward(
 
 def _joined(total, sizes, shape):
     """Inverts `fused.split_slots` for a sum."""
-    return total.reshape(-1, *shape[1:])[: shape[0]] if sizes.by_row else total.reshape(shape)
+    if sizes.copy_by_token:
+        return total.reshape(-1, *shape[1:])[: shape[0]]
+    return total.reshape(shape)
 
 
 def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, do_BTNH, slots, static, sum_dtype):
@@ -115,7 +117,7 @@ def _make_scratch(sizes, dtype, sum_dtype, width, buffers):
     minor = sum_swizzle // jnp.dtype(sum_dtype).itemsize
     transforms = plgpu.TilingTransform((1, OCTET, minor)), plgpu.SwizzleTransform(sum_swizzle)
     shape = TILES * buffers, SLOTS, OCTET, min(CHUNK, sizes.width)
-    copies = OCTET if sizes.by_row else 1
+    copies = OCTET if sizes.copy_by_token else 1
     return fused.make_scratch(sizes, dtype, swizzle)._replace(
         q=common.tiled((2 * TILES, ROWS, sizes.width), dtype, swizzle),
         q_depth=None,
@@ -139,7 +141,7 @@ def _write_zeros(refs, shared, warpgroup, sizes):
     """Starts writing zeros to the gradients of a tile's slots in chunks with no visible slot."""
     tile = tiles.tile_of(refs, sizes)
     first = lax.div(tile.token + warpgroup * sizes.tokens, OCTET)
-    held = -(-refs.k_depth.shape[0] // (1 if sizes.by_row else SLOTS))
+    held = -(-refs.k_depth.shape[0] // (1 if sizes.copy_by_token else SLOTS))
     buffer = shared.sums.at[warpgroup * (shared.sums.shape[0] // TILES)]
     body.store_matrix(matrix(buffer, sizes), _zeros(buffer), sizes)
 
@@ -275,7 +277,7 @@ def _over_slots(refs, shared, place, warpgroup, sizes, dq, fresh):
     def visible(chunk, part):
         """Returns whether a column's slot is visible and belongs to the row's token."""
         words = None
-        if sizes.by_token:
+        if sizes.masked:
             words = by_row(load(refs.row_words.at[*at[::2], chunk], LAYOUT.reduce(1), False), shape)
         slot, of_token = body.slot_and_token(iota(shape, 1), sizes)
         part = lax.optimization_barrier(part * OCTET)

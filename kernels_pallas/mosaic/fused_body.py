@@ -172,12 +172,12 @@ def _attend_keys(refs, shared, place, warpgroup, sizes, carry):
 def slot_and_token(row, sizes):
     """Returns the slot and the token, 0 to 7 each, of a row of a stage."""
     pair = row >> 3, row & (OCTET - 1)
-    return pair[::-1] if sizes.by_row else pair
+    return pair[::-1] if sizes.copy_by_token else pair
 
 
 def visible_slots(tile, words, slot, chunk, sizes):
     """Returns whether slots of a chunk are visible, by their bits in `words` or by their number."""
-    if sizes.by_token:
+    if sizes.masked:
         return lax.shift_right_logical(words, slot) & 1 != 0
     slot += chunk * SLOTS
     return (tile.first_slot <= slot) & (slot < tile.end_slot)
@@ -186,7 +186,7 @@ def visible_slots(tile, words, slot, chunk, sizes):
 def shown_rows(refs, tile, octet, chunk, sizes):
     """Returns 1 for each row of a stage that is a visible slot of its token, else 0."""
     words, layout = None, LAYOUT.reduce(1)
-    if sizes.by_token:
+    if sizes.masked:
         words = load(refs.slot_words.at[tile.batch, octet, chunk], layout, optimized=False)
     slot = slot_and_token(iota((ROWS,), 0, layout), sizes)[0]
     return jnp.where(visible_slots(tile, words, slot, chunk, sizes), 1, 0)
@@ -212,7 +212,7 @@ def clear_hidden(place, refs, tile, octet, chunk, sizes):
         x = jnp.where(by_row(shown, x.shape) != 0, x, jnp.zeros_like(x))
         store_matrix(place, x, sizes)
 
-    if sizes.by_token:
+    if sizes.masked:
         clear()
     else:
         slot = chunk * SLOTS
@@ -266,11 +266,11 @@ def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
         scores = accumulate(
             None,
             (ROWS, ROWS),
-            lambda add: add_parts(add, None, step, chunk, sizes.by_token, True),
+            lambda add: add_parts(add, None, step, chunk, sizes.masked, True),
             sizes,
         )
         words, shape = None, scores.shape
-        if sizes.by_token:
+        if sizes.masked:
             words = refs.row_words.at[tile.batch, lax.div(token, sizes.tokens), chunk]
             words = by_row(load(words, LAYOUT.reduce(1), optimized=False), shape)
         slot, of_token = slot_and_token(iota(shape, 1), sizes)

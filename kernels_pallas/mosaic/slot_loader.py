@@ -230,16 +230,16 @@ class SlotLoader:
 
         pl.when(step < self.steps)(start)
 
-    def shown(self, chunk, inside, s, stage):
-        """Returns float32 [64], 1 for visible slots of a chunk; inside: the item has a token."""
+    def shown(self, chunk, has_token, s, stage):
+        """Returns float32 [64], 1 for visible slots of a chunk; has_token: the item has a token."""
         layout = LAYOUT.reduce(1)
         slot = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout)
         slot += self.base + chunk * CHUNK
-        end = jnp.where(inside, self.end, 0) if self.sizes.mapped else self.end
+        end = jnp.where(has_token, self.end, 0) if self.sizes.mapped else self.end
         ones = jnp.where((slot >= self.first) & (slot < end), 1.0, 0.0)
         return ones * common.load(s.shown.at[stage], layout) if self.sizes.masked else ones
 
-    def hide_rows(self, chunk, inside, stage, shown):
+    def hide_rows(self, chunk, has_token, stage, shown):
         """Zeroes the hidden rows of a chunk, which may hold NaN: 0 times NaN is NaN."""
 
         def hide():
@@ -253,5 +253,5 @@ class SlotLoader:
         else:
             slot = self.base + chunk * CHUNK
             complete = (slot >= self.first) & (slot + CHUNK <= self.end)
-            complete = complete & inside if self.sizes.mapped else complete
+            complete = complete & has_token if self.sizes.mapped else complete
             pl.when(jnp.logical_not(complete))(hide)

@@ -49,8 +49,8 @@ class Sizes:
     window: int  # number of visible keys; 0: no limit
     documents: bool  # there are segment ids
     own_query: bool  # q_depth: other queries for the slots, or in the backward passes do
-    by_token: bool  # slots are visible by token: there is a mask, or rows_BT
-    by_row: bool  # each token's slots are copied by themselves, not 8 tokens at once
+    masked: bool  # tokens see different slots: there is a mask, or rows_BT
+    copy_by_token: bool  # each token's slots are copied by themselves, not 8 tokens at once
     factor: float  # scale * log2(e)
     interpret: bool
 
@@ -155,7 +155,7 @@ def for_slots(move, ref, refs, tile, chunk, octet, columns, sizes):
     octets is the slice of a stage's octets of rows that the piece fills. exist is whether its
     tokens exist; if not, the reference is to the slots of another token.
     """
-    if not sizes.by_row:
+    if not sizes.copy_by_token:
         exist, octet = octet < ref.shape[2], jnp.minimum(octet, ref.shape[2] - 1)
         slots = pl.ds(chunk * SLOTS, SLOTS)
         piece = ref.at[slots, tile.batch, octet, :, tile.kv_head, columns]

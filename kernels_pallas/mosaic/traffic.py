@@ -79,7 +79,7 @@ def _slots(sizes, held, num_slots, slot_window):
     """Returns the rows of slots that are copied for each token, in eights."""
     first = max(num_slots - slot_window, 0) if slot_window else 0
     chunks = range(first // SLOTS * SLOTS, num_slots, SLOTS)
-    held = round_up(held, OCTET) if sizes.by_row else held
+    held = round_up(held, OCTET) if sizes.copy_by_token else held
     return sum(min(SLOTS, held - start) for start in chunks)
 
 
