@@ -179,9 +179,21 @@ def accumulate(initial, shape, add_products, sizes):
     return pl.run_state(run)(plgpu.ACC.init(initial))
 
 
-def add_product(a, b, add, transpose=False):
-    """Adds one product, as `add_products` of `accumulate`: a @ b, or a @ b.T."""
-    add(a, b, transpose)
+def add_product(total, a, b, sizes, shape=None, transpose=False):
+    """Returns total + a @ b, or total + a @ b.T, in float32; total None: zeros of `shape`."""
+    shape = total.shape if shape is None else shape
+    return accumulate(total, shape, lambda add: add(a, b, transpose), sizes)
+
+
+def soften_columns(scores, highest):
+    """Does one step of the online softmax down the columns, in base 2.
+
+    Returns (weights, factor on earlier sums [columns], new highest scores [columns]).
+    """
+    new = jnp.maximum(highest, scores.max(axis=0))
+    finite = jnp.where(new == -jnp.inf, 0.0, new)
+    weights = jnp.exp2(scores - by_column(finite, scores.shape))
+    return weights, jnp.exp2(highest - finite), new
 
 
 def iota(shape, dimension, layout=LAYOUT):

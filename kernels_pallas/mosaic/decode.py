@@ -241,10 +241,7 @@ def _attend(keys, s, sizes, scale):
             token = lax.div(iota(scores_shape, 1), jnp.int32(sizes.group))
             words = lax.shift_right_logical(words, token) & 1
         scores = jnp.where(words != 0, scores * (scale * common.LOG2E), -jnp.inf)
-        new = jnp.maximum(highest, scores.max(axis=0))
-        finite = jnp.where(new == -jnp.inf, 0.0, new)
-        weights = jnp.exp2(scores - by_column(finite, scores_shape))
-        keep = jnp.exp2(highest - finite)
+        weights, keep, new = common.soften_columns(scores, highest)
         s.weights.T[...] = plgpu.layout_cast(weights.astype(sizes.dtype), TRANSPOSED)
         plgpu.barrier_wait(keys.ready[1].at[stage])
         # A hidden place may hold NaN, and 0 times NaN is NaN.

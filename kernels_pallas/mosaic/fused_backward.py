@@ -22,7 +22,6 @@ from kernels_pallas.mosaic.common import (
     LAYOUT,
     LOG2E,
     OCTET,
-    accumulate,
     add_product,
     by_row,
     iota,
@@ -237,9 +236,7 @@ class _Sums:
         for piece in range(self.pieces):
             start, size = self._columns(piece)
             right = self.shared.q.at[number, :, pl.ds(start, size)]
-            more = accumulate(
-                None, (ROWS, size), functools.partial(add_product, left, right), sizes
-            )
+            more = add_product(None, left, right, sizes, (ROWS, size))
             full, buffer = self._buffer(side, piece)
             buffer = buffer.at[:, :, pl.ds(0, size)]
             rows = matrix(buffer, sizes)
@@ -284,9 +281,6 @@ def _over_slots(refs, shared, place, warpgroup, sizes, dq, fresh):
         own = iota(shape, 0) & (sizes.tokens - 1) == part + of_token
         return own & body.visible_slots(tile, words, slot, chunk, sizes)
 
-    def dot(a, b):
-        return accumulate(None, shape, functools.partial(add_product, a, b, transpose=True), sizes)
-
     def one(i, dq):
         # With the barriers each step computes its numbers again; they would not fit the registers.
         i, (tile, token) = lax.optimization_barrier(i), place()
@@ -300,15 +294,16 @@ def _over_slots(refs, shared, place, warpgroup, sizes, dq, fresh):
         k, v = (body.own_slots(shared, x, warpgroup, sizes) for x in (k_stage, v_stage))
         body.clear_hidden(k, refs, tile, octet, chunk, sizes)
         keep = visible(chunk, part)
-        weights = jnp.exp2(dot(q, k) * sizes.factor - by_query(refs.lse))
+        scores = add_product(None, q, k, sizes, shape, transpose=True)
+        weights = jnp.exp2(scores * sizes.factor - by_query(refs.lse))
         weights = jnp.where(keep, weights, 0.0)
         plgpu.barrier_wait(shared.slots_full.at[v_stage])
-        dweights = dot(do, v)
+        dweights = add_product(None, do, v, sizes, shape, transpose=True)
         plgpu.barrier_arrive(shared.used.at[v_stage])
         # Values of hidden slots may be NaN. Tested by the weights: `keep` would take 32 registers.
         dscores = jnp.where(weights > 0, weights * (dweights - by_query(refs.delta)), 0.0)
         dscores, weights = dscores.astype(dtype), weights.astype(dtype)
-        dq = accumulate(dq, dq.shape, functools.partial(add_product, dscores, k), sizes)
+        dq = add_product(dq, dscores, k, sizes)
         plgpu.barrier_arrive(shared.used.at[k_stage])
         # Products read them transposed, which needs shared memory.
         for side, x in enumerate((dscores, weights)):

@@ -159,7 +159,7 @@ def _attend_keys(refs, shared, place, warpgroup, sizes, carry):
                 plgpu.barrier_wait(shared.full.at[v_stage])
             plgpu.barrier_wait(shared.turn)
             values = half_of(shared, v_stage, half, halves, sizes)
-            acc = accumulate(acc, acc.shape, functools.partial(add_product, narrow, values), sizes)
+            acc = add_product(acc, narrow, values, sizes)
         plgpu.barrier_arrive(shared.used.at[v_stage])
         return acc, highest, total
 

@@ -22,7 +22,6 @@ from kernels_pallas.mosaic.common import (
     LAYOUT,
     LOG2E,
     OCTET,
-    accumulate,
     add_product,
     by_column,
     by_row,
@@ -146,17 +145,13 @@ def compute_dq(refs, shared, warpgroup, sizes, over_slots=None):
         shape = (ROWS, KEYS // halves)
         for half in range(halves):
             k, v = (body.half_of(shared, x, half, halves, sizes) for x in (k_stage, v_stage))
-            scores = accumulate(
-                None, shape, functools.partial(add_product, q, k, transpose=True), sizes
-            )
+            scores = add_product(None, q, k, sizes, shape, transpose=True)
             if hide is not None:
                 scores = hide(scores, start=block * KEYS + half * shape[1])
             weights = jnp.exp2(scores * sizes.factor - by_row(lse, shape))
-            dweights = accumulate(
-                None, shape, functools.partial(add_product, do, v, transpose=True), sizes
-            )
+            dweights = add_product(None, do, v, sizes, shape, transpose=True)
             dscores = (weights * (dweights - by_row(delta, shape))).astype(dtype)
-            dq = accumulate(dq, dq.shape, functools.partial(add_product, dscores, k), sizes)
+            dq = add_product(dq, dscores, k, sizes)
         plgpu.barrier_arrive(shared.used.at[k_stage])
         plgpu.barrier_arrive(shared.used.at[v_stage])
         return (dq,)
@@ -294,11 +289,6 @@ def _compute_dkv(refs, shared, warpgroup, sizes):
         octet = side * (ROWS // OCTET) + lax.div(start, OCTET)
         return matrix(shared.ring.at[stage, pl.ds(octet, shape[1] // OCTET)], sizes)
 
-    def add(total, a, b, transpose=False):
-        size = shape if total is None else total.shape
-        products = functools.partial(add_product, a, b, transpose=transpose)
-        return accumulate(total, size, products, sizes)
-
     def one(i, carry, keys, key, masked):
         tile, piece = lax.div(i, sizes.pieces), lax.rem(i, sizes.pieces)
         at = keys.batch, keys.kv_head * sizes.pieces + piece, tile
@@ -309,15 +299,16 @@ def _compute_dkv(refs, shared, warpgroup, sizes):
             dk, dv = carry
             start = j * shape[1]
             q, do = (part_of(stage, side, start) for side in range(2))
-            scores = add(None, k, q, transpose=True)
+            scores = add_product(None, k, q, sizes, shape, transpose=True)
             if masked:
                 scores = hide(scores, keys, key, tile, start)
             lse = by_column(by_query(refs.lse, at, start), shape)
             weights = jnp.exp2(scores * sizes.factor - lse)
-            dv = add(dv, weights.astype(dtype), do)
-            dweights = add(None, v, do, transpose=True)
+            dv = add_product(dv, weights.astype(dtype), do, sizes)
+            dweights = add_product(None, v, do, sizes, shape, transpose=True)
             delta = by_column(by_query(refs.delta, at, start), shape)
-            return add(dk, (weights * (dweights - delta)).astype(dtype), q), dv
+            dscores = (weights * (dweights - delta)).astype(dtype)
+            return add_product(dk, dscores, q, sizes), dv
 
         # The barrier prevents unrolling, which would spill registers.
         carry = lax.fori_loop(0, lax.optimization_barrier(jnp.int32(halves)), half, carry)
