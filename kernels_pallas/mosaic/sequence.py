@@ -113,6 +113,7 @@ def _by_tile(x_BNT, sizes, fill):
 
 
 def _extend(x, axis, size, fill):
+    """Pads an array with `fill` at the end of an axis, up to a size."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, size - x.shape[axis])
     return jnp.pad(x, widths, constant_values=fill)
@@ -180,10 +181,8 @@ def _by_octet(operands, ids_BT, sizes):
         index_BT = jnp.where(ends, jnp.arange(length, dtype=jnp.int32), length)
         last_BT = lax.cummin(index_BT, axis=1, reverse=True)
         operands['last'] = jnp.where(first_BT < 0, -1, last_BT)
-        pad_to = -(-length // KEYS) * KEYS
-        operands['key_ids'] = common.pad(ids_BT.astype(jnp.int32), 1, pad_to).reshape(
-            ids_BT.shape[0], -1, ROWS
-        )
+        ids_BT = common.pad(ids_BT.astype(jnp.int32), 1, common.round_up(length, KEYS))
+        operands['key_ids'] = ids_BT.reshape(ids_BT.shape[0], -1, ROWS)
     return operands
 
 
