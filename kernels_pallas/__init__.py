@@ -1,4 +1,4 @@
-"""Attention over a sequence and over depth slots. Imports nothing else of the project."""
+"""Attention over a sequence and over depth slots. Imports nothing from the rest of the project."""
 
 from kernels_pallas.decode import decode_attention
 from kernels_pallas.depth_attention import depth_attention

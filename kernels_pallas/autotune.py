@@ -1,7 +1,7 @@
-"""Measures the candidates for an attention once for each GPU model, and remembers the results.
+"""Measures the candidate backends of an attention, once for each GPU model and shape.
 
-Each candidate is checked and timed in a child process (autotune_trial.py) under a time limit. The
-results are a file under the user's cache directory; to measure again, delete it.
+Each candidate is checked and timed in a child process (autotune_trial.py) with a time limit. The
+results are a file under the user's cache directory; delete it to measure again.
 """
 
 import contextlib
@@ -22,24 +22,25 @@ from absl import logging
 
 LIMIT_SECONDS = 60.0  # for one candidate: its start, compilation, check and times
 TOTAL_SECONDS = 300.0  # for all measurements of a process
-MIN_SECONDS = 10.0  # with less of the total remaining no candidate is started
+MIN_SECONDS = 10.0  # with less than this remaining, no candidate is started
 COMMAND = (sys.executable, '-P', '-m', 'kernels_pallas.autotune_trial')
-OUT_OF_MEMORY = 'out of device memory'  # another run may have more of it
+OUT_OF_MEMORY = 'out of device memory'  # another run may have more memory
 PACKAGE = pathlib.Path(__file__).parent
 
 
 class UnavailableError(RuntimeError):
-    """No child process can use the device, which is no candidate's fault."""
+    """No child process can use the device; the candidates are not at fault."""
 
 
-_known = {}  # (results or the reason why there are none, whether they are new), by file name
+_known = {}  # by file name: (results or the reason why there are none, whether they are new)
 _spent = 0.0  # seconds
 
 
 def fastest(candidates, shapes, device) -> tuple:
-    """Finds the fastest of the candidates, `backends.Parts`: as remembered, else measured now.
+    """Returns the fastest of the candidates (`backends.Parts`), from the file or measured now.
 
-    Returns it, the reason, {name: reason} against those that are not right, and whether to warn.
+    Returns:
+      (candidate, text for the log, {name: reason} of those that fail, whether to warn).
     """
     key = key_of(shapes, device)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
@@ -66,20 +67,20 @@ def fastest(candidates, shapes, device) -> tuple:
         ranked = sorted(right, key=right.get)
         times = ', '.join(f'{name} {right[name]:.3g} ms' for name in ranked)
         return by_label[ranked[0]], f'the fastest of {times}', failed, new
-    # XLA, unless the first is not known to be wrong.
+    # The default candidate, with XLA for the sequence if it is known to be wrong.
     broken = failed.get(candidates[0].label(shapes)) not in (None, OUT_OF_MEMORY)
     parts = candidates[0]._replace(sequence='xla') if broken else candidates[0]
     return parts, 'as no candidate was right', failed, True
 
 
 def _without_first(candidates):
-    """Kernels with XLA's sequence, tried if no candidate with the first sequence is right."""
+    """Returns depth kernels with XLA's sequence, tried if all with the first sequence part fail."""
     found = [p._replace(sequence='xla') for p in candidates if 'xla' not in (p.sequence, p.depth)]
     return list(dict.fromkeys(found))
 
 
 def key_of(shapes, device) -> dict:
-    """The key of a stored measurement. Sizes are rounded to powers of two: fewer are measured."""
+    """Returns the key of a stored measurement; sizes are rounded up to powers of two."""
 
     def power(size):
         return 1 << (size - 1).bit_length() if size else 0
@@ -87,17 +88,17 @@ def key_of(shapes, device) -> dict:
     q, k = ((power(x[0]), power(x[1]), *x[2:]) for x in (shapes.q, shapes.k))
     rounded = shapes._replace(q=q, k=k, slot_rows=power(shapes.slot_rows))
     if shapes.places:
-        # Each layer has more slots than the one before: one measurement is for all.
+        # Each layer has more slots than the one before; one measurement serves all.
         rounded = rounded._replace(places=power(shapes.places), num_slots=bool(shapes.num_slots))
     key = {name: getattr(device, name) for name in ('kind', 'capability', 'software')}
     key |= {'xla_flags': os.environ.get('XLA_FLAGS', ''), 'versions': _versions()}
-    # As it is read from a file: lists, no tuples.
+    # Lists instead of tuples, as a file has them.
     return json.loads(json.dumps(key | {'shapes': rounded._asdict()}))
 
 
 @functools.cache
 def _versions():
-    """Of JAX, of cuDNN, and a hash of the kernels' sources."""
+    """Returns the versions of JAX and cuDNN, and a hash of the kernels' sources."""
     sources = b''.join(path.read_bytes() for path in sorted(PACKAGE.rglob('*.py')))
     found = {'kernels': hashlib.sha256(sources).hexdigest()[:16]}
     for name in ('jax', 'jaxlib', 'nvidia-cudnn-cu12', 'nvidia-cudnn-cu13'):
@@ -107,13 +108,13 @@ def _versions():
 
 
 def cache_folder() -> pathlib.Path:
-    """This project's folder under XDG_CACHE_HOME, else ~/.cache."""
+    """Returns this project's folder under XDG_CACHE_HOME, or under ~/.cache."""
     cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
     return pathlib.Path(cache, 'moddepth_jax')
 
 
 def _read(path, key):
-    """The results in a file; None if it is missing, damaged, or of another key."""
+    """Returns the results in a file; None if it is missing, damaged or has another key."""
     try:
         kept = json.loads(path.read_text(encoding='utf-8'))
         results = kept['results'] if kept['key'] == key else {}
@@ -125,7 +126,7 @@ def _read(path, key):
 
 def _write(path, contents):
     try:
-        # Written under a name of this process: a reader finds the old file or the new one.
+        # Written under another name first, so that readers see the old file or the new one.
         new = path.with_suffix(f'.{os.getpid()}')
         new.write_text(json.dumps(contents, indent=1), encoding='utf-8')
         os.replace(new, path)
@@ -136,7 +137,7 @@ def _write(path, contents):
 
 @contextlib.contextmanager
 def _exclusive(path):
-    """Waits for other processes that measure the same: together they would time each other."""
+    """Waits for other processes that measure the same, which would disturb the times."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +146,7 @@ def _exclusive(path):
 
 
 def _measure(path, key, candidates, shapes, device):
-    """Results by label, written to a file if every candidate was tried."""
+    """Returns results by label, and writes them to a file if every candidate was tried."""
     global _spent
     logging.warning(
         'depth_attention on %s: measuring %d candidates for %d x %d queries, once: at most %g s '
@@ -173,9 +174,12 @@ def _measure(path, key, candidates, shapes, device):
 
 
 def run_trial(parts, shapes, device, limit: float) -> dict:
-    """Has a child process check and time one candidate; killed after `limit` seconds.
+    """Checks and times one candidate in a child process, which is killed after `limit` seconds.
 
-    Returns {'milliseconds': time} or {'failed': reason}; UnavailableError: it found no device.
+    Returns {'milliseconds': time} or {'failed': reason}.
+
+    Raises:
+      UnavailableError: the child process found no device.
     """
     request = {'parts': parts._asdict(), 'shapes': shapes._asdict()}
     request |= {'kind': device.kind, 'limit': limit}
@@ -195,19 +199,19 @@ def run_trial(parts, shapes, device, limit: float) -> dict:
 
 def _environment(device):
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get('PYTHONPATH')])]
-    # The reference and XLA's form are compiled by one child and read by the others.
+    # One child compiles the reference and XLA's form, and the others read them.
     default = {'JAX_COMPILATION_CACHE_DIR': str(cache_folder() / 'xla')}
     child = {
         'PYTHONPATH': os.pathsep.join(paths),
         'JAX_PLATFORMS': 'cuda,cpu' if device.platform == 'gpu' else 'cpu',
-        # This process holds most of the memory.
+        # The parent process holds most of the memory.
         'XLA_PYTHON_CLIENT_PREALLOCATE': 'false',
     }
     return default | os.environ | child
 
 
 def _result(out, err, status, limit):
-    """A child's answer from its output; status None: it was killed at the limit."""
+    """Returns a child's result from its output; status None: it was killed at the limit."""
     said = {}
     for line in out.splitlines():
         with contextlib.suppress(ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""What autotune_trial.py does with a candidate for decoding: checks it and times it."""
+"""The check and the timing of a candidate for decoding, for autotune_trial.py."""
 
 import functools
 import math
@@ -14,7 +14,7 @@ from kernels_pallas.decode import decode_attention
 
 
 def check_shapes(shapes: Shapes) -> Shapes:
-    """The shapes of the check: three rows, two key/value heads; the cache ends as that given."""
+    """Returns the shapes of the check: three rows, two key/value heads, a short cache."""
     rows, kv_heads = 3, min(2, shapes.k[2])
     _, tokens, heads, width = shapes.q
     return shapes._replace(
@@ -25,7 +25,7 @@ def check_shapes(shapes: Shapes) -> Shapes:
 
 
 def array_shapes(shapes: Shapes, cached_rows: int) -> dict:
-    """Shapes of the arrays of floats, by their names in decode_attention."""
+    """Returns the shapes of the float arrays, by their names in decode_attention."""
     rows, tokens, kv_heads, width = shapes.k
     cache, slots = (cached_rows, kv_heads, width, shapes.places), (shapes.num_slots, *shapes.k)
     found = {'q_CTNH': shapes.q, 'k_CTKH': shapes.k, 'v_CTKH': shapes.k}
@@ -36,13 +36,13 @@ def array_shapes(shapes: Shapes, cached_rows: int) -> dict:
 
 
 def program(implementation: str, shapes: Shapes):
-    """f(arrays and masks by name) -> {'o': o_CTNH}, compiled."""
+    """Returns a jitted f(arrays and masks by name) -> {'o': o_CTNH}."""
     run = functools.partial(decode_attention, implementation=implementation)
     return jax.jit(lambda given: {'o': run(**given)})
 
 
 def make_masks(shapes: Shapes, lengths_C) -> dict:
-    """Arguments that are not floats, by name; each row of a cache has so many visible places."""
+    """Returns the masks by name; lengths_C: number of visible places in each row of the cache."""
     (rows, tokens), index_S = shapes.q[:2], np.arange(shapes.places)
     visible_CTS = np.tile((index_S < np.asarray(lengths_C)[:, None])[:, None], (1, tokens, 1))
     masks = {'visible_CTS': visible_CTS}
@@ -71,7 +71,7 @@ def check(parts: Parts, shapes: Shapes) -> str | None:
         slots = {name: arrays[name] for name in ('k_depth_LCTKH', 'v_depth_LCTKH')}
 
     def results(name, dtype, fill, times=1):
-        # Rounded to the candidate's dtype first, so that all have the same inputs.
+        # Rounded to the candidate's dtype first, so that all forms have the same inputs.
         for side in hidden.values():
             side[hidden_BS] = fill
         if shapes.slot_mask:
@@ -90,7 +90,7 @@ def check(parts: Parts, shapes: Shapes) -> str | None:
 
 
 def milliseconds(parts: Parts, shapes: Shapes) -> float:
-    """Median time of a call over full caches, of as many rows as fit into TIMED_BYTES."""
+    """Returns the median time of a call over full caches, with the rows that fit TIMED_BYTES."""
     dtype = jnp.dtype(shapes.dtypes[0])
     per_row = 2 * math.prod(shapes.k[2:]) * shapes.places * dtype.itemsize
     rows = min(shapes.q[0], max(1, TIMED_BYTES // per_row))

@@ -1,7 +1,7 @@
-"""Checks and times one candidate for an attention, in the child process that autotune.py starts.
+"""The child process of autotune.py: checks and times one candidate for an attention.
 
-stdin: one line of JSON. stdout: lines of JSON, {"ready": 1} once the device is found, then
-{"milliseconds": ...} or {"failed": ...}. The check is on few queries, the time is of all.
+It reads one line of JSON, and prints lines of JSON: {"ready": 1} when it has found the device, then
+{"milliseconds": ...} or {"failed": ...}. It checks a small case, and times the full size.
 """
 
 import functools
@@ -21,16 +21,16 @@ from kernels_pallas.backends import Parts, Shapes
 from kernels_pallas.depth_attention import depth_attention
 from kernels_pallas.reference import allowed_error, slot_visibility
 
-START = 0.5  # initial value of the sums to which the slots' gradients are added
+START = 0.5  # initial value of the sums, to which the slots' gradients are added
 SAMPLES = 5
-SAMPLE_SECONDS = 0.02  # several calls, so that the clock and the launches do not count
-DOCUMENTS = 8  # of a row of packed documents
-# The process that measures holds most of a GPU's memory, and may leave a tenth of it.
+SAMPLE_SECONDS = 0.02  # of a sample: several calls, so that clock and launch overheads are small
+DOCUMENTS = 8  # in a row of packed documents
+# The parent process holds most of a GPU's memory, and may leave only a tenth.
 TIMED_BYTES = 4 << 30
 
 
 def check_shapes(shapes: Shapes) -> Shapes:
-    """The shapes of the check: few rows, heads and tokens; blocks end as those of `shapes` do."""
+    """Returns the shapes of the check: few rows, heads and tokens, with equal remainders of 128."""
     most = 256
     length, keys, rows = (
         size if size <= most + 128 else most + size % 128
@@ -47,9 +47,9 @@ def check_shapes(shapes: Shapes) -> Shapes:
 
 
 def timed_shapes(shapes: Shapes) -> Shapes:
-    """The shapes that are timed: with as many of the rows as fit into TIMED_BYTES, or one."""
+    """Returns the shapes that are timed, with the batch rows that fit TIMED_BYTES, at least one."""
     sizes = {name: math.prod(shape) for name, shape in array_shapes(shapes).items()}
-    # As an input, a gradient, and, of the queries, an output and its cotangent.
+    # Each is an input and a gradient; the output and its cotangent have q's size.
     needed = (sum(sizes.values()) + sizes['q']) * 2 * jnp.dtype(shapes.dtypes[0]).itemsize
     if shapes.sums:
         needed += 4 * sizes.get('k_depth', 0) * jnp.dtype(shapes.sums).itemsize
@@ -58,7 +58,7 @@ def timed_shapes(shapes: Shapes) -> Shapes:
 
 
 def array_shapes(shapes: Shapes) -> dict:
-    """Shapes of the arrays that are differentiated, by name."""
+    """Returns the shapes of the differentiated arrays, by name."""
     found = {'q': shapes.q, 'k': shapes.k, 'v': shapes.k}
     if shapes.slot_queries:
         found['q_depth'] = shapes.q
@@ -70,9 +70,9 @@ def array_shapes(shapes: Shapes) -> dict:
 
 
 def make_sums(shapes: Shapes, value: float, dtype: str = ''):
-    """Two arrays to which the gradients of the slots are added, or None: they are fresh.
+    """Returns two arrays to which the slots' gradients are added, or None for fresh gradients.
 
-    dtype '': that of the call.
+    dtype '': `shapes.sums`.
     """
     if not shapes.sums:
         return None
@@ -81,7 +81,7 @@ def make_sums(shapes: Shapes, value: float, dtype: str = ''):
 
 
 def make_masks(shapes: Shapes, count: int) -> dict:
-    """The arguments that are not differentiated, as arrays by name; `count` documents in a row."""
+    """Returns the arguments without gradients, by name; count: long documents in a row."""
     (batch, length), tokens = shapes.q[:2], shapes.slot_rows
     index, step = np.arange(length), 1 if shapes.consecutive else 2  # gaps, as in a routed block
     keys, by_token = np.arange(shapes.k[1]) * length // max(1, shapes.k[1]), {}
@@ -105,7 +105,7 @@ def make_masks(shapes: Shapes, count: int) -> dict:
 
 
 def program(implementation: str | Parts, shapes: Shapes):
-    """f(arrays, cotangents of o and lse, sums, masks, num_slots) -> (results by name, new sums)."""
+    """Returns f(arrays, cotangents, sums, masks, num_slots) -> (results by name, new sums)."""
 
     def attend(masks, num_slots, arrays, slot_sums):
         slots = {}
@@ -135,7 +135,7 @@ def program(implementation: str | Parts, shapes: Shapes):
         nothing = jax.tree.map(jnp.zeros_like, passed)
         gradients, sums = pull((*cotangents, nothing, list(sums or ())))
         if sums is not None:
-            del gradients['k_depth'], gradients['v_depth']  # what was passed
+            del gradients['k_depth'], gradients['v_depth']  # only passed on: the sums have them
         results = {'o': o, 'lse': lse, **{f'd{name}': x for name, x in gradients.items()}}
         return {name: x for name, x in results.items() if x is not None}, sums
 
@@ -143,7 +143,7 @@ def program(implementation: str | Parts, shapes: Shapes):
 
 
 def check(parts: Parts, shapes: Shapes) -> str | None:
-    """Returns what is wrong with a candidate on a small case, in one line; None: nothing."""
+    """Returns what is wrong with a candidate on a small case, in one line, or None."""
     shapes = check_shapes(shapes)
     random, masks = np.random.default_rng(1), make_masks(shapes, 4)
     num_slots = min(shapes.num_slots, shapes.num_slots // 2 + 1)
@@ -158,7 +158,7 @@ def check(parts: Parts, shapes: Shapes) -> str | None:
             arrays[name][hidden] = np.nan
 
     def results(implementation, dtype, sums_dtype='', times=1):
-        # Rounded to the candidate's dtype first, so that all have the same inputs.
+        # Rounded to the candidate's dtype first, so that all forms have the same inputs.
         given = {n: jnp.asarray(x, shapes.dtypes[0]).astype(dtype) for n, x in arrays.items()}
         cotangents = given.pop('do'), jnp.asarray(dlse, 'float32') if shapes.lse else None
         run = jax.jit(program(implementation, shapes))
@@ -174,16 +174,21 @@ def check(parts: Parts, shapes: Shapes) -> str | None:
         *results(parts, dtype, times=2),
         hidden={f'd{name}': hidden for name in slots},
         dtype=dtype,
-        # cuDNN sums dq in any order.
+        # cuDNN's sums have no fixed order.
         unordered=('dq', 'dk', 'dv') if parts.sequence == 'cudnn' else (),
     )
 
 
 def find_wrong(right, plain, first, second, hidden, dtype, unordered) -> str | None:
-    """Returns what is wrong with two runs of a candidate, in one line; None: nothing.
+    """Returns what is wrong with two runs of a candidate, in one line, or None.
 
-    Results by name, d... for gradients, also exact (`right`) and by XLA in the candidate's dtype
-    (`plain`). Where `hidden` they are the exact ones; `unordered` may differ between runs.
+    Args:
+      right: exact results by name; gradients are d....
+      plain: results of XLA in the candidate's dtype.
+      first, second: results of the candidate's two runs.
+      hidden: by name, bool arrays of the places where results must equal the exact ones.
+      dtype: of the candidate.
+      unordered: names of results that may differ between runs.
     """
     for name, value in right.items():
         mine, largest = first[name], float(np.max(np.abs(value), initial=0))
@@ -192,7 +197,7 @@ def find_wrong(right, plain, first, second, hidden, dtype, unordered) -> str | N
             for found in (first, plain)
         )
         allowed = allowed_error(dtype, name.startswith('d'), plain_error, largest)
-        if not error <= allowed:  # nor is NaN
+        if not error <= allowed:  # also true for NaN
             return f'wrong: {name} is off by {error:.3g}, allowed {allowed:.3g}'
         if name in hidden and (mine[hidden[name]] != value[hidden[name]]).any():
             return f'wrong: {name} changes at hidden slots'
@@ -202,25 +207,25 @@ def find_wrong(right, plain, first, second, hidden, dtype, unordered) -> str | N
 
 
 def median_milliseconds(seconds_of) -> float:
-    """Median time of a call; seconds_of(calls): the mean of so many."""
+    """Returns the median time of a call; seconds_of(calls) is the mean time of that many calls."""
     seconds_of(1)  # compiles
     calls = max(1, min(100, int(SAMPLE_SECONDS / seconds_of(1))))
     return 1e3 * statistics.median(seconds_of(calls) for _ in range(SAMPLES))
 
 
 def milliseconds(parts: Parts, shapes: Shapes) -> float:
-    """Median time of forward and backward; with segments the mean of one and several documents."""
+    """Returns the median time of both passes; with segments the mean for one and more documents."""
     shapes = timed_shapes(shapes)
 
     def filled(shape, dtype=shapes.dtypes[0]):
-        # The same random numbers for all rows and slots: to draw more takes memory.
+        # The same random numbers for all rows and slots; more would take memory to draw.
         one = jax.random.normal(jax.random.key(0), shape[-3:] if len(shape) > 3 else shape[-2:])
         return jnp.broadcast_to(one.astype(dtype), shape)
 
     arrays = {name: filled(shape) for name, shape in array_shapes(shapes).items()}
     dlse = filled((shapes.q[0], shapes.q[2], shapes.q[1]), 'float32') if shapes.lse else None
     do, sums, medians = filled(shapes.q), make_sums(shapes, 0.0), []
-    # In a model the sums are added to in place.
+    # Donated, as in a model: the sums are updated in place.
     run = jax.jit(program(parts, shapes), donate_argnums=2)
     for count in (1, DOCUMENTS) if shapes.segments else (1,):
         masks = jax.device_put(make_masks(shapes, count))
@@ -239,7 +244,7 @@ def milliseconds(parts: Parts, shapes: Shapes) -> float:
 
 
 def describe_error(error: Exception) -> str:
-    """One line that says why something did not run."""
+    """Returns an error as one line, for the log."""
     text = str(error)
     if 'RESOURCE_EXHAUSTED' in text or 'OUT_OF_MEMORY' in text:
         return OUT_OF_MEMORY
@@ -249,25 +254,25 @@ def describe_error(error: Exception) -> str:
 def _answer(request):
     try:
         found = jax.devices()[0].device_kind
-    except RuntimeError as error:  # what JAX raises if a platform cannot be used
+    except RuntimeError as error:  # JAX raises it if a platform cannot be used
         found = describe_error(error)
     if found != request['kind']:
         return {'unavailable': f'a child process finds {found}, not {request["kind"]}'}
     print('{"ready": 1}', flush=True)
     try:
         parts, shapes = Parts(**request['parts']), Shapes(**request['shapes'])
-        from kernels_pallas import autotune_decoding  # which uses what is here
+        from kernels_pallas import autotune_decoding  # which imports this module
 
         trial = autotune_decoding if shapes.places else sys.modules[__name__]
         wrong = trial.check(parts, shapes)
         return {'failed': wrong} if wrong else {'milliseconds': trial.milliseconds(parts, shapes)}
-    except Exception as error:  # a compiler may raise anything, and another candidate is tried
+    except Exception as error:  # a compiler may raise anything; other candidates are tried
         return {'failed': describe_error(error)}
 
 
 def main():
     request = json.loads(sys.stdin.readline())
-    # Ends this process without its parent too, and in a call that never returns.
+    # Ends this process also without its parent, and in a call that never returns.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(request['limit']) + 1)
     print(json.dumps(_answer(request)), flush=True)

@@ -1,4 +1,4 @@
-"""What computes an attention: one table of backends, and the choice among them."""
+"""The table of attention backends, and the choice among them."""
 
 import contextlib
 import importlib
@@ -13,24 +13,23 @@ from kernels_pallas import autotune
 
 
 class Backend(NamedTuple):
-    """One way to compute a part of the softmax: a row of BACKENDS."""
+    """One way to compute a part of the attention: a row of BACKENDS."""
 
     part: str  # sequence | depth | decoding
-    name: str  # as in Parts; for a depth part also the value of `implementation`
-    # Modules under kernels_pallas with {part}_forward, fused_forward or, of decoding,
-    # decode_forward, and with {part}_backward.
-    # Unless `needs` is empty the first also has `unsupported(shapes, device)`.
+    name: str  # as in Parts; for a depth part also a value of `implementation`
+    # Module under kernels_pallas with {part}_forward (fused: fused_forward; decoding:
+    # decode_forward) and, unless `needs` is empty, `unsupported(shapes, device)`.
     forward: str
-    backward: str = ''
-    needs: str = ''  # '' | gpu | hopper; kernels of the depth part also run interpreted on a CPU
+    backward: str = ''  # module with {part}_backward
+    needs: str = ''  # '' | gpu | hopper; depth kernels also run interpreted on a CPU
     fused: bool = False  # the forward pass computes both parts in one kernel
     # Module with `supports` and `fused_backward`, which computes both parts in one backward pass
-    # where the sequence part is mosaic_gpu's. '': each part has its own.
-    joined: str = ''
+    # if the sequence part is that of mosaic_gpu. '': each part has its own.
+    fused_backward: str = ''
     takes_dlse: bool = True  # a sequence part's backward pass takes a cotangent of the logsumexp
 
 
-# A part's backends in the order in which they are tried and measured. XLA's compute everything.
+# Of each part in the order in which they are tried and measured. XLA's support every call.
 BACKENDS = (
     Backend('sequence', 'cudnn', 'cudnn', 'cudnn', 'gpu', takes_dlse=False),
     Backend('sequence', 'mosaic_gpu', 'mosaic.sequence', 'mosaic.sequence', 'hopper'),
@@ -40,7 +39,7 @@ BACKENDS = (
     Backend(
         *('depth', 'mosaic_gpu_fused', 'mosaic.fused', 'mosaic.depth', 'hopper'),
         fused=True,
-        joined='mosaic.fused_backward',
+        fused_backward='mosaic.fused_backward',
     ),
     Backend('depth', 'pallas', 'triton.depth', 'triton.depth', 'gpu'),
     Backend('decoding', 'xla', 'decode'),
@@ -51,43 +50,43 @@ SEQUENCE, DEPTH, DECODING = (
     for part in ('sequence', 'depth', 'decoding')
 )
 IMPLEMENTATIONS = ('reference', *DEPTH)
-# Below this many queries, or places of caches, nothing is measured: initialization, with at most
-# 2048, and short prompts would not regain the seconds that a measurement takes.
+# With fewer queries, or places of caches, nothing is measured: initialization (at most 2048) and
+# short prompts would not regain the seconds that a measurement takes.
 MIN_QUERIES = 4096
 
 
 class Parts(NamedTuple):
     """The backends that compute an attention, by their names in BACKENDS."""
 
-    sequence: str = 'xla'  # over a cache: what computes the decoding, the slots too
+    sequence: str = 'xla'  # for decoding: the backend of the whole attention
     depth: str = 'xla'
-    interpret: bool = False  # kernels run in their interpreter, for machines that cannot run them
+    interpret: bool = False  # run kernels in their interpreter
 
     def label(self, shapes) -> str:
-        """Name such as cudnn+mosaic_gpu; without slots that of the sequence's backend alone."""
+        """Returns a name such as cudnn+mosaic_gpu; without slots only the sequence's backend."""
         two = shapes.num_slots and not shapes.places
         return f'{self.sequence}+{self.depth}' if two else self.sequence
 
 
 class Shapes(NamedTuple):
-    """The call of an attention, as far as a choice depends on it."""
+    """The properties of a call on which the choice of backends depends."""
 
     q: tuple[int, ...]  # [B, T, N, H]
-    k: tuple[int, ...]  # [B, S, K, H]; over a cache: the new tokens' keys
+    k: tuple[int, ...]  # [B, S, K, H]; for decoding: the new tokens' keys
     num_slots: int  # L, 0 without slots
-    dtypes: tuple[str, ...]  # names of those of q, k, v, the slots and their queries, each once
-    ordered: bool  # key i belongs to query i and positions ascend
-    consecutive: bool  # positions are those of the index, so that a window is one of indices
+    dtypes: tuple[str, ...]  # distinct dtypes of q, k, v, the slots and their queries, by name
+    ordered: bool  # key i belongs to query i, and positions ascend
+    consecutive: bool  # position = index, so a window is a window of indices
     segments: bool  # there are segment ids
     window: int  # number of visible keys; 0: no limit
     scale: float = 1.0  # factor on the scores
     slot_window: int = 0  # number of visible slots, the newest; 0: all
-    slot_rows: int = 0  # R, tokens that have slots, where slot_rows_BT is given; 0: R = T
+    slot_rows: int = 0  # R, number of tokens that have slots, if slot_rows_BT is given; 0: R = T
     slot_mask: bool = False  # there is a mask of the slots
-    slot_queries: bool = False  # the slots have queries of their own
-    sums: str = ''  # dtype of the sums that the slots' gradients are added to; '': none, fresh
-    lse: bool = False  # the logsumexp is returned too
-    places: int = 0  # of a row of the cache that new tokens are decoded over; 0: no cache
+    slot_queries: bool = False  # other queries for the slots
+    sums: str = ''  # dtype of the sums to which the slots' gradients are added; '': fresh gradients
+    lse: bool = False  # the logsumexp is returned
+    places: int = 0  # decoding: length of a cache row, S; 0: no cache
 
 
 class Device(NamedTuple):
@@ -96,18 +95,18 @@ class Device(NamedTuple):
     platform: str  # cpu | gpu | tpu, as JAX calls it
     kind: str = ''  # its name, such as NVIDIA H200
     capability: tuple[int, int] | None = None  # CUDA's (major, minor); None: not an NVIDIA GPU
-    software: str = ''  # versions of the driver's side; a measurement holds for these
+    software: str = ''  # driver and runtime versions; part of a measurement's key
     not_measured: str = 'the device is only described'  # why nothing can be measured; '': it can
-    local: bool = False  # it is a device of this process, so that its libraries can be inspected
+    local: bool = False  # a device of this process, whose libraries can be inspected
 
 
 def load_module(path: str):
-    """A backend's module. Imported when it is needed: Pallas takes a second to import."""
+    """Imports a module of a backend. Lazily, because Pallas takes a second to import."""
     return importlib.import_module(f'kernels_pallas.{path}')
 
 
 def unsupported(backend: Backend, shapes: Shapes, device: Device) -> str | None:
-    """Returns in one line why a backend does not support shapes on a device; None: it does."""
+    """Returns why a backend does not support shapes on a device, in one line; None: it does."""
     if not backend.needs:
         return None
     if backend.part == 'depth' or backend.needs == 'hopper':
@@ -127,25 +126,26 @@ def unsupported(backend: Backend, shapes: Shapes, device: Device) -> str | None:
 
 
 def _supported(rows, shapes, device):
-    """Names of the backends that support shapes, and {name: reason} of the others."""
+    """Returns the names of the backends that support shapes, and {name: reason} of the others."""
     reasons = {name: unsupported(row, shapes, device) for name, row in rows.items()}
     supported = [name for name, reason in reasons.items() if reason is None]
     return supported, {name: reason for name, reason in reasons.items() if reason}
 
 
-def joined_backward(depth: str, group: int, width: int, own_query: bool):
-    """Module whose backward pass computes sequence and slots, by name of a depth part; or None."""
-    module = DEPTH[depth].joined and load_module(DEPTH[depth].joined)
+def fused_backward_module(depth: str, group: int, width: int, own_query: bool):
+    """Returns the depth part's module with a backward pass for both parts, or None."""
+    path = DEPTH[depth].fused_backward
+    module = load_module(path) if path else None
     return module if module and module.supports(group, width, own_query) else None
 
 
 def plan(shapes: Shapes, device: Device) -> tuple[list[Parts], dict[str, str]]:
-    """The candidates on a GPU, the one to use unmeasured first; {name: reason} against others."""
+    """Returns the candidates on a GPU, the default first, and {name: reason} of the others."""
     if shapes.places:
         names, refused = _supported(DECODING, shapes, device)
         return [Parts(name) for name in names], refused
     sequences, refused = _supported(SEQUENCE, shapes, device)
-    # Of the sequence's parts a kernel of ours is not proven.
+    # The default is not one of our Hopper kernels for the sequence: they are not proven.
     first, *_ = (name for name in sequences if SEQUENCE[name].needs != 'hopper')
     ours = [name for name in sequences if SEQUENCE[name].needs == 'hopper']
     depths = ['xla']
@@ -153,7 +153,7 @@ def plan(shapes: Shapes, device: Device) -> tuple[list[Parts], dict[str, str]]:
         depths, reasons = _supported(DEPTH, shapes, device)
         refused |= reasons
     found = [Parts(first, depth) for depth in depths]
-    # It differentiates what the fused kernel computes; with other depth parts it is not tried.
+    # Ours has a backward pass for the fused kernel. With other depth parts it is not tried.
     found += [
         Parts(name, depth)
         for name in ours
@@ -164,7 +164,7 @@ def plan(shapes: Shapes, device: Device) -> tuple[list[Parts], dict[str, str]]:
 
 
 def not_measured(shapes: Shapes, device: Device) -> str:
-    """Returns why `implementation=None` measures nothing for shapes on a device; '': it does."""
+    """Returns why `implementation=None` measures nothing here; '': it measures."""
     if device.not_measured:
         return device.not_measured
     if shapes.q[0] * max(shapes.q[1], shapes.places) < MIN_QUERIES:
@@ -175,9 +175,12 @@ def not_measured(shapes: Shapes, device: Device) -> str:
 def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | None = None):
     """Returns the Parts that compute an attention on a device (None: that of this process).
 
-    `None` is XLA on a CPU, and on a GPU the fastest backends that are right (autotune.py), or,
-    where nothing can be measured, cuDNN and XLA. The choice is logged once, with the reasons
-    against the rest. A name of IMPLEMENTATIONS, or Parts, never falls back: ValueError.
+    `implementation=None` chooses XLA on a CPU. On a GPU it chooses the fastest backends that pass a
+    check (autotune.py), or cuDNN and XLA if nothing can be measured. The choice is logged once,
+    with the reasons against the others. A name of IMPLEMENTATIONS, or Parts, never falls back.
+
+    Raises:
+      ValueError: the named implementation does not support the shapes on the device.
     """
     for shapes_seen in _recorders:
         shapes_seen.append(shapes)
@@ -185,22 +188,23 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
     if isinstance(implementation, Parts):
         backend = SEQUENCE[implementation.sequence]
         if reason := unsupported(backend, shapes, device):
-            raise ValueError(f'implementation={implementation} cannot: {backend.name}: {reason}')
+            raise ValueError(f'{implementation} is not supported here: {backend.name}: {reason}')
         return implementation
     if implementation is not None:
         names, reasons = _supported(DECODING if shapes.places else DEPTH, shapes, device)
         if reason := reasons.get(implementation):
             others = names if shapes.places else ['reference', *names]
             raise ValueError(
-                f'implementation={implementation!r} cannot: {reason}; '
-                f'these can: {", ".join(others)}'
+                f'implementation={implementation!r} is not supported here: {reason}; '
+                f'supported: {", ".join(others)}'
             )
         if shapes.places:
             interpret = device.platform == 'cpu' and implementation != 'xla'
             return Parts(implementation, interpret=interpret)
         sequence, refused = 'xla', {}
         group, width = shapes.q[2] // shapes.k[2], shapes.q[3]
-        if shapes.num_slots and joined_backward(implementation, group, width, shapes.slot_queries):
+        own_query = shapes.slot_queries
+        if shapes.num_slots and fused_backward_module(implementation, group, width, own_query):
             sequence = 'mosaic_gpu'
         elif implementation != 'xla' and device.platform == 'gpu':
             hopper = DEPTH[implementation].needs == 'hopper'
@@ -227,7 +231,7 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
 
 
 def this_device() -> Device:
-    """Returns the first device of this process, as it can be used where this is traced."""
+    """Returns the first device of this process, and whether it can be measured from this trace."""
     platform, first = jax.default_backend(), jax.devices()[0]
     found = re.fullmatch(r'(\d+)\.(\d+)', str(getattr(first, 'compute_capability', '')))
     capability = tuple(map(int, found.groups())) if found else None
@@ -239,7 +243,7 @@ def this_device() -> Device:
     elif jax.process_count() > 1:
         why = f'{jax.process_count()} processes must run the same program'
     elif jax.device_count() > 1 and set(mesh.manual_axes) != set(mesh.axis_names or ('none',)):
-        # Outside a shard_map over all axes GSPMD gathers what a kernel reads on every device.
+        # Outside a shard_map over all axes, GSPMD gathers a kernel's operands on every device.
         why = f'{jax.device_count()} devices, and no shard_map that gives each its own part'
     elif os.environ.get('MODDEPTH_MEASURE') == '0':
         why = 'MODDEPTH_MEASURE=0'
@@ -251,7 +255,7 @@ _log_lines, _recorders = [], []
 
 
 def _log_once(device, parts, shapes, how, refused, warn):
-    """Logs a choice, once in a process, with the {name: reason} of what is refused."""
+    """Logs a choice once in a process; refused: {name: reason} of the other backends."""
     depth = f', depth by {parts.depth}' if shapes.num_slots else ''
     chosen = f'sequence by {parts.sequence}{depth}' + ', interpreted' * parts.interpret
     if shapes.places:
@@ -264,13 +268,13 @@ def _log_once(device, parts, shapes, how, refused, warn):
 
 
 def log_lines() -> list[str]:
-    """Returns the lines of this process's choices, in their order."""
+    """Returns the log lines of this process's choices, oldest first."""
     return list(_log_lines)
 
 
 @contextlib.contextmanager
 def recorded():
-    """Yields a list to which the Shapes of every choice in this context are appended."""
+    """Yields a list that receives the Shapes of every choice in this context."""
     _recorders.append([])
     try:
         yield _recorders[-1]

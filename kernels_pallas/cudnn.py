@@ -1,8 +1,9 @@
-"""The sequence part of the softmax by cuDNN's fused attention, through a private module of JAX.
+"""The sequence part by cuDNN's fused attention, through a private module of JAX.
 
-Why not by the public function: docs/depth_attention.md, sections 4 and 5. Packed documents use the
-ragged layout: JAX takes the length and the first token of every document, [B, M], and gives the
-logsumexp by document and place in it, [B * M, N, T]. Absent documents are empty.
+The public function does not return a float32 logsumexp and cannot take a joint one
+(docs/depth_attention.md, section 5). Packed documents use the ragged layout: JAX takes the length
+and the first token of each of M documents, [B, M], and returns the logsumexp by document and place
+in it, [B * M, N, T]. Documents beyond the last are empty.
 """
 
 import functools
@@ -15,23 +16,23 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from kernels_pallas.xla import sequence as xla
 
 DTYPES = ('bfloat16', 'float16')
-# Packed documents: bytes for the sums of dq, and documents of a row, at most.
+# Packed documents: most bytes of cuDNN's workspace for dq, and most documents in a batch row.
 WORKSPACE = 2**30
 MAX_DOCUMENTS = 32
-# Places beyond the end of a document: exp(score - UNUSED) is 0, whatever the score.
+# Logsumexp beyond the end of a document: exp(score - UNUSED) is 0 for any score.
 UNUSED = 1e30
-KNOWN_JAX = (0, 10, 2), (0, 13)  # the first version whose private module is known, and the end
+KNOWN_JAX = (0, 10, 2), (0, 13)  # versions whose private module is known: first, end
 
 
 def changed() -> str | None:
-    """Why this version of JAX cannot be called here, in one line, or None."""
+    """Returns why the private module of this JAX version cannot be used, in one line, or None."""
     if KNOWN_JAX[0] <= jax.__version_info__ < KNOWN_JAX[1]:
         return None
     return f'jax {jax.__version__}: kernels_pallas/cudnn.py knows 0.10.2 to 0.12, before 0.13'
 
 
 def unsupported(shapes, device) -> str | None:
-    """Why cuDNN does not support `backends.Shapes` on a device, in one line, or None."""
+    """Returns why cuDNN does not support `backends.Shapes` on a device, in one line, or None."""
     length, num_keys, width = shapes.q[1], shapes.k[1], shapes.q[3]
     capability = device.capability
     number = f'{capability[0]}.{capability[1]}'
@@ -65,7 +66,7 @@ def unsupported(shapes, device) -> str | None:
 
 
 def packed_sizes(batch: int, length: int, heads: int, width: int) -> tuple[int, int]:
-    """Returns (most documents of a row, rows of a call), by the 4 B M N T H bytes that dq needs."""
+    """Returns (most documents in a row, rows of a call): dq takes a workspace of 4 B M N T H."""
     one = 4 * heads * length * width
     documents = min(MAX_DOCUMENTS, WORKSPACE // one)
     most = max(1, WORKSPACE // (one * max(documents, 1)))
@@ -86,7 +87,7 @@ def _packed_unsupported(shapes):
 
 
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
-    """As `xla.sequence.sequence_forward`, of what is not `unsupported`."""
+    """Computes `xla.sequence.sequence_forward` for supported shapes."""
 
     def by_cudnn(operands, index_BT=None, starts=None):
         o, stats = _call('fwd', operands, static, starts, is_training=True)
@@ -99,8 +100,8 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
 
 
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
-    """As `xla.sequence.sequence_backward`, without dlse: cuDNN computes delta itself."""
-    del delta_BNT  # an operand of lax.cond would be computed for cuDNN too
+    """Computes `xla.sequence.sequence_backward` without dlse, since cuDNN computes delta itself."""
+    del delta_BNT  # as an operand of lax.cond it would be computed for cuDNN too
 
     def by_cudnn(operands, index_BT=None, starts=None):
         q, k, v, o, do, stats = operands
@@ -119,7 +120,7 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
 
 
 def _call(way, operands, static, starts, **options):
-    """Binds one pass of JAX's primitive; `starts` [B, M + 1]: first tokens of packed documents."""
+    """Binds JAX's primitive for a pass, fwd or bwd; starts [B, M + 1]: as `_documents` returns."""
     if reason := changed():
         raise ValueError(reason)
     lengths = offsets = nothing = jnp.zeros(0, operands[0].dtype)
@@ -146,13 +147,17 @@ def _call(way, operands, static, starts, **options):
 
 
 def _documents(segment_ids_BT, most):
-    """(document of each token [B, T], first tokens [B, M + 1], T if absent; whether they fit)."""
+    """Finds the packed documents of each batch row, at most M = `most`.
+
+    Returns (document of each token [B, T], first token of each document [B, M + 1], T for absent
+    ones, bool: there are at most M in each row, and all are contiguous).
+    """
     ids, length = segment_ids_BT, segment_ids_BT.shape[1]
     begins_BT = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
     index_BT = jnp.cumsum(begins_BT, axis=1, dtype=jnp.int32)
     before = index_BT[:, :, None] < jnp.arange(most + 1)[None, None]
     starts = jnp.sum(before, axis=1, dtype=jnp.int32)
-    # Contiguous: no two documents of a row have one id.
+    # Contiguous: no two documents of a row have the same id.
     of_BM = jnp.take_along_axis(ids, jnp.minimum(starts[:, :most], length - 1), axis=1)
     again = (of_BM[:, :, None] == of_BM[:, None]) & jnp.tri(most, k=-1, dtype=bool)[None]
     again &= (starts[:, :most] < length)[:, :, None]
@@ -160,6 +165,7 @@ def _documents(segment_ids_BT, most):
 
 
 def _lse_of_tokens(stats, index_BT, starts):
+    """Returns lse_BNT of the logsumexps by document, [B * M, N, T]."""
     batch, most = starts.shape[0], starts.shape[1] - 1
     start_BT = jnp.take_along_axis(starts, jnp.minimum(index_BT, most), axis=1)
     places_BT = jnp.arange(index_BT.shape[1])[None] - start_BT
@@ -172,7 +178,7 @@ def _lse_of_tokens(stats, index_BT, starts):
 
 
 def _lse_of_documents(lse_BNT, starts):
-    """[B * M, N, T] from lse_BNT, UNUSED beyond the end of each document."""
+    """Returns the logsumexps by document, [B * M, N, T]; UNUSED beyond the end of each."""
     batch, heads, length = lse_BNT.shape
     document = functools.partial(lax.dynamic_slice_in_dim, slice_size=length, axis=1)
     padded = jnp.pad(lse_BNT, ((0, 0), (0, 0), (0, length)))
@@ -182,7 +188,7 @@ def _lse_of_documents(lse_BNT, starts):
 
 
 def _dispatch(operands, mask, by_cudnn, by_xla):
-    """by_cudnn(operands), or groups of rows of documents, or, if they do not fit, by by_xla."""
+    """Computes by cuDNN. Documents: in groups of rows; by XLA for groups that do not fit."""
     if mask.segment_ids_BT is None:
         return by_cudnn(operands)
     batch = operands[0].shape[0]

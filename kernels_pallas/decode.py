@@ -1,4 +1,4 @@
-"""Attention of new tokens over a cache, each other and their depth slots: one softmax."""
+"""Decoding: attention of new tokens over a cache, each other and their depth slots."""
 
 import functools
 from typing import NamedTuple
@@ -8,14 +8,14 @@ import jax.numpy as jnp
 
 from kernels_pallas.backends import DECODING, Shapes, choose, load_module
 
-# New tokens, and keys, whose scores exist at a time: on CPUs the fastest that was measured on two
-# cores (one alone is faster with 128, 128), elsewhere not measured.
+# (new tokens, keys) whose scores exist at a time. On CPUs the fastest that was measured on two
+# cores (on one core 128, 128 is faster); elsewhere not measured.
 _CPU_BLOCK, _BLOCK = (512, 256), (256, 1024)
-_IN_PLACE = 16  # so few tokens read all places at once, of which blocks would be copies
+_IN_PLACE = 16  # up to so many tokens read all places at once, since blocks would be copies
 
 
 def check_slot_sides(slot_window: int, **sides):
-    """Raises ValueError for slot keys without values or the reverse, or a negative window."""
+    """Raises a ValueError if only one side of the slots is given, or the window is negative."""
     absent = [name for name, side in sides.items() if side is None]
     if len(absent) == 1:
         raise ValueError(f'depth slots need keys and values, and {absent[0]} is None')
@@ -39,22 +39,22 @@ def decode_attention(
     q_depth_CTNH=None,
     implementation: str | None = None,
 ):
-    """softmax over [q . k_cached, q . k_own, q_depth . k_depth] H^-1/2, applied to all values.
+    """Computes softmax([q . k_cached, q . k_new, q_depth . k_depth] H^-1/2) times all values.
 
-    In q's dtype, the softmax in float32. No array joins the cached keys with the others: XLA would
-    copy the cache.
+    The result [C, T, N, H] has q's dtype; the softmax is in float32. The cached keys are never
+    concatenated with the others, since XLA would copy the cache.
 
     Args:
-      q_CTNH, k_CTKH, v_CTKH: of T new tokens of C rows.
-      k_BKHS, v_BKHS: the cache, read only.
-      visible_CTS: bool, the places of the cache that are visible to a token.
-      visible_CTT: bool, the new tokens (last axis) that are visible to a token, itself always;
-        None: itself alone, which needs T = 1.
-      rows_C: int32, the row of the cache that tokens read, B and above (last) for none; None: C =
-        B.
-      k_depth_LCTKH, v_depth_LCTKH: the slots that earlier layers wrote at the new tokens, or None.
+      q_CTNH, k_CTKH, v_CTKH: queries, keys and values of T new tokens in each of C rows.
+      k_BKHS, v_BKHS: the cache of B rows and S places, read only.
+      visible_CTS: bool, whether a place of the cache is visible to a token.
+      visible_CTT: bool, whether a new token (last axis) is visible to a token; itself always is.
+        None: only itself, with T = 1.
+      rows_C: int32, the row of the cache that a row of tokens reads. B and above, which come last:
+        no row. None: C = B, each its own.
+      k_depth_LCTKH, v_depth_LCTKH: slots that earlier layers wrote at the new tokens, or None.
       slot_mask_LCT, slot_window, q_depth_CTNH: as in depth_attention.
-      implementation: xla | mosaic_gpu (interpreted on a CPU); None: as `backends.choose`.
+      implementation: xla | mosaic_gpu (interpreted on a CPU). None: chosen by `backends.choose`.
 
     Raises:
       ValueError: one side of the slots is missing, T > 1 without visible_CTT, or the named
@@ -82,7 +82,7 @@ def decode_attention(
 
 
 def _shapes(arrays, slots, q_depth_CTNH):
-    """The `Shapes` of the arguments of decode_forward."""
+    """Returns the `Shapes` of the arguments of decode_forward."""
     (q_CTNH, k_CTKH, *_), k_BKHS = arrays, arrays[3]
     given = [*arrays[:5], *(slots or [])[:2], q_depth_CTNH]
     dtypes = (jnp.dtype(side.dtype).name for side in given if side is not None)
@@ -115,17 +115,17 @@ def decode_forward(
     q_depth_CTNH=None,
     interpret=False,
 ):
-    """`decode_attention` by XLA, on every platform; arguments as there, all arrays given.
+    """Computes `decode_attention` by XLA, on every platform.
 
-    `slots` are (k_LCTKH, v_LCTKH, mask_LCT or None), those in the window, or None without slots;
-    `interpret`, of kernels, is not used.
+    Arguments are as there, but `slots` are (k_LCTKH, v_LCTKH, mask_LCT or None), those in the
+    window, or None without slots. `interpret` is for kernels and has no effect here.
     """
     del interpret
     k_CKHT, v_CKHT = (jnp.moveaxis(side, 1, 3) for side in (k_CTKH, v_CTKH))
     by_row = [k_CKHT, v_CKHT, q_CTNH, visible_CTS, visible_CTT]
     if slots is not None:
         by_row.append(q_CTNH if q_depth_CTNH is None else q_depth_CTNH)
-        # Rows come first, as in all that is read row by row.
+        # Rows first, as in the other arrays.
         by_row += [jnp.moveaxis(side, 0, 1) for side in slots if side is not None]
     if rows_C is None:
         return _attend(k_BKHS, v_BKHS, *by_row)
@@ -140,7 +140,7 @@ def decode_forward(
         o_1TNH = _attend(*cached, *(row_of(side, i) for side in by_row))
         return jax.lax.dynamic_update_slice_in_dim(o_CTNH, o_1TNH, i, axis=0)
 
-    # On a CPU gathering would copy the rows; one at a time they are read in place.
+    # On a CPU a gather would copy the rows; one at a time they are read in place.
     num_rows = jnp.sum(rows_C < k_BKHS.shape[0])
     return jax.lax.fori_loop(0, num_rows, one, jnp.zeros_like(q_CTNH))
 
@@ -150,11 +150,11 @@ def _block():
 
 
 def _attend(k_BKHS, v_BKHS, k_BKHT, v_BKHT, *by_query):
-    """`_attend_block` by some of the T tokens at a time."""
+    """Computes `_attend_block` for a block of the T tokens at a time."""
     keys, length, (size, _) = (k_BKHS, v_BKHS, k_BKHT, v_BKHT), k_BKHT.shape[-1], _block()
     if length <= size or length % size:
         return _attend_block(*keys, *by_query)
-    axes = 1, 1, 1, 1, 2, 2, 2  # of the tokens: queries, two masks, slot queries, slots
+    axes = 1, 1, 1, 1, 2, 2, 2  # axis of the tokens: queries, two masks, slot queries, slots
     sides = list(zip(by_query, axes[: len(by_query)], strict=True))
 
     def block(i):
@@ -166,14 +166,14 @@ def _attend(k_BKHS, v_BKHS, k_BKHT, v_BKHT, *by_query):
 
 
 class _Softmax(NamedTuple):
-    """A softmax over some of the keys, and the sum of values that it weighs."""
+    """An online softmax over some of the keys, and its weighted sum of values."""
 
     highest_BKTG: jax.Array  # score
     total_BKTG: jax.Array  # of exp(score - highest)
     o_BKHTG: jax.Array  # sum of exp(score - highest) value
 
     def join(self, scores_BKTGX, weigh):
-        """With more keys, of these scores; `weigh` sums their values by weights."""
+        """Returns the softmax with more keys; weigh(weights): weighted sum of their values."""
         highest_BKTG = jnp.maximum(self.highest_BKTG, jnp.max(scores_BKTGX, axis=-1))
         weights_BKTGX = jnp.exp(scores_BKTGX - highest_BKTG[..., None])
         keep_BKTG = jnp.exp(self.highest_BKTG - highest_BKTG)
@@ -185,7 +185,10 @@ class _Softmax(NamedTuple):
 def _attend_block(
     k_BKHS, v_BKHS, k_BKHX, v_BKHX, q_BTNH, visible_BTS, visible_BTX, q_depth_BTNH=None, *slots
 ):
-    """One softmax over a row's cache, its new tokens X and slots (keys, values, a mask) of T."""
+    """Computes one softmax over a row's cache, its new tokens X and the slots of T tokens.
+
+    slots: keys [B, L, T, K, H], values, and, if there is one, a mask [B, L, T].
+    """
     batch, length, heads, width = q_BTNH.shape
     kv_heads = k_BKHX.shape[1]
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
@@ -195,7 +198,7 @@ def _attend_block(
 
     q_BKTGH = grouped(q_BTNH)
     shape = batch, kv_heads, length, heads // kv_heads
-    # Lower than any score but that of a hidden key: a token may see nothing in the first blocks.
+    # Finite, so that a token may see nothing in the first blocks: hidden scores are -inf.
     lowest_BKTG = jnp.full(shape, jnp.finfo(wide).min, wide)
     o_BKHTG = jnp.zeros((*shape[:2], width, *shape[2:]), wide)
     softmax = _Softmax(lowest_BKTG, jnp.zeros(shape, wide), o_BKHTG)
@@ -222,12 +225,12 @@ def _hide(scores_BKTGX, visible_BTX):
 
 
 def _join_places(softmax, q_BKTGH, k_BKHS, v_BKHS, visible_BTS):
-    """The _Softmax with the keys of the places S, read by blocks unless T is small.
+    """Returns the _Softmax with the keys of the places S, read in blocks unless T is small.
 
-    Blocks before the first place that a token sees, and after the last one, are not read.
+    Blocks before the first visible place, and after the last one, are not read.
 
-    Places are the innermost axis, and values the left operand of their product, whose result is
-    transposed last: XLA on CPUs is several times slower otherwise.
+    Places are the innermost axis, values are the left operand of their product, and its result is
+    transposed last: otherwise XLA on CPUs is several times slower.
     """
     places, (length, _, width) = k_BKHS.shape[-1], q_BKTGH.shape[2:]
     _, size = _block()
@@ -238,7 +241,7 @@ def _join_places(softmax, q_BKTGH, k_BKHS, v_BKHS, visible_BTS):
         if jax.default_backend() == 'cpu':
             # XLA on CPU cannot run some bfloat16 products with a float32 result.
             k_BKHX, v_BKHX = k_BKHX.astype(wide), v_BKHX.astype(wide)
-        # The queries are scaled after the product: half-precision ones would be rounded by it.
+        # Scores are scaled, not queries: half-precision queries would be rounded once more.
         scores_BKTGX = product('bktgh,bkhx->bktgx', q_BKTGH.astype(k_BKHX.dtype), k_BKHX)
         return softmax.join(
             _hide(scores_BKTGX * width**-0.5, visible_BTX),
@@ -251,7 +254,7 @@ def _join_places(softmax, q_BKTGH, k_BKHS, v_BKHS, visible_BTS):
     begin, end = jnp.argmax(seen_S), jnp.max(jnp.where(seen_S, index_S + 1, 0))
 
     def some(i, softmax):
-        # The last block begins early, among places that were joined before it.
+        # The last block reaches back over places that are already in the softmax.
         first = jnp.minimum(i * size, places - size)
         cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=-1)
         new_X = cut(index_S, first) >= i * size

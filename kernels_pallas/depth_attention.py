@@ -1,4 +1,4 @@
-"""Attention over the sequence and the depth slots in one softmax: the one public function."""
+"""The public function: attention over the sequence and the depth slots in one softmax."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from kernels_pallas.reference import reference_attention
 
 
 def _check(arrays, num_slots, slot_sums, window, slot_window, implementation):
-    """Raise a ValueError of one line for `arrays` by name, or others, that do not fit."""
+    """Raises a ValueError of one line if `arrays`, by name, or other arguments do not fit."""
     if window < 0:
         raise ValueError(f'window={window} must be 0 (no limit) or more')
     if not isinstance(implementation, Parts | None) and implementation not in IMPLEMENTATIONS:
@@ -42,7 +42,7 @@ def _check(arrays, num_slots, slot_sums, window, slot_window, implementation):
 
 
 def _sizes_by_letter(arrays):
-    """The sizes of the axes that the last part of each name spells; R = T without slot_rows_BT."""
+    """Returns the size of each axis letter of the arrays' names; R = T without slot_rows_BT."""
     sizes = {}
     for name, array in arrays.items():
         if array is None:
@@ -96,44 +96,47 @@ def depth_attention(
     thread_slots: bool = False,
     slot_sums=None,
 ):
-    """One softmax of each query over the sequence and over the depth slots of its own token.
+    """Computes one softmax of each query over the sequence and the depth slots of its own token.
 
-    Mixture-of-Depths Attention (Zhu et al. 2026, arXiv 2603.15619). ValueError: shapes or numbers
-    do not fit, or the implementation does not support them.
+    Mixture-of-Depths Attention (Zhu et al. 2026, arXiv 2603.15619).
 
     Args:
       q_BTNH: queries [B, T, N, H].
       k_BSKH, v_BSKH: keys and values [B, S, K, H]; query head h reads key/value head h // (N / K).
-        S = 0: the slots alone.
-      k_depth_LBRKH, v_depth_LBRKH: keys and values [L, B, R, K, H] that earlier layers wrote at
-        R tokens, of which a query sees those of its own token; None or L = 0: the sequence alone.
-      num_slots: int, may be traced: slots from this one on are hidden and not read; None: L.
+        S = 0: only the slots.
+      k_depth_LBRKH, v_depth_LBRKH: keys and values [L, B, R, K, H] that earlier layers wrote at R
+        tokens. A query sees those of its own token. None or L = 0: only the sequence.
+      num_slots: int, may be traced. Slots from this index on are hidden and not read. None: L.
       slot_window: number of visible slots, the newest; 0: no limit.
-      slot_mask_LBR: bool [L, B, R], False hides a slot of a token; None hides none.
-      slot_rows_BT: int32 [B, T], the place along R of each query's token, 0 or above, ascending and
-        distinct in a row; R or above: no token, and no visible slot. None: R = T, each its own.
-      q_depth_BTNH: queries [B, T, N, H] for the slots; None: q_BTNH.
-      positions_BT: int [B, T], places in the original sequence, ascending in each row where
-        key_positions_BS is None; default 0..T-1. Causality and window are taken between positions.
-      key_positions_BS: int [B, S]; None: the keys are those of the queries' own tokens (S = T).
-      segment_ids_BT: int [B, T], other segments are hidden; None: one segment.
-      key_segment_ids_BS: int [B, S], with key_positions_BS; None: the queries'.
-      window: key s is visible to query t when 0 <= position_t - position_s < window; 0: no limit.
-      scale: factor on the scores; None: H^-1/2.
-      implementation: reference | xla | pallas | mosaic_gpu | mosaic_gpu_fused, or Parts; None: on a
-        GPU the fastest there (backends.py), as the log says once, else xla.
-      return_lse: also return the natural-log logsumexp [B, N, T] in float32; differentiable, by
-        XLA's backward pass in place of cuDNN's.
-      thread_slots: also return the slots as given. If the next layer takes these, their cotangents
+      slot_mask_LBR: bool [L, B, R], False hides a slot of a token. None hides none.
+      slot_rows_BT: int32 [B, T], index along R of each query's token, ascending and distinct in a
+        batch row. R or above: no token, and no visible slot. None: R = T, each its own.
+      q_depth_BTNH: queries [B, T, N, H] for the slots. None: q_BTNH.
+      positions_BT: int [B, T], positions in the original sequence; causality and window compare
+        positions. Ascending in each row if key_positions_BS is None. None: 0..T-1.
+      key_positions_BS: int [B, S]. None: the keys are those of the queries' own tokens (S = T).
+      segment_ids_BT: int [B, T]; keys of other segments are hidden. None: one segment.
+      key_segment_ids_BS: int [B, S], with key_positions_BS. None: those of the queries.
+      window: key s is visible to query t if 0 <= position_t - position_s < window; 0: no limit.
+      scale: factor on the scores. None: H^-1/2.
+      implementation: reference | xla | pallas | mosaic_gpu | mosaic_gpu_fused, or Parts. None: xla,
+        or on a GPU the fastest (backends.py); the log names it once.
+      return_lse: also return the natural-log logsumexp [B, N, T] in float32. It is differentiable;
+        XLA's backward pass then replaces cuDNN's.
+      thread_slots: also return the slots unchanged. If the next layer takes these, their cotangents
         are the sums to which each layer's backward pass adds in place. Without it, and without
         slot_sums, Hopper kernels write the slots' gradients without reading anything there.
-      slot_sums: two arrays of the slots' shape, of float32 or wider or of the slots' dtype, whose
-        values do not matter: the slots' gradients are added to the cotangents of those returned.
+      slot_sums: two arrays of the slots' shape, in float32 or wider or in the slots' dtype, whose
+        values do not matter. They are returned, and the slots' gradients are added to the
+        cotangents of those returned.
 
     Returns:
-      o_BTNH in q's dtype; zeros, with a logsumexp of -inf, for a query to which nothing is visible.
-      With more asked for: (o_BTNH, lse_BNT if return_lse, k_depth_LBRKH and v_depth_LBRKH if
-      thread_slots, the two slot_sums if given).
+      o_BTNH in q's dtype. A query with nothing visible returns o = 0 and lse = -inf. If more is
+      requested: (o_BTNH, lse_BNT if return_lse, k_depth_LBRKH and v_depth_LBRKH if thread_slots,
+      the two slot_sums if given).
+
+    Raises:
+      ValueError: shapes or numbers do not fit, or the implementation does not support them.
     """
     arrays = {
         'q_BTNH': q_BTNH,
@@ -165,7 +168,7 @@ def depth_attention(
     num_slots = held if num_slots is None else jnp.clip(num_slots, 0, held)
     slots = Slots(*sides, num_slots, slot_mask_LBR, slot_rows_BT) if held else None
     slot_window = slot_window if held else 0
-    if implementation == 'reference' or not batch * length:  # kernels need a token
+    if implementation == 'reference' or not batch * length:  # kernels need at least one token
         read = slots
         if sums is not None and slots is not None:
             wide = (_through(side, total) for side, total in zip(sides, sums, strict=True))
@@ -203,7 +206,7 @@ def depth_attention(
 
 
 def _sums_dtype(slots_LBRKH, threaded, sums):
-    """The dtype of what the slots' gradients are added to, or ''."""
+    """Returns the dtype of the sums to which the slots' gradients are added, or '' without sums."""
     if sums is None and not threaded:
         return ''
     return (slots_LBRKH if sums is None else sums[0]).dtype.name
@@ -211,7 +214,7 @@ def _sums_dtype(slots_LBRKH, threaded, sums):
 
 @jax.custom_vjp
 def _through(slot, total):
-    """The slot, at least as wide as `total`, whose cotangent receives the slot's gradient."""
+    """Returns the slot, at least as wide as `total`, which receives its cotangent."""
     return slot.astype(jnp.promote_types(slot.dtype, total.dtype))
 
 

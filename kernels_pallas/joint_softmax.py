@@ -1,4 +1,7 @@
-"""Sequence and depth slots in one softmax, each part by a backend (docs/depth_attention.md, 5)."""
+"""The softmax over sequence and depth slots, and its gradient, from the backends of the two parts.
+
+docs/depth_attention.md, section 5, has the equations.
+"""
 
 import functools
 from typing import NamedTuple
@@ -7,69 +10,72 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from kernels_pallas.backends import DEPTH, SEQUENCE, Parts, joined_backward, load_module
+from kernels_pallas.backends import DEPTH, SEQUENCE, Parts, fused_backward_module, load_module
 from kernels_pallas.xla.sequence import output_products
 
-ATTENDED = 'attended'  # checkpoint name: the output and logsumexp that the backward pass reads
+ATTENDED = 'attended'  # checkpoint name of the output and logsumexp, which the backward pass reads
 
 
 class SequenceMask(NamedTuple):
-    """What hides a key from a query; see `reference.visibility`."""
+    """Which keys are visible to a query; see `reference.visibility`."""
 
-    positions_BT: jax.Array  # int, places in the original sequence
+    positions_BT: jax.Array  # int, positions in the original sequence
     key_positions_BS: jax.Array
     segment_ids_BT: jax.Array | None = None  # None: one segment
     key_segment_ids_BS: jax.Array | None = None
 
 
 class Slots(NamedTuple):
-    """Depth slots, and what hides them from a query; see `reference.slot_visibility`."""
+    """Depth slots, and which are visible to a query; see `reference.slot_visibility`."""
 
     k_LBRKH: jax.Array
     v_LBRKH: jax.Array
-    num: jax.Array | int  # 0 to L: slots from this one on are not read
+    num: jax.Array | int  # number of slots written, 0 to L; the others are hidden and not read
     mask_LBR: jax.Array | None = None
-    # The place along R of each query's token, R and above for none; None: R = T.
+    # Index along R of each query's token; R and above: no token. None: R = T, each its own.
     rows_BT: jax.Array | None = None
 
 
 class Static(NamedTuple):
-    """The parameters for which a program is compiled."""
+    """Parameters that are static in a compiled program."""
 
-    window: int  # number of visible keys, the query's own among them; 0: no limit
-    ordered: bool  # key i belongs to query i and positions ascend: index order is time order
+    window: int  # number of visible keys, including the query's own; 0: no limit
+    ordered: bool  # key i belongs to query i, and positions ascend: index order is time order
     slot_window: int  # number of visible slots, the newest; 0: all
     scale: float  # factor on the scores
-    returns_lse: bool  # the logsumexp is a result too, and has a cotangent
+    returns_lse: bool  # the logsumexp is a result, and has a cotangent
     parts: Parts = Parts()
-    threads: bool = True  # the slots are returned; else, without sums, their gradients are fresh
+    threads: bool = True  # return the slots; if False, and without sums, their gradients are fresh
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def joint_attention(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sums):
-    """Attention as in `reference_attention`: o_BTNH, lse_BNT, the slots' sides or None, slot_sums.
+    """Computes `reference_attention` by the backends of `static.parts`.
 
-    The cotangent of the returned sums, or of the returned slots where there are no sums, is what
-    the slots' gradients are added to, in place. With sums, that of the slots is passed on. With
-    neither, gradients are fresh: backends that can write them without filling or reading them.
+    Returns o_BTNH, lse_BNT, the slots' keys and values (None unless `static.threads`), slot_sums.
+
+    The backward pass adds the slots' gradients in place to a cotangent: that of the returned sums,
+    or without sums that of the returned slots. With sums, the cotangent of the slots is passed on
+    unchanged. With neither, gradients are fresh: backends may write them without reading anything.
     """
     results, _ = _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sums)
     return results
 
 
 def _depth(static, way):
+    """Returns the depth part's function for the pass `way`: forward or backward."""
     module = load_module(getattr(DEPTH[static.parts.depth], way))
     options = {'window': static.slot_window, 'scale': static.scale}
     options['interpret'] = static.parts.interpret
     return functools.partial(getattr(module, f'depth_{way}'), **options)
 
 
-def _joined(static, q_BTNH, k_BSKH, q_depth_BTNH):
-    """The module that computes both parts in one backward pass, or None."""
+def _fused_backward(static, q_BTNH, k_BSKH, q_depth_BTNH):
+    """Returns the module that computes both parts in one backward pass, or None."""
     if static.parts.sequence != 'mosaic_gpu':
         return None
     group, width = q_BTNH.shape[2] // k_BSKH.shape[2], q_BTNH.shape[3]
-    return joined_backward(static.parts.depth, group, width, q_depth_BTNH is not None)
+    return fused_backward_module(static.parts.depth, group, width, q_depth_BTNH is not None)
 
 
 def _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sums):
@@ -94,12 +100,12 @@ def _backward(static, residuals, cotangents):
     q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, o_BTNH, lse_BNT = residuals
     do_BTNH, dlse_BNT, dsides, dsums = cotangents
     delta_BNT = output_products(o_BTNH, do_BTNH, lse_BNT.dtype) - dlse_BNT
-    if not (static.ordered and k_BSKH.shape[1]):  # else a query sees its own key
+    if not (static.ordered and k_BSKH.shape[1]):  # otherwise every query sees its own key
         lse_BNT = jnp.where(lse_BNT == -jnp.inf, 0.0, lse_BNT)
     dslots, dq_depth_BTNH, sums = None, None, dsides if dsums is None else dsums
-    joined = None if slots is None else _joined(static, q_BTNH, k_BSKH, q_depth_BTNH)
-    if joined is not None:
-        dq_BTNH, dk_BSKH, dv_BSKH, *sums = joined.fused_backward(
+    module = None if slots is None else _fused_backward(static, q_BTNH, k_BSKH, q_depth_BTNH)
+    if module is not None:
+        dq_BTNH, dk_BSKH, dv_BSKH, *sums = module.fused_backward(
             *(q_BTNH, k_BSKH, v_BSKH, mask.segment_ids_BT, slots, sums, static),
             *(do_BTNH, lse_BNT, delta_BNT),
         )

@@ -1,22 +1,29 @@
-"""Attention as its equation, with which every backend is compared, and allowed errors."""
+"""The equation of the attention, with which every backend is compared, and the allowed errors."""
 
 import jax.numpy as jnp
 
-# Factor on the error of XLA's form, and the smallest error, relative to the largest value.
+# (factor on the error of XLA's form, error that is always allowed, relative to the largest value)
 _OUTPUTS, _GRADIENTS = (2, 2e-6), (3, 1e-5)
-# An upper limit: three roundings in bfloat16, or in the float32 of the tensor cores.
+# Upper limit by dtype: three roundings in bfloat16, or in the TF32 of the tensor cores.
 _MOST = {'bfloat16': 0.02, 'float16': 0.02, 'float32': 4e-3}
 
 
 def allowed_error(dtype: str, gradient: bool, plain_error: float, largest: float) -> float:
-    """The largest error that a kernel's result may have, by that of XLA's and the largest value."""
+    """Returns the largest error that a kernel's result may have.
+
+    Args:
+      dtype: of the kernel's inputs: bfloat16, float16 or float32.
+      gradient: whether the result is a gradient.
+      plain_error: largest error of XLA's form in the same dtype.
+      largest: largest absolute value of the exact result.
+    """
     factor, least = _GRADIENTS if gradient else _OUTPUTS
     largest = max(1.0, largest)
     return min(_MOST[dtype] * largest, factor * plain_error + least * largest)
 
 
 def visibility(positions_BT, key_positions_BS, segment_ids_BT, key_segment_ids_BS, window):
-    """bool [B, T, S], True where a key is not later, of the same segment and inside the window."""
+    """Returns bool [B, T, S]: the key is not later, in the same segment and inside the window."""
     distance_BTS = positions_BT[:, :, None] - key_positions_BS[:, None, :]
     visible_BTS = distance_BTS >= 0
     if window:
@@ -27,7 +34,7 @@ def visibility(positions_BT, key_positions_BS, segment_ids_BT, key_segment_ids_B
 
 
 def slot_visibility(shape_LBR, num_slots, slot_window, slot_mask_LBR, slot_rows_BT):
-    """bool [B, T, L], True where a slot of its own token is visible; `shape_LBR` is (L, B, R)."""
+    """Returns bool [B, T, L]: the query's own slot is visible; `shape_LBR` is (L, B, R)."""
     slots, batch, tokens = shape_LBR
     index_L = jnp.arange(slots)
     visible_L = index_L < num_slots
@@ -42,7 +49,7 @@ def slot_visibility(shape_LBR, num_slots, slot_window, slot_mask_LBR, slot_rows_
 
 
 def _own(x_LBR, slot_rows_BT):
-    """x_LBT..., each query's token along axis R; for a query without a token that of another."""
+    """Returns x_LBT..., each query's token along axis R; without a token, the last one."""
     if slot_rows_BT is None:
         return x_LBR
     rows_LBT = jnp.minimum(slot_rows_BT, x_LBR.shape[2] - 1)[None]
@@ -52,7 +59,7 @@ def _own(x_LBR, slot_rows_BT):
 def reference_attention(
     q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, window, slot_window, scale
 ):
-    """One softmax over visible keys and visible slots; query head h reads key/value head h // G.
+    """Computes one softmax over visible keys and visible slots; head h reads key/value head h // G.
 
     With k, v, k_depth, v_depth repeated G times along the heads, and hidden scores at -inf,
 
@@ -60,8 +67,8 @@ def reference_attention(
         p, p_depth = split(softmax(s * scale), [S])
         o = einsum('btns,bsnh->btnh', p, v) + einsum('btnl,lbtnh->btnh', p_depth, v_depth)
 
-    Returns o_BTNH in the dtype of q, and the natural-log logsumexp lse_BNT in float32 or wider: 0
-    and -inf for a query to which nothing is visible.
+    Returns o_BTNH in the dtype of q, and the natural-log logsumexp lse_BNT in float32 or wider. A
+    query with nothing visible returns o = 0 and lse = -inf.
     """
     (batch, length, heads, _), kv_heads = q_BTNH.shape, k_BSKH.shape[2]
     dtype = jnp.promote_types(q_BTNH.dtype, jnp.float32)

@@ -1,1 +1,1 @@
-"""Kernels for NVIDIA Hopper in Mosaic GPU, compiled, or interpreted on a CPU."""
+"""Pallas kernels compiled by Mosaic GPU for NVIDIA Hopper, or interpreted on a CPU."""

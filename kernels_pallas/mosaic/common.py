@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: tiles of shared memory, products, and JAX 0.10.2 to 0.12."""
+"""What the Hopper kernels share: tiles, products, and differences of JAX 0.10.2 to 0.12."""
 
 import functools
 import inspect
@@ -11,42 +11,42 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 CHUNK = 64  # rows of a Hopper matrix product
-OCTET = 8  # rows of a swizzled tile
+OCTET = 8  # rows of a swizzled tile of shared memory
 LOG2E = math.log2(math.e)
 LAYOUT = plgpu.Layout.WGMMA
 TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
 
 _LOAD_INDEX = inspect.signature(plgpu.load).parameters.get('idx')
-# Required on 0.10.2, deprecated where it has a default, later removed.
+# plgpu.load requires `idx` on 0.10.2; later it has a default and is deprecated, then removed.
 _LOAD_NEEDS_INDEX = _LOAD_INDEX is not None and _LOAD_INDEX.default is inspect.Parameter.empty
 
-# The interpreter of 0.10.2 is private, and cannot run loads with a layout, layout casts or copies
-# past the end of an array.
+# The interpreter of 0.10.2 is private, and supports neither loads with a layout, nor layout casts,
+# nor copies past the end of an array.
 _INTERPRETER = getattr(plgpu, 'InterpretGPUParams', None)
 CAN_INTERPRET = _INTERPRETER is not None
 
 
 def load(ref, layout, optimized=True):
-    """A whole reference as an array of that layout; from global memory not `optimized`."""
+    """Loads a whole reference in a layout. From global memory `optimized` must be False."""
     index = ((),) if _LOAD_NEEDS_INDEX else ()
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
 
 def store_scattered(ref, x):
-    """Writes a reference in global memory whose numbers are apart."""
-    if hasattr(plgpu, 'store'):  # of JAX 0.12, where an assignment must fill sectors of 32 bytes
+    """Writes to a reference in global memory whose numbers are not contiguous."""
+    if hasattr(plgpu, 'store'):  # JAX 0.12: an assignment must fill sectors of 32 bytes
         plgpu.store(ref, x, optimized=False)
     else:
         ref[...] = x
 
 
 def compiler_params(**options):
-    """plgpu.CompilerParams whose kernels name their layouts, as is the default on 0.10.2 only."""
+    """Returns CompilerParams for kernels with explicit layouts, the default only on 0.10.2."""
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **options)
 
 
 def interpret_params(interpret: bool, detect_races: bool = False):
-    """What plgpu.kernel takes as `interpret`: memory that was never written reads as NaN."""
+    """Returns the `interpret` argument of pl.kernel. Memory that was never written reads as NaN."""
     if not interpret:
         return None
     if not CAN_INTERPRET:
@@ -57,9 +57,16 @@ def interpret_params(interpret: bool, detect_races: bool = False):
 def one_warpgroup_kernel(
     body, name, blocks: int, out_type, scratch_types, interpret: bool, reduction_bytes: int = 2048
 ):
-    """A Hopper kernel of that many blocks of one warpgroup, along the axis 'block'.
+    """Makes a Hopper kernel whose blocks are one warpgroup each, along the axis 'block'.
 
-    reduction_bytes: of shared memory, for maxima and sums over rows.
+    Args:
+      body: function of the references of inputs and results, and of scratch by name.
+      name: by which profilers list the kernel.
+      blocks: number of blocks of the grid.
+      out_type: jax.ShapeDtypeStruct of each result.
+      scratch_types: shared memory and barriers by name.
+      interpret: whether to run in the interpreter.
+      reduction_bytes: shared memory for maxima and sums over rows.
     """
 
     def scoped(*refs):
@@ -76,12 +83,12 @@ def one_warpgroup_kernel(
 
 
 def round_up(number, multiple):
-    """The least multiple that is not below the number."""
+    """Rounds a number up to a multiple."""
     return -(-number // multiple) * multiple
 
 
 def pad(x, axis, size):
-    """The array with zeros appended along an axis, up to that size."""
+    """Pads an array with zeros at the end of an axis, up to a size."""
     if x.shape[axis] == size:
         return x
     widths = [(0, 0)] * x.ndim
@@ -90,7 +97,7 @@ def pad(x, axis, size):
 
 
 def swizzle_of(width, dtype):
-    """Bytes of the widest swizzle whose tiles divide a row of that many numbers, or 0."""
+    """Returns the bytes of the widest swizzle whose tiles divide a row of `width` numbers, or 0."""
     for swizzle in (128, 64, 32):
         minor = swizzle // jnp.dtype(dtype).itemsize
         if width % minor == 0 or width < minor:
@@ -99,24 +106,24 @@ def swizzle_of(width, dtype):
 
 
 def tiled(shape, dtype, swizzle):
-    """Shared memory that matrix products read, and that TMA clips to each dimension's end."""
+    """Returns shared memory in the tiles that matrix products read; TMA clips each dimension."""
     minor = swizzle // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((OCTET, minor)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def full_slice(size):
-    """A slice from a traced 0, which may reach past the end: TMA fills with zeros, or drops."""
+    """Returns a slice from a traced 0. It may exceed the array: TMA reads zeros, drops writes."""
     return pl.ds(jnp.int32(0), size)
 
 
 def product(shape, a, b):
-    """a @ b, float32."""
+    """Returns a @ b in float32."""
     return sum_products(shape, [(a, b)])
 
 
 def sum_products(shape, pairs):
-    """The sum of a @ b over pairs, float32."""
+    """Returns the sum of a @ b over pairs, in float32."""
 
     def run(total):
         for a, b in pairs:
@@ -127,31 +134,34 @@ def sum_products(shape, pairs):
 
 
 def by_column(x, shape):
-    """One number per column, as an array of that shape."""
+    """Broadcasts one number per column."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
 def by_row(x, shape):
-    """One number per row, as an array of that shape."""
+    """Broadcasts one number per row."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
 def matrix(ref, sizes):
-    """Octets of rows of shared memory as a matrix; the interpreter cannot, and its loads are."""
+    """Views octets of rows of shared memory as a matrix; if interpreted, loads reshape instead."""
     return ref if sizes.interpret else ref.reshape(ref.shape[0] * OCTET, ref.shape[-1])
 
 
 def accumulate(initial, shape, add_products, sizes):
-    """`initial` (None: zeros) plus the products that add_products(add) adds."""
+    """Returns `initial` (None: zeros) plus products, float32 of `shape`.
+
+    add_products(add) calls add(a, b, transpose) for each product a @ b, or a @ b.T.
+    """
     if sizes.interpret:
-        # The interpreter's wgmma takes no left side from registers.
+        # The interpreter's wgmma cannot take its left side from registers.
         total = [jnp.zeros(shape, jnp.float32) if initial is None else initial]
 
         def add(a, b, transpose=False):
             a = a if isinstance(a, jax.Array) else a[...].reshape(-1, a.shape[-1])
             b = b[...].reshape(-1, b.shape[-1]).astype(jnp.float32)
             total[0] = total[0] + jnp.dot(a.astype(jnp.float32), b.T if transpose else b)
-            # The interpreter lets a copy overtake these reads, though not those of wgmma.
+            # The interpreter would let a copy overtake these reads, unlike those of wgmma.
             plgpu.commit_smem()
 
         add_products(add)
@@ -169,11 +179,23 @@ def accumulate(initial, shape, add_products, sizes):
     return pl.run_state(run)(plgpu.ACC.init(initial))
 
 
-def add_product(a, b, add, transpose=False):
-    """`add_products` of `accumulate`: a @ b, or a @ b.T."""
-    add(a, b, transpose)
+def add_product(total, a, b, sizes, shape=None, transpose=False):
+    """Returns total + a @ b, or total + a @ b.T, in float32; total None: zeros of `shape`."""
+    shape = total.shape if shape is None else shape
+    return accumulate(total, shape, lambda add: add(a, b, transpose), sizes)
+
+
+def soften_columns(scores, highest):
+    """Does one step of the online softmax down the columns, in base 2.
+
+    Returns (weights, factor on earlier sums [columns], new highest scores [columns]).
+    """
+    new = jnp.maximum(highest, scores.max(axis=0))
+    finite = jnp.where(new == -jnp.inf, 0.0, new)
+    weights = jnp.exp2(scores - by_column(finite, scores.shape))
+    return weights, jnp.exp2(highest - finite), new
 
 
 def iota(shape, dimension, layout=LAYOUT):
-    """The index along a dimension, int32."""
+    """Returns the index along a dimension, int32."""
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)

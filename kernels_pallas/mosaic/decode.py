@@ -1,8 +1,9 @@
 """Decoding on Hopper: new tokens over a cache, each other and their depth slots, in one softmax.
 
-The cache's places are split among blocks, of one warpgroup each, that work on one row and one
-key/value head; one more block has the new tokens and their slots. XLA joins what they write:
-docs/depth_attention.md, section 8.
+Each row and key/value head has several blocks of the grid, of one warpgroup each. Each computes a
+split of the cache; one more computes the new tokens and their slots. XLA merges their results
+(docs/depth_attention.md, section 9). Sizes: `Sizes`. Body: `_decode`. Call: `decode_forward`.
+There is no vjp. Reference: kernels_pallas/decode.py.
 """
 
 import dataclasses
@@ -29,15 +30,15 @@ from kernels_pallas.mosaic.common import (
 )
 
 MAX_COLUMNS = 64  # new tokens times query heads of a key/value head
-MAX_TOKENS = 32  # a bit each
-BLOCKS = 2 * 132  # two for each processor of an H200
-LEAST_CHUNKS = 4  # of a full cache, for each split
+MAX_TOKENS = 32  # each has a bit of an int32
+BLOCKS = 2 * 132  # wanted in the grid: two for each processor of an H200
+LEAST_CHUNKS = 4  # of a full cache in each split
 MAX_STAGES = 4
-SHARED_BYTES = 112 * 1024  # of 227 KiB: two blocks share a processor
+SHARED_BYTES = 112 * 1024  # of 227 KiB, so that two blocks share a processor
 
 
 def unsupported(shapes, device=None) -> str | None:
-    """Returns in one line why the kernel does not support `backends.Shapes`; None: it does."""
+    """Returns why the kernel does not support `backends.Shapes`, in one line; None: it does."""
     if reason := depth.unsupported(shapes, device):
         return reason
     tokens, columns = shapes.q[1], shapes.q[1] * shapes.q[2] // shapes.k[2]
@@ -54,14 +55,14 @@ class Sizes:
     """Static sizes of a call."""
 
     rows: int  # C
-    tokens: int  # T, new ones of a row
+    tokens: int  # T, new tokens of a row
     kv_heads: int
     group: int  # G, query heads of a key/value head
     width: int
-    places: int  # S
+    places: int  # S, length of a cache row
     slots: int  # L, rounded up to a multiple of 8
     dtype: jnp.dtype
-    own_query: bool  # the slots have queries of their own
+    own_query: bool  # other queries for the slots
 
     @property
     def chunks(self):
@@ -81,32 +82,32 @@ class Sizes:
 
     @property
     def blocks(self):
-        """Blocks of the grid: the splits and one more, of each row and key/value head."""
+        """Blocks of the grid: the splits and one more for each row and key/value head."""
         return self.rows * self.kv_heads * (self.splits + 1)
 
     @property
     def queries(self):
-        """Of a row and key/value head: head after head, token after token."""
+        """Queries of a row and key/value head, T G: token after token."""
         return self.tokens * self.group
 
     @property
     def heads(self):
-        """Queries of a row and key/value head in global memory, in eights above 8."""
+        """Queries of a row and key/value head in global memory, padded to eights above 8."""
         return self.queries if self.queries <= OCTET else round_up(self.queries, OCTET)
 
     @property
     def columns(self):
-        """Queries as a matrix product has them."""
+        """Queries in shared memory, padded for matrix products."""
         return round_up(self.queries, 16)
 
     @property
     def padded_width(self):
-        """H, rounded up to what a matrix product reads at once."""
+        """H, padded to the 64 columns that a matrix product reads at once."""
         return round_up(self.width, CHUNK)
 
     @property
     def swizzle(self):
-        """Bytes of the tiles of shared memory, which divide rows of the cache and of the slots."""
+        """Bytes of a swizzle whose tiles divide rows of the cache and of the slots."""
         sides = self.places, self.width
         return min(common.swizzle_of(side, self.dtype) for side in sides)
 
@@ -120,13 +121,13 @@ class Sizes:
 
 
 class _Cache:
-    """A split of a row's cache, in chunks of 64 places: keys and values [H, 64]."""
+    """One split of a row's cache: chunks of 64 places, keys and values [H, 64]."""
 
     key_axis = 1  # of the values
 
     def __init__(self, refs, s, sizes, row, head, split):
         self.refs, self.s, self.sizes, self.row = refs, s, sizes, row
-        # Chunks with visible places, and those between which nothing is hidden.
+        # Chunks first to end have visible places; in chunks inside to outside nothing is hidden.
         first, end, self.inside, self.outside = (refs.bounds[row, i] for i in range(4))
         most = lax.div(end - first + (sizes.splits - 1), jnp.int32(sizes.splits))
         self.first = first + split * most
@@ -145,22 +146,22 @@ class _Cache:
             plgpu.copy_gmem_to_smem(source, target.at[stage], ready.at[stage])
 
     def score_products(self, chunk, stage):
-        """Pairs of factors, whose products add up to the scores [64, columns]."""
+        """Returns pairs of factors whose products add up to the scores [64, columns]."""
         del chunk
         return [(self.s.k.at[stage].T, self.s.q.at[0].T)]
 
     def values(self, stage):
-        """References to the values, of which each has its part of the width."""
+        """Returns references to the values, one for each part of the width."""
         return [self.s.v.at[stage]]
 
     def is_complete(self, chunk):
-        """Whether nothing of a chunk is hidden."""
+        """Returns whether no place of a chunk is hidden."""
         chunk += self.first
         return (chunk >= self.inside) & (chunk < self.outside)
 
 
 class _New:
-    """The new tokens of a row, then the slots of each: chunks [64, H], 64 columns at a time."""
+    """The new tokens of a row, then the slots of each token: chunks [64, H]."""
 
     key_axis = 0
 
@@ -169,7 +170,7 @@ class _New:
         self.count = jnp.int32(1 + sizes.tokens * sizes.slot_chunks)
         self.ready = s.k_new_ready, s.v_new_ready
         starts = range(0, sizes.padded_width, CHUNK)
-        # From a constant start an array could not be read past its end.
+        # With a constant start the slice could not exceed the array.
         zero = row * 0
         self.pieces = [(pl.ds(i, CHUNK), pl.ds(zero + i, CHUNK)) for i in starts]
 
@@ -197,23 +198,24 @@ class _New:
         lax.cond(chunk == 0, copy_tokens, copy_slots) if sizes.slots else copy_tokens()
 
     def score_products(self, chunk, stage):
-        """As of `_Cache`."""
+        """As `_Cache.score_products`."""
         queries = self.s.q.at[jnp.where(chunk == 0, 0, int(self.sizes.own_query))]
         return [(self.s.k.at[stage, piece], queries.at[:, piece].T) for piece, _ in self.pieces]
 
     def values(self, stage):
-        """As of `_Cache`."""
+        """As `_Cache.values`."""
         return [self.s.v.at[stage, piece] for piece, _ in self.pieces]
 
     def is_complete(self, chunk):
-        """As of `_Cache`: few slots fill a chunk."""
+        """Returns False: slots rarely fill a chunk."""
         return chunk < 0
 
 
 def _attend(keys, s, sizes, scale):
-    """highest score [columns], total of weights, and sums of values, of the softmax over `keys`.
+    """Computes the softmax over `keys`, a `_Cache` or `_New`.
 
-    Scores are in base 2. Each sum is [a part of the width, columns].
+    Returns the highest score [columns] in base 2, the total of the weights [columns], and the
+    weighted sums of values, each [a part of the width, columns].
     """
     stages, scores_shape = sizes.stages, (CHUNK, sizes.columns)
 
@@ -230,7 +232,7 @@ def _attend(keys, s, sizes, scale):
     def one(step, carry):
         highest, total, sums = carry
         stage = lax.rem(step, jnp.int32(stages))
-        # Into the stage that the last step read: a copy to shared memory waits for all four warps.
+        # The next chunk goes to the stage of the last step; the copy waits for all four warps.
         start(step + (stages - 1))
         plgpu.barrier_wait(keys.ready[0].at[stage])
         scores = common.sum_products(scores_shape, keys.score_products(step, stage))
@@ -239,13 +241,10 @@ def _attend(keys, s, sizes, scale):
             token = lax.div(iota(scores_shape, 1), jnp.int32(sizes.group))
             words = lax.shift_right_logical(words, token) & 1
         scores = jnp.where(words != 0, scores * (scale * common.LOG2E), -jnp.inf)
-        new = jnp.maximum(highest, scores.max(axis=0))
-        finite = jnp.where(new == -jnp.inf, 0.0, new)
-        weights = jnp.exp2(scores - by_column(finite, scores_shape))
-        keep = jnp.exp2(highest - finite)
+        weights, keep, new = common.soften_columns(scores, highest)
         s.weights.T[...] = plgpu.layout_cast(weights.astype(sizes.dtype), TRANSPOSED)
         plgpu.barrier_wait(keys.ready[1].at[stage])
-        # What is hidden may hold NaN, and 0 times NaN is NaN.
+        # A hidden place may hold NaN, and 0 times NaN is NaN.
         pl.when(jnp.logical_not(keys.is_complete(step)))(lambda: hide(stage))
         plgpu.commit_smem()
         added = []
@@ -253,10 +252,10 @@ def _attend(keys, s, sizes, scale):
             values = values if keys.key_axis else values.T
             more = common.product(old.shape, values, s.weights.T)
             added.append(old * by_column(keep, old.shape) + more)
-        # Totals stay spread over the rows until the end: a sum over rows crosses warps.
+        # Totals are summed over rows only at the end, since that sum crosses warps.
         return new, total * by_column(keep, scores_shape) + weights, added
 
-    # Of a constant step some slices would be constants, which a copy does not take.
+    # A constant step would make constant slices, which copies do not accept.
     zero = lax.axis_index('block') * 0
     for step in range(stages - 1):
         start(zero + step)
@@ -275,11 +274,11 @@ def _attend(keys, s, sizes, scale):
 
 
 def _decode(*refs, names, sizes, scale, **shared):
-    """The body: one block."""
+    """The body of the kernel: one block."""
     refs = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
     s = types.SimpleNamespace(**shared)
     block = lax.axis_index('block')
-    # The block of new tokens comes first: it may be the longest.
+    # The block of new tokens comes first, since it may be the longest.
     of_pair = jnp.int32(sizes.splits + 1)
     pair, split = lax.div(block, of_pair), lax.rem(block, of_pair)
     row, head = lax.div(pair, jnp.int32(sizes.kv_heads)), lax.rem(pair, jnp.int32(sizes.kv_heads))
@@ -307,15 +306,15 @@ def _decode(*refs, names, sizes, scale, **shared):
 
 
 def _words(visible_CTX):
-    """int32 [C, X]: bit t is whether token t sees it."""
+    """Returns int32 [C, X]; bit t: token t sees the place."""
     bits_T = jnp.left_shift(1, jnp.arange(visible_CTX.shape[1], dtype=jnp.int32))
     return jnp.sum(jnp.where(visible_CTX, bits_T[:, None], 0), axis=1, dtype=jnp.int32)
 
 
 def _bounds(words_CS):
-    """int32 [C, 4]: first and end of the chunks that are seen, and of those without hidden places.
+    """Returns int32 [C, 4]: first and end of chunks with visible places, and of complete chunks.
 
-    Those without are none unless they are one run.
+    Complete chunks have no hidden place. If they are not one run, the second range is empty.
     """
     rows, places = words_CS.shape
     seen_CXP = pad(words_CS != 0, 1, round_up(places, CHUNK)).reshape(rows, -1, CHUNK)
@@ -330,7 +329,7 @@ def _bounds(words_CS):
 
 
 def _new_words(visible_CTT, slots, sizes):
-    """int32 [C, chunks of `_New` * 64]: as `_words`, of the new tokens and of their slots."""
+    """Returns `_words` of the new tokens and of their slots: int32 [C, chunks of `_New` * 64]."""
     words = [pad(_words(visible_CTT), 1, CHUNK)]
     if sizes.slots:
         k_LCTKH, _, mask_LCT = slots
@@ -343,7 +342,7 @@ def _new_words(visible_CTT, slots, sizes):
 
 
 def _operands(q_CTNH, new, cache, visible_CTS, visible_CTT, rows_C, slots, q_depth_CTNH, sizes):
-    """Arrays of the kernel by name."""
+    """Returns the kernel's arrays by name."""
     words_CS = _words(visible_CTS)
     bounds_C4 = _bounds(words_CS)
     if rows_C is None:
@@ -357,7 +356,7 @@ def _operands(q_CTNH, new, cache, visible_CTS, visible_CTT, rows_C, slots, q_dep
         return pad(q, 1, sizes.heads)
 
     def by_key(side_XYKH, size):
-        """[keys in octets, places, H]."""
+        """Returns [keys padded to eights, other axes as one, H]."""
         size = round_up(size, OCTET) if size > OCTET else size
         return pad(side_XYKH, 0, size).reshape(size, -1, sizes.width)
 
@@ -381,12 +380,12 @@ def _operands(q_CTNH, new, cache, visible_CTS, visible_CTT, rows_C, slots, q_dep
 
 
 def _join(o, stats, sizes):
-    """The softmax over all blocks of a row and key/value head [C, K, T G, H], float32."""
+    """Merges the softmaxes of the blocks of each row and key/value head: float32 [C, K, T G, H]."""
     shape = sizes.rows, sizes.kv_heads, sizes.splits + 1
     o = o.reshape(*shape, sizes.heads, sizes.width)[:, :, :, : sizes.queries]
     stats = stats.reshape(*shape, 2, sizes.columns)[..., : sizes.queries]
     highest, total = stats[:, :, :, 0], stats[:, :, :, 1]
-    # The new tokens are never all hidden, so that the highest score of all is finite.
+    # A new token sees itself, so the highest score is finite.
     weights = jnp.exp2(highest - jnp.max(highest, axis=2, keepdims=True))
     total = jnp.sum(weights * total, axis=2)
     return jnp.sum(weights[..., None] * o, axis=2) / total[..., None]
@@ -406,7 +405,7 @@ def decode_forward(
     q_depth_CTNH=None,
     interpret: bool = False,
 ) -> jax.Array:
-    """As `decode.decode_forward`, of bfloat16 or float16 arrays; the cache is read in place."""
+    """Computes `decode.decode_forward` for bfloat16 or float16; the cache is read in place."""
     rows, tokens, heads, width = q_CTNH.shape
     _, kv_heads, _, places = k_BKHS.shape
     held = 0 if slots is None else slots[0].shape[0]

@@ -1,4 +1,9 @@
-"""Depth slots on Hopper, scores transposed: docs/depth_attention.md, sections 6 and 7."""
+"""The depth part on Hopper: scores are computed transposed, slots by heads.
+
+docs/depth_attention.md, sections 6 and 7, explains the design. Sizes: slot_loader.Sizes, and
+`Buffers`. Bodies: `_forward` and `_backward`. Calls: `depth_forward` and `depth_backward`. Vjp:
+joint_softmax.py. Reference: xla/depth.py.
+"""
 
 import functools
 import itertools
@@ -17,13 +22,13 @@ from kernels_pallas.mosaic.slot_loader import Sizes, SlotLoader
 
 MAX_WIDTH = 128  # above it the backward pass would spill registers
 MAX_GROUP = 32
-STAGES = 2  # of the forward pass: one chunk ahead; four blocks of H = 64 then share a processor
+STAGES = 2  # chunks in shared memory, forward; four blocks of H = 64 then share a processor
 SHARED_BYTES = 227 * 1024  # of a processor; a block that uses more than half runs alone
-REDUCTION_BYTES = 1024  # backward, half of JAX's own: three blocks of H = 64 then share a processor
+REDUCTION_BYTES = 1024  # backward, half of JAX's default: three blocks of H = 64 share a processor
 
 
 def unsupported(shapes, device=None) -> str | None:
-    """Returns in one line why these kernels do not support `backends.Shapes`; None: they do."""
+    """Returns why these kernels do not support `backends.Shapes`, in one line; None: they do."""
     del device
     batch, length, heads, width = shapes.q
     kv_heads = shapes.k[2]
@@ -43,6 +48,7 @@ def unsupported(shapes, device=None) -> str | None:
 
 
 def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes, scale, **shared):
+    """The body of the forward kernel: one block."""
     s = types.SimpleNamespace(**shared)
     loader = SlotLoader(sizes, num_slots[0], rows)
     scores_shape, sums_shape = (CHUNK, sizes.columns), (sizes.padded_width, sizes.columns)
@@ -53,43 +59,40 @@ def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes
         plgpu.copy_gmem_to_smem(q.at[at, *heads], s.q.at[buffer], s.item_ready.at[buffer])
         plgpu.copy_gmem_to_smem(o.at[at, *heads], s.o.at[buffer], s.item_ready.at[buffer])
 
-    def join(item, inside, chunk, carry):
+    def join(item, has_token, chunk, carry):
         highest, total, sums = carry
         step = item * loader.chunks + chunk
         stage = lax.rem(step, STAGES)
-        # Into the stage that the last step read: a copy to shared memory waits for all four warps.
+        # The next chunk goes to the stage of the last step; the copy waits for all four warps.
         loader.load_slots(step + (STAGES - 1), k, v, mask, s)
         plgpu.barrier_wait(s.k_ready.at[stage])
         scores = product(scores_shape, s.k.at[stage], s.q.at[lax.rem(item, 2)].T) * (
             scale * common.LOG2E
         )
-        shown = loader.shown(chunk, inside, s, stage)
+        shown = loader.shown(chunk, has_token, s, stage)
         scores = jnp.where(common.by_row(shown, scores_shape) > 0, scores, -jnp.inf)
-        new = jnp.maximum(highest, scores.max(axis=0))
-        finite = jnp.where(new == -jnp.inf, 0.0, new)
-        weights = jnp.exp2(scores - common.by_column(finite, scores_shape))
-        keep = jnp.exp2(highest - finite)
+        weights, keep, new = common.soften_columns(scores, highest)
         s.weights.T[...] = plgpu.layout_cast(weights.astype(sizes.dtype), TRANSPOSED)
         plgpu.barrier_wait(s.v_ready.at[stage])
-        loader.hide_rows(chunk, inside, s.v.at[stage], shown)
+        loader.hide_rows(chunk, has_token, s.v.at[stage], shown)
         plgpu.commit_smem()
         values = product(sums_shape, s.v.at[stage].T, s.weights.T)
         sums = sums * common.by_column(keep, sums_shape) + values
-        # Totals stay spread over the rows until the end: a sum over rows crosses warps.
+        # Totals are summed over rows only at the end, since that sum crosses warps.
         return new, total * common.by_column(keep, scores_shape) + weights, sums
 
     def one(item, _):
         buffer = lax.rem(item, 2)
         pl.when(item + 1 < loader.items)(lambda: load_item(item + 1))
         plgpu.barrier_wait(s.item_ready.at[buffer])
-        inside = loader.token(item)[2]
+        has_token = loader.token(item)[2]
         highest = common.load(s.lse.at[item], LAYOUT.reduce(0), optimized=False) * common.LOG2E
         sums = common.load(s.o.at[buffer].T, TRANSPOSED)
         sums = plgpu.layout_cast(sums.astype(jnp.float32), LAYOUT)
         row = plgpu.broadcasted_iota(jnp.int32, scores_shape, 0, layout=LAYOUT)
         before = common.by_column(jnp.where(highest == -jnp.inf, 0.0, 1.0), scores_shape)
         carry = highest, jnp.where(row == 0, before, 0.0), sums
-        chunks = functools.partial(join, item, inside)
+        chunks = functools.partial(join, item, has_token)
         highest, total, sums = lax.fori_loop(0, loader.chunks, chunks, carry)
         total = total.sum(axis=0)
         sums /= common.by_column(jnp.where(total > 0, total, 1.0), sums_shape)
@@ -109,7 +112,7 @@ def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes
 
 
 def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False):
-    """As `xla.depth.depth_forward`, of bfloat16 or float16 slots."""
+    """Computes `xla.depth.depth_forward` for bfloat16 or float16 slots."""
     sizes = Sizes.of(q_BTNH, slots, window)
     swizzle = common.swizzle_of(sizes.width, sizes.dtype)
     shared = {
@@ -139,7 +142,7 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
 
 
 class Buffers(NamedTuple):
-    """The numbers of chunks, items' heads and sums that are in shared memory at once."""
+    """Numbers of chunks, of items' q and do, and of sums in shared memory at once."""
 
     chunks: int
     heads: int
@@ -147,11 +150,11 @@ class Buffers(NamedTuple):
 
     @classmethod
     def of(cls, sizes, sum_dtype):
-        """As many as let two blocks share a processor, or, if none do, one."""
+        """Returns the most that let two blocks share a processor, or else that fit one."""
         chunk, head = CHUNK * sizes.padded_width, sizes.columns * sizes.padded_width
         size, wide = sizes.dtype.itemsize, jnp.dtype(sum_dtype).itemsize
         fixed = 5 * head * size + 3 * CHUNK * sizes.columns * size
-        fixed += 2 * sizes.run * sizes.columns * 4 + 8 * 1024  # small arrays, and JAX's own
+        fixed += 2 * sizes.run * sizes.columns * 4 + 8 * 1024  # lse, dlse; barriers, JAX's own
         kinds = [cls(2, 2, 2), cls(2, 1, 2), cls(1, 1, 2), cls(1, 1, 1)]
         for blocks, kind in itertools.product((2, 1), kinds):
             moving = 2 * size * (kind.chunks * chunk + kind.heads * head)
@@ -160,9 +163,9 @@ class Buffers(NamedTuple):
         return kinds[-1]
 
 
-def _parts(loader):
-    """64 columns each of the width, by number; the last may reach past the end."""
-    zero = loader.start * 0  # a constant start would be limited to the array's end
+def _column_parts(loader):
+    """Returns (number, slice) of each 64 columns of the width; the last may exceed it."""
+    zero = loader.start * 0  # with a constant start the slice could not exceed the array
     return [(i, pl.ds(zero + i * CHUNK, CHUNK)) for i in range(loader.sizes.padded_width // CHUNK)]
 
 
@@ -171,7 +174,7 @@ def _zeros(dtype):
 
 
 def _write_zeros(s, loader, totals):
-    """Starts writing zeros to the slots of a block's items that are in no chunk."""
+    """Starts writing zeros to the gradients of slots that are in no chunk."""
     zeros, slots = s.sums.at[0, 0], loader.sizes.slots
     zeros[...] = _zeros(zeros.dtype)
     plgpu.commit_smem()
@@ -181,7 +184,7 @@ def _write_zeros(s, loader, totals):
         place = loader.token(item)[0]
 
         def write(slot, size):
-            for total, (_, part) in itertools.product(totals, _parts(loader)):
+            for total, (_, part) in itertools.product(totals, _column_parts(loader)):
                 target = total.at[pl.ds(slot, size), place, part]
                 plgpu.copy_smem_to_gmem(zeros.at[pl.ds(0, size)], target)
 
@@ -191,12 +194,24 @@ def _write_zeros(s, loader, totals):
         pl.loop(loader.chunks, chunks)(lambda chunk: loader.for_rows(chunk, write, hidden=True))
 
 
-def _add(s, loader, chunk, place, inside, side, total, weights, heads, factor, shown, fresh):
-    """Adds weights @ heads to a chunk's rows of one side's sums, whose copy has been started.
+def _add(s, loader, chunk, place, has_token, side, total, weights, heads, factor, shown, fresh):
+    """Adds weights @ heads * factor to the sums of a chunk, and starts writing them.
 
-    fresh: there are no sums.
+    Args:
+      s: shared memory by name.
+      loader: `SlotLoader`.
+      chunk: index of the chunk.
+      place: index of the item's slots in B R K.
+      has_token: whether the item has a token.
+      side: 0 for keys, 1 for values.
+      total: the sums in global memory; their copy to shared memory has been started.
+      weights: [64, columns] in shared memory: dS for keys, P for values.
+      heads: [parts, columns, 64] in shared memory: q for keys, do for values.
+      factor: scale for keys, 1 for values.
+      shown: 1 for each visible row.
+      fresh: whether there are no sums to add to.
     """
-    buffer, parts = side % s.sums.shape[0], _parts(loader)
+    buffer, parts = side % s.sums.shape[0], _column_parts(loader)
     if not fresh:
         plgpu.barrier_wait(s.sums_ready.at[side])
 
@@ -207,7 +222,7 @@ def _add(s, loader, chunk, place, inside, side, total, weights, heads, factor, s
         new = (old.astype(jnp.float32) + more * factor).astype(old.dtype)
         sums[...] = jnp.where(common.by_row(shown, old.shape) > 0, new, old)
 
-    # A loop on the device: unrolled, the parts of a wide head spill registers.
+    # Not unrolled: the parts of a wide head would spill registers.
     lax.fori_loop(0, len(parts), one, None)
     plgpu.commit_smem()
 
@@ -220,11 +235,12 @@ def _add(s, loader, chunk, place, inside, side, total, weights, heads, factor, s
 
             loader.for_rows(chunk, move, hidden=fresh)
 
-    # The place of a token without slots belongs to another token.
-    pl.when(inside)(write) if loader.sizes.mapped else write()
+    # A query without a token has the place of another token.
+    pl.when(has_token)(write) if loader.sizes.mapped else write()
 
 
 def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
+    """The body of the backward kernel: one block."""
     g = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
     s = types.SimpleNamespace(**shared)
     loader = SlotLoader(sizes, g.num_slots[0], g.rows)
@@ -241,14 +257,14 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
         copy = functools.partial(plgpu.copy_gmem_to_smem, source, target, ready)
         pl.when(item < loader.items)(copy)
 
-    def one_chunk(item, inside, lse_row, delta_row, chunk, dq):
+    def one_chunk(item, has_token, lse_row, delta_row, chunk, dq):
         step, place = item * loader.chunks + chunk, loader.token(item)[0]
         stage, buffer = lax.rem(step, buffers.chunks), lax.rem(item, buffers.heads)
 
         def start_sums(sides):
-            """Waits until their memory is free, and starts loading them, unless they are fresh."""
+            """Waits until the sums' memory is free, and starts loading them unless fresh."""
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for side, (i, part) in itertools.product(() if fresh else sides, _parts(loader)):
+            for side, (i, part) in itertools.product(() if fresh else sides, _column_parts(loader)):
                 target, ready = s.sums.at[side % buffers.sums, i], s.sums_ready.at[side]
                 loader.load_chunk(chunk, place, part, (g.dk, g.dv)[side], target, ready)
 
@@ -257,7 +273,7 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
             start_sums(range(buffers.sums))
         plgpu.barrier_wait(s.k_ready.at[stage])
         scores = product(scores_shape, s.k.at[stage], s.q.at[buffer].T) * (scale * common.LOG2E)
-        shown = loader.shown(chunk, inside, s, stage)
+        shown = loader.shown(chunk, has_token, s, stage)
         keep = common.by_row(shown, scores_shape) > 0
         weights = jnp.where(keep, jnp.exp2(scores - common.by_column(lse_row, scores_shape)), 0.0)
         plgpu.barrier_wait(s.v_ready.at[stage])
@@ -267,10 +283,10 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
         s.weights[...] = weights.astype(sizes.dtype)
         s.dscores[...] = dscores
         s.dscores_by_head.T[...] = plgpu.layout_cast(dscores, TRANSPOSED)
-        loader.hide_rows(chunk, inside, s.k.at[stage], shown)
+        loader.hide_rows(chunk, has_token, s.k.at[stage], shown)
         plgpu.commit_smem()
         dq += product(dq_shape, s.k.at[stage].T, s.dscores_by_head.T)
-        add = functools.partial(_add, s, loader, chunk, place, inside, shown=shown, fresh=fresh)
+        add = functools.partial(_add, s, loader, chunk, place, has_token, shown=shown, fresh=fresh)
         if fresh:
             start_sums(range(buffers.sums))
         add(0, g.dk, s.dscores, s.flat_q, scale)
@@ -296,10 +312,10 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
         if 'dlse' in names:
             delta_row -= common.load(s.dlse.at[item], LAYOUT.reduce(0), optimized=False)
         load_heads(item + 1, g.o, s.o, s.o_ready)
-        inside = loader.token(item)[2]
+        has_token = loader.token(item)[2]
         lse_row = common.load(s.lse.at[item], LAYOUT.reduce(0), optimized=False) * common.LOG2E
         dq = plgpu.layout_cast(jnp.zeros(dq_shape, jnp.float32), LAYOUT)
-        chunks = functools.partial(one_chunk, item, inside, lse_row, delta_row)
+        chunks = functools.partial(one_chunk, item, has_token, lse_row, delta_row)
         dq = lax.fori_loop(0, loader.chunks, chunks, dq)
         dq = plgpu.layout_cast(dq * scale, TRANSPOSED)
         if 'dq' in names:
@@ -328,8 +344,9 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
 
 
 def _shared(sizes, buffers, sum_dtype, names):
+    """Returns the shared memory and barriers of the backward kernel, by name."""
     dtype, parts = sizes.dtype, sizes.padded_width // CHUNK
-    # The narrowest tiles: a product whose depth is that of the heads, 16 at least, takes no wider.
+    # The narrowest swizzle: the depth of these products is 16 or 32 heads, too few for a wider one.
     flat = tiled((parts, sizes.columns, CHUNK), dtype, 32)
     scores, scalars = (CHUNK, sizes.columns), plgpu.SMEM((sizes.run, sizes.columns), jnp.float32)
     sums = (buffers.sums, parts, CHUNK, CHUNK)
@@ -358,7 +375,7 @@ def _shared(sizes, buffers, sum_dtype, names):
 def depth_backward(
     q_BTNH, o_BTNH, do_BTNH, lse_BNT, dlse_BNT, slots, sums, dq_BTNH, window, scale, interpret=False
 ):
-    """As `xla.depth.depth_backward`, of bfloat16 or float16 slots; nothing is atomic."""
+    """Computes `xla.depth.depth_backward` for bfloat16 or float16 slots, without atomics."""
     sizes, fresh = Sizes.of(q_BTNH, slots, window), sums is None
     heads = {'q': q_BTNH, 'o': o_BTNH, 'do': do_BTNH, 'dq': dq_BTNH}
     operands = {
@@ -372,7 +389,7 @@ def depth_backward(
     sum_dtype = sizes.dtype if fresh else sums[0].dtype
     results, refs = [jax.ShapeDtypeStruct(operands['k'].shape, sum_dtype)] * 2, []
     if not fresh or sizes.mapped:
-        # No item has the places that `rows_BT` leaves out: there zeros remain.
+        # No item writes the places without a query in `rows_BT`, so these must be zero before.
         sums = [jnp.zeros_like(side) for side in slots[:2]] if fresh else sums
         results, refs = [], [jax.new_ref(sizes.by_place(total)) for total in sums]
     results = [*results, jax.ShapeDtypeStruct(operands['q'].shape, sizes.dtype)]

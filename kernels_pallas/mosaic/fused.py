@@ -1,7 +1,9 @@
-"""Sequence and depth slots of one tile of queries in a single Hopper kernel: one softmax, no merge.
+"""The fused forward kernel on Hopper: sequence and depth slots in one kernel and one softmax.
 
-Any number of query heads to a key/value head, packed documents, windows: docs/depth_attention.md,
-section 8.
+It supports any group of query heads, packed documents and windows (docs/depth_attention.md,
+section 8). Sizes: tiles.Sizes, by `make_sizes`. Bodies: fused_body.compute and tiles.fill. Call:
+`run_kernel`, with operands and scratch memory by name. Vjp: joint_softmax.py. Reference:
+reference.py.
 """
 
 import functools
@@ -20,11 +22,11 @@ from kernels_pallas.mosaic.tiles import KEYS, ROWS, SLOTS, TILES
 from kernels_pallas.reference import slot_visibility
 
 MAX_STAGES = 8
-SHARED_BYTES = 220 * 1024  # of 227 KiB: the rest is for barriers, logsumexps and alignment
+SHARED_BYTES = 220 * 1024  # of 227 KiB; the rest is for barriers, logsumexps and alignment
 
 
 def unsupported(shapes, device=None) -> str | None:
-    """Returns in one line why the kernel does not support `backends.Shapes`; None: it does."""
+    """Returns why the kernel does not support `backends.Shapes`, in one line; None: it does."""
     if reason := depth.unsupported(shapes, device):
         return reason
     if not shapes.ordered or (shapes.window and not shapes.consecutive):
@@ -37,10 +39,10 @@ def unsupported(shapes, device=None) -> str | None:
 
 
 def _documents(ids_BT, sizes):
-    """What hides other documents, int32: by token, by row of a tile, and ids.
+    """Returns the operands that hide other documents, int32, by name.
 
-    A query's first visible key is where the run of its id begins. Of a row of the batch whose ids
-    do not ascend an id may come back: -1 there has keys compared by their ids.
+    first: the first visible key of each query, where the run of its id begins. In a batch row whose
+    ids do not ascend an id may come back; there it is -1, and keys are compared by ids.
     """
     changes = jnp.pad(ids_BT[:, 1:] != ids_BT[:, :-1], ((0, 0), (1, 0)))
     index_BT = jnp.where(changes, jnp.arange(ids_BT.shape[1], dtype=jnp.int32), 0)
@@ -50,20 +52,20 @@ def _documents(ids_BT, sizes):
     return {
         'first': first_BT,
         'row_first': _by_row(first_BT, sizes),
-        'ids': pad(ids_BT, 1, round_up(sizes.length, KEYS) + KEYS),  # as the last block may reach
+        'ids': pad(ids_BT, 1, round_up(sizes.length, KEYS) + KEYS),  # reach of the last block
         'row_ids': _by_row(ids_BT, sizes),
     }
 
 
 def _by_row(x_BT, sizes):
-    """[B, tiles, ROWS] of a number of each token: tokens under each other, head after head."""
+    """Returns [B, tiles, ROWS], a number of each token repeated for the rows of its tile."""
     x = pad(x_BT, 1, sizes.blocks * TILES * sizes.tokens)
     x = x.reshape(x.shape[0], -1, sizes.tokens)
     return jnp.tile(x, (1, 1, ROWS // sizes.tokens))
 
 
 def _words(slots, slot_window, sizes):
-    """Bits of the visible slots of a chunk, int32: by row of a tile, and by row of a stage."""
+    """Returns int32 words of a chunk's visible slots as bits, by row of a tile and of a stage."""
     held, batch, places = slots.k_LBRKH.shape[:3]
     masks = slots.mask_LBR, slots.rows_BT
     visible_BTL = slot_visibility((held, batch, places), slots.num, slot_window, *masks)
@@ -74,7 +76,7 @@ def _words(slots, slot_window, sizes):
     words_BCT = jnp.moveaxis(jnp.sum(bits, axis=3, dtype=jnp.int32), 2, 1)
     split = words_BCT.reshape(*words_BCT.shape[:2], -1, sizes.tokens)
     octets = words_BCT.reshape(*words_BCT.shape[:2], -1, OCTET)
-    by_stage = jnp.repeat(octets, SLOTS, 3) if sizes.by_row else jnp.tile(octets, SLOTS)
+    by_stage = jnp.repeat(octets, SLOTS, 3) if sizes.copy_by_token else jnp.tile(octets, SLOTS)
     return {
         'row_words': jnp.moveaxis(jnp.tile(split, ROWS // sizes.tokens), 1, 2),
         'slot_words': jnp.moveaxis(by_stage, 1, 2),
@@ -82,9 +84,9 @@ def _words(slots, slot_window, sizes):
 
 
 def make_operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, sizes):
-    """Arrays of the kernel by name, None for what the call has not."""
+    """Returns the kernel's arrays by name; None for those that the call does not have."""
     batch, even = q_BTNH.shape[0], round_up(sizes.length, OCTET)
-    # Shared memory has tiles of 8 rows: tokens, or the slots of a token copied by itself.
+    # Shared memory has tiles of 8 rows, so tokens come in octets.
     k, v = (pad(x, 1, even).reshape(batch, -1, OCTET, *x.shape[2:]) for x in (k_BSKH, v_BSKH))
     operands = {
         'q': pad(q_BTNH, 1, even),
@@ -100,26 +102,26 @@ def make_operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, s
 
 
 def split_slots(x_LBRKH, sizes):
-    """Slots whose tokens are in octets, or, where each token is copied by itself, the slots are."""
-    if not sizes.by_row:
+    """Splits tokens into octets; if each token is copied by itself, splits slots into octets."""
+    if not sizes.copy_by_token:
         return x_LBRKH.reshape(*x_LBRKH.shape[:2], -1, OCTET, *x_LBRKH.shape[3:])
     x_LBRKH = pad(x_LBRKH, 0, round_up(x_LBRKH.shape[0], OCTET))
     return x_LBRKH.reshape(-1, OCTET, *x_LBRKH.shape[1:])
 
 
 def slot_operands(slots, static, sizes):
-    """Arrays of the kernel that say where slots are, and which are visible, by name."""
+    """Returns the kernel's arrays of slots and their visibility, by name."""
     k, v = (split_slots(x, sizes) for x in slots[:2])
     slot_window = static.slot_window
     end = jnp.asarray(slots.num, jnp.int32)
     first = jnp.maximum(end - slot_window, 0) if slot_window else 0
-    bounds = jnp.stack([first, end]).astype(jnp.int32)  # of the visible slots
+    bounds = jnp.stack([first, end]).astype(jnp.int32)  # visible slots: first to end
     operands = {'k_depth': k, 'v_depth': v, 'bounds': bounds, 'rows': slots.rows_BT}
-    return operands | _words(slots, slot_window, sizes) if sizes.by_token else operands
+    return operands | _words(slots, slot_window, sizes) if sizes.masked else operands
 
 
 def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, reserved=0):
-    """The `Sizes` of arguments of `fused_forward`; reserved: bytes of memory for something else."""
+    """Returns the `Sizes` of a call; reserved: bytes of shared memory for something else."""
     _, length, heads, width = q_BTNH.shape
     size, swizzle = q_BTNH.dtype.itemsize, swizzle_of(width, q_BTNH.dtype)
     width, own_query = round_up(width, swizzle // size), q_depth_BTNH is not None
@@ -132,26 +134,26 @@ def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, rese
         kv_heads=k_BSKH.shape[2],
         group=heads // k_BSKH.shape[2],
         width=width,
-        # A block's keys and values at once: wide float32 heads, only interpreted, have no room.
+        # Keys and values need 2. Wide float32 heads have no room, but are only interpreted.
         stages=min(max(room // (KEYS * width * size), 2), MAX_STAGES),
         window=static.window,
         documents=segment_ids_BT is not None,
         own_query=own_query,
-        by_token=mask is not None or rows is not None,
-        by_row=rows is not None or held is not None and held.shape[2] % OCTET != 0,
+        masked=mask is not None or rows is not None,
+        copy_by_token=rows is not None or held is not None and held.shape[2] % OCTET != 0,
         factor=static.scale * common.LOG2E,
         interpret=static.parts.interpret,
     )
 
 
 def make_scratch(sizes, dtype, swizzle):
-    """What `Shared` names, as `plgpu` allocates it."""
+    """Returns `Shared` with the memory and barriers to allocate."""
     minor = swizzle // dtype.itemsize
     rows = common.tiled((TILES, ROWS, sizes.width), dtype, swizzle)
-    # A copy brings octets of rows; for a product the octets of a stage are the rows of a matrix.
+    # Copies write octets of rows; products read a stage as one matrix.
     transforms = plgpu.TilingTransform((1, OCTET, minor)), plgpu.SwizzleTransform(swizzle)
     ring = (sizes.stages, KEYS // OCTET, OCTET, sizes.width)
-    copies = TILES * (OCTET if sizes.by_row else 1)
+    copies = TILES * (OCTET if sizes.copy_by_token else 1)
     return tiles.Shared(
         q=rows,
         q_depth=rows if sizes.own_query else None,
@@ -169,16 +171,19 @@ def run_kernel(name, compute, fill, operands, results, scratch, sizes, blocks):
     """Runs a Hopper kernel of two warpgroups that compute and one that copies.
 
     Args:
-      name: of the kernel.
-      compute: function of (refs by name, shared memory, warpgroup).
-      fill: function of (refs by name, shared memory).
-      operands: arrays by name, and mutable references; those that are None have no reference.
+      name: name of the kernel.
+      compute: function of (refs by name, `Shared`, warpgroup).
+      fill: function of (refs by name, `Shared`).
+      operands: arrays and mutable references by name; None: refs has None.
       results: jax.ShapeDtypeStruct by name.
-      scratch: what `plgpu` allocates in shared memory.
+      scratch: `Shared`, as `make_scratch` returns it.
       sizes: `Sizes`.
       blocks: number of blocks of the grid.
+
+    Returns:
+      The results, in their order.
     """
-    # Of 504 for two and one: what spilled least, of the few splits that were compiled.
+    # 504 for two and one. Of the few splits that were compiled, these spilled least.
     registers = (224, 56) if sizes.width <= 64 else (240, 24)
     given = {key: x for key, x in operands.items() if x is not None}
 
@@ -212,9 +217,9 @@ def run_kernel(name, compute, fill, operands, results, scratch, sizes, blocks):
 
 
 def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):
-    """`joint_attention` of what is not `unsupported`, in one kernel: o_BTNH and lse_BNT.
+    """Computes o_BTNH and lse_BNT of `joint_attention` in one kernel, for supported shapes.
 
-    slots may be None: attention over the sequence alone.
+    slots may be None, for attention over the sequence only.
     """
     (batch, length, heads, width), dtype = q_BTNH.shape, q_BTNH.dtype
     sizes = make_sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static)

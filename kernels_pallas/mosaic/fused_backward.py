@@ -1,8 +1,9 @@
-"""Backward pass of sequence and slots on Hopper: dq of both in one kernel, dk and dv in another.
+"""The fused backward pass on Hopper: one kernel for dq and the slots, another for dk and dv.
 
-A tile of queries has the slots of its own tokens, as in the fused forward: after its keys it adds
-what they give to dq, and their own gradients to the sums, in place. docs/depth_attention.md,
-section 8.
+A tile of queries has the slots of its own tokens, as in the fused forward. After its keys it adds
+the slots' part to dq, and the slots' gradients to their sums, in place (docs/depth_attention.md,
+section 8). Sizes: tiles.Sizes, by `make_sizes`. Bodies: sequence.compute_dq with `_over_slots`, and
+tiles.fill. Call: `fused_backward`. Vjp: joint_softmax.py. Reference: xla/depth.py.
 """
 
 import functools
@@ -21,7 +22,6 @@ from kernels_pallas.mosaic.common import (
     LAYOUT,
     LOG2E,
     OCTET,
-    accumulate,
     add_product,
     by_row,
     iota,
@@ -30,31 +30,32 @@ from kernels_pallas.mosaic.common import (
 )
 from kernels_pallas.mosaic.tiles import HEADS, ROWS, SLOTS, TILES
 
-MAX_WIDTH = 64  # above it some calls would spill registers: 44 bytes at H = 128, G = 2, documents
-MIN_STAGES = 3  # of the ring: with fewer, no block of keys is on its way while another is used
-SPARE_BYTES = 4 * 1024  # of the 7 KiB that fused.SHARED_BYTES keeps for barriers and logsumexps
+MAX_WIDTH = 64  # wider heads may spill registers: 44 bytes at H = 128, G = 2, documents
+MIN_STAGES = 3  # of the ring; with fewer no keys are copied while others are used
+SPARE_BYTES = 4 * 1024  # taken from the 7 KiB that fused.SHARED_BYTES leaves for barriers
 
 
 def supports(group, width, own_query) -> bool:
-    """Whether one tile has all heads of a slot, of a width that fits the registers."""
+    """Returns whether one tile has all query heads of a slot, and the width fits the registers."""
     return group <= HEADS and width <= MAX_WIDTH and not own_query
 
 
 def fused_backward(
     q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, slots, sums, static, do_BTNH, lse_BNT, delta_BNT
 ):
-    """Gradients of what `supports`: dq, dk and dv in the dtype of q, and both sums.
+    """Returns dq, dk and dv in q's dtype, and the two sums, if `supports`.
 
     Args:
-      q_BTNH: queries of sequence and slots; k_BSKH and v_BSKH: keys and values.
+      q_BTNH: queries for sequence and slots.
+      k_BSKH, v_BSKH: keys and values.
       segment_ids_BT: int, or None.
       slots: `joint_softmax.Slots`.
       sums: two arrays [L, B, R, K, H], float32 or of q's dtype, to which gradients are added;
-        None: gradients alone are written, in q's dtype.
+        None: fresh gradients, in q's dtype.
       static: `joint_softmax.Static`.
       do_BTNH: cotangent of the output.
       lse_BNT: the joint logsumexp.
-      delta_BNT: sum of do o over H, less the cotangent of lse.
+      delta_BNT: sum of do o over H, minus the cotangent of lse.
     """
     dtype, width = q_BTNH.dtype, q_BTNH.shape[3]
     do_BTNH, swizzle = do_BTNH.astype(dtype), common.swizzle_of(width, dtype)
@@ -71,7 +72,7 @@ def fused_backward(
     whole, sides = jax.ShapeDtypeStruct(operands['k_depth'].shape, sum_dtype), slots[:2]
     results, refs = {'dk_depth': whole, 'dv_depth': whole}, {}
     if not fresh or slots.rows_BT is not None:
-        # No tile has the places that `rows_BT` leaves out: there zeros remain.
+        # No tile writes the places without a query in `rows_BT`, so these must be zero before.
         sums = [jnp.zeros_like(side) for side in sides] if fresh else sums
         totals = (jax.new_ref(fused.split_slots(total, sizes)) for total in sums)
         refs, results = dict(zip(results, totals, strict=True)), {}
@@ -91,12 +92,14 @@ def fused_backward(
 
 
 def _joined(total, sizes, shape):
-    """A sum as it was before `fused.split_slots`."""
-    return total.reshape(-1, *shape[1:])[: shape[0]] if sizes.by_row else total.reshape(shape)
+    """Inverts `fused.split_slots` for a sum."""
+    if sizes.copy_by_token:
+        return total.reshape(-1, *shape[1:])[: shape[0]]
+    return total.reshape(shape)
 
 
 def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, do_BTNH, slots, static, sum_dtype):
-    """(`Sizes` of the kernel of dq, number of pieces of sums of each tile in memory at once)."""
+    """Returns (`Sizes` of the kernel of dq, number of buffers for sums of each tile)."""
     arguments = q_BTNH, k_BSKH, segment_ids_BT, do_BTNH, slots, static
     columns = min(CHUNK, fused.make_sizes(*arguments).width)
     for buffers in (2, 1):
@@ -113,7 +116,7 @@ def _make_scratch(sizes, dtype, sum_dtype, width, buffers):
     minor = sum_swizzle // jnp.dtype(sum_dtype).itemsize
     transforms = plgpu.TilingTransform((1, OCTET, minor)), plgpu.SwizzleTransform(sum_swizzle)
     shape = TILES * buffers, SLOTS, OCTET, min(CHUNK, sizes.width)
-    copies = OCTET if sizes.by_row else 1
+    copies = OCTET if sizes.copy_by_token else 1
     return fused.make_scratch(sizes, dtype, swizzle)._replace(
         q=common.tiled((2 * TILES, ROWS, sizes.width), dtype, swizzle),
         q_depth=None,
@@ -124,7 +127,8 @@ def _make_scratch(sizes, dtype, sum_dtype, width, buffers):
 
 
 def _compute(refs, shared, warpgroup, sizes, fresh):
-    # One array of queries and cotangents: `_Sums.add` takes both by their number.
+    """Computes one tile of queries: a compute warpgroup."""
+    # Queries and cotangents are one array, since `_Sums.add` indexes it by side.
     shared = shared._replace(q_depth=shared.q.at[pl.ds(TILES, TILES)])
     if fresh and refs.rows is None:
         _write_zeros(refs, shared, warpgroup, sizes)
@@ -133,10 +137,10 @@ def _compute(refs, shared, warpgroup, sizes, fresh):
 
 
 def _write_zeros(refs, shared, warpgroup, sizes):
-    """Starts writing zeros to the slots of a tile's tokens in chunks of which none is visible."""
+    """Starts writing zeros to the gradients of a tile's slots in chunks with no visible slot."""
     tile = tiles.tile_of(refs, sizes)
     first = lax.div(tile.token + warpgroup * sizes.tokens, OCTET)
-    held = -(-refs.k_depth.shape[0] // (1 if sizes.by_row else SLOTS))
+    held = -(-refs.k_depth.shape[0] // (1 if sizes.copy_by_token else SLOTS))
     buffer = shared.sums.at[warpgroup * (shared.sums.shape[0] // TILES)]
     body.store_matrix(matrix(buffer, sizes), _zeros(buffer), sizes)
 
@@ -156,7 +160,7 @@ def _zeros(buffer):
 
 
 def _clear_unused(rows, sizes):
-    """Zeroes the rows of a tile that have no head, which may hold NaN."""
+    """Zeroes the rows of a tile without a head, which may hold NaN."""
     used = sizes.heads * sizes.tokens
     if used < ROWS:
         x = load(rows, LAYOUT)
@@ -165,10 +169,10 @@ def _clear_unused(rows, sizes):
 
 
 class _Sums:
-    """The sums of 8 slots of 8 tokens: keys' (side 0), then values', by pieces of 64 columns.
+    """The sums of 8 slots of 8 tokens: of keys (side 0), then of values (side 1).
 
-    More columns at once would not fit the registers. fresh: there are none yet, and nothing is
-    loaded.
+    They are processed in pieces of 64 columns, since more would not fit the registers. fresh: there
+    are no sums to add to, and nothing is loaded.
     """
 
     def __init__(self, refs, shared, tile, warpgroup, chunk, octet, sizes, fresh):
@@ -177,7 +181,7 @@ class _Sums:
         self.buffers, self.pieces = shared.sums.shape[0] // TILES, -(-sizes.width // CHUNK)
 
     def start(self):
-        """Waits until the buffers are free, and starts loading as many pieces as there are."""
+        """Waits until the buffers are free, and starts loading the first pieces into them."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for number in range(self.buffers):
             self._load(jnp.int32(0), number)
@@ -192,14 +196,14 @@ class _Sums:
     def _for_places(self, side, piece, move):
         tile, chunk, octet = self.at
         start, size = self._columns(piece)
-        # A constant start would be limited to the array's end.
+        # With a constant start the slice could not exceed the array.
         columns = pl.ds(chunk * 0 + start, size)
         for i, ref in enumerate((self.refs.dk_depth, self.refs.dv_depth)):
             places = ref, self.refs, tile, chunk, octet, columns, self.sizes
             pl.when(side == i)(functools.partial(tiles.for_slots, move, *places))
 
     def _load(self, side, number):
-        """Starts loading the piece that is `number` behind the first of a side."""
+        """Starts loading the piece that is `number` after the first piece of a side."""
         if self.fresh:
             return
         side, piece = side + number // self.pieces, number % self.pieces
@@ -207,7 +211,7 @@ class _Sums:
         buffer = buffer.at[:, :, pl.ds(0, self._columns(piece)[1])]
 
         def move(source, octets, exist):
-            # The sums of tokens that do not exist are another tile's.
+            # The sums of a missing token belong to another tile.
             copy = functools.partial(plgpu.copy_gmem_to_smem, source, buffer.at[octets], full)
             lax.cond(exist, copy, functools.partial(plgpu.barrier_arrive, full))
 
@@ -224,7 +228,7 @@ class _Sums:
         self._for_places(side, piece, move)
 
     def add(self, side, _):
-        """Adds the gradients of a side, whose pieces have been started, and writes them."""
+        """Adds the gradients of a side to its pieces, whose loads have begun, and writes them."""
         sizes, number = self.sizes, side * TILES + self.warpgroup
         left = self.shared.scores.at[number]
         left = left[...].T if sizes.interpret else left.T
@@ -232,9 +236,7 @@ class _Sums:
         for piece in range(self.pieces):
             start, size = self._columns(piece)
             right = self.shared.q.at[number, :, pl.ds(start, size)]
-            more = accumulate(
-                None, (ROWS, size), functools.partial(add_product, left, right), sizes
-            )
+            more = add_product(None, left, right, sizes, (ROWS, size))
             full, buffer = self._buffer(side, piece)
             buffer = buffer.at[:, :, pl.ds(0, size)]
             rows = matrix(buffer, sizes)
@@ -246,7 +248,7 @@ class _Sums:
             tile, chunk, octet = self.at
             shown = by_row(body.shown_rows(self.refs, tile, octet, chunk, sizes), old.shape)
             new = (old.astype(jnp.float32) + more * factor).astype(old.dtype)
-            new = jnp.where(shown != 0, new, old)  # hidden: the same bits
+            new = jnp.where(shown != 0, new, old)  # hidden slots keep their bits
             body.store_matrix(rows, new, sizes)
             self.write(side, piece, buffer)
             if not self.fresh or self.buffers < 2 * self.pieces:
@@ -255,9 +257,9 @@ class _Sums:
 
 
 def _over_slots(refs, shared, place, warpgroup, sizes, dq, fresh):
-    """Adds to dq, and to the sums of the slots of a tile's tokens, 8 slots of 8 tokens at a time.
+    """Returns dq plus the slots' part, and adds to the slots' sums, 8 slots of 8 tokens at a time.
 
-    Of the 64 columns of scores those count whose slot is of the row's own token.
+    Of the 64 columns of scores a row uses those whose slot belongs to its own token.
     """
     dtype, shape = shared.ring.dtype, (ROWS, ROWS)
     tile, token = place()
@@ -270,20 +272,17 @@ def _over_slots(refs, shared, place, warpgroup, sizes, dq, fresh):
         return by_row(load(ref.at[at], LAYOUT.reduce(1), optimized=False), shape)
 
     def visible(chunk, part):
-        """Whether a column's slot is visible, and of the row's token."""
+        """Returns whether a column's slot is visible and belongs to the row's token."""
         words = None
-        if sizes.by_token:
+        if sizes.masked:
             words = by_row(load(refs.row_words.at[*at[::2], chunk], LAYOUT.reduce(1), False), shape)
         slot, of_token = body.slot_and_token(iota(shape, 1), sizes)
         part = lax.optimization_barrier(part * OCTET)
         own = iota(shape, 0) & (sizes.tokens - 1) == part + of_token
         return own & body.visible_slots(tile, words, slot, chunk, sizes)
 
-    def dot(a, b):
-        return accumulate(None, shape, functools.partial(add_product, a, b, transpose=True), sizes)
-
     def one(i, dq):
-        # With the barriers a step computes its numbers anew: they would not fit the registers.
+        # With the barriers each step computes its numbers again; they would not fit the registers.
         i, (tile, token) = lax.optimization_barrier(i), place()
         chunk, part = tile.first_chunk + lax.div(i, sizes.parts), lax.rem(i, sizes.parts)
         octet = lax.div(token, OCTET) + part
@@ -295,23 +294,24 @@ def _over_slots(refs, shared, place, warpgroup, sizes, dq, fresh):
         k, v = (body.own_slots(shared, x, warpgroup, sizes) for x in (k_stage, v_stage))
         body.clear_hidden(k, refs, tile, octet, chunk, sizes)
         keep = visible(chunk, part)
-        weights = jnp.exp2(dot(q, k) * sizes.factor - by_query(refs.lse))
+        scores = add_product(None, q, k, sizes, shape, transpose=True)
+        weights = jnp.exp2(scores * sizes.factor - by_query(refs.lse))
         weights = jnp.where(keep, weights, 0.0)
         plgpu.barrier_wait(shared.slots_full.at[v_stage])
-        dweights = dot(do, v)
+        dweights = add_product(None, do, v, sizes, shape, transpose=True)
         plgpu.barrier_arrive(shared.used.at[v_stage])
-        # Hidden slots' values may be NaN. By the weights: `keep` would take 32 registers more.
+        # Values of hidden slots may be NaN. Tested by the weights: `keep` would take 32 registers.
         dscores = jnp.where(weights > 0, weights * (dweights - by_query(refs.delta)), 0.0)
         dscores, weights = dscores.astype(dtype), weights.astype(dtype)
-        dq = accumulate(dq, dq.shape, functools.partial(add_product, dscores, k), sizes)
+        dq = add_product(dq, dscores, k, sizes)
         plgpu.barrier_arrive(shared.used.at[k_stage])
-        # Transposed they are read from shared memory.
+        # Products read them transposed, which needs shared memory.
         for side, x in enumerate((dscores, weights)):
             shared.scores.at[side * TILES + warpgroup][...] = x
         plgpu.commit_smem()
         if fresh:
             sums.start()
-        # Unrolled the sides spill registers; the barrier keeps the compiler from doing so.
+        # The barrier prevents unrolling, which would spill registers.
         lax.fori_loop(0, lax.optimization_barrier(jnp.int32(2)), sums.add, None)
         return dq
 

@@ -1,7 +1,8 @@
-"""What the compute warpgroups of the fused Hopper kernel do, and what its backward pass shares.
+"""The body of the fused forward kernel on Hopper, and what the backward kernels share with it.
 
-The scores of 8 slots are a tile of 64 by 64 (tiles.py), the sum of a product for each 8 tokens with
-all other queries zeroed, in which a row uses the 8 columns of its own token.
+The scores of a chunk of 8 slots are 64 rows of queries by 64 columns, 8 slots of 8 tokens. They are
+the sum of a product for each 8 tokens of the tile, with all other queries zeroed. A row uses the 8
+columns of its own token.
 """
 
 import functools
@@ -24,18 +25,11 @@ from kernels_pallas.mosaic.common import (
     load,
     matrix,
 )
-from kernels_pallas.mosaic.tiles import (
-    KEYS,
-    LOWEST,
-    ROWS,
-    SLOTS,
-    stage_of,
-    tile_of,
-)
+from kernels_pallas.mosaic.tiles import KEYS, LOWEST, ROWS, SLOTS, stage_of, tile_of
 
 
 def _soften(scores, acc, highest, total, factor):
-    """One step of the online softmax: (weights, acc, highest, total), in base 2."""
+    """Does one step of the online softmax, in base 2; returns (weights, acc, highest, total)."""
     new = jnp.maximum(highest, scores.max(axis=1) * factor)
     keep = jnp.exp2(highest - new)
     weights = jnp.exp2(scores * factor - by_row(new, scores.shape))
@@ -43,7 +37,7 @@ def _soften(scores, acc, highest, total, factor):
 
 
 def load_queries(refs, shared, tile, token, warpgroup, sizes):
-    """Waits for the queries of a tile, and those for the slots, in shared memory."""
+    """Copies the queries of a tile to shared memory, and q_depth if there are any, and waits."""
     sides = [(refs.q, shared.q)]
     if sizes.own_query:
         sides.append((refs.q_depth, shared.q_depth))
@@ -60,7 +54,7 @@ def load_queries(refs, shared, tile, token, warpgroup, sizes):
 
 
 def _first_keys(refs, tile, token, sizes):
-    """The first key from the tile's base on that each row sees, or None."""
+    """Returns the first key that each row sees, counted from the tile's base; None: no limit."""
     first = None
     if sizes.documents:
         group = lax.div(token, sizes.tokens)
@@ -73,7 +67,7 @@ def _first_keys(refs, tile, token, sizes):
 
 
 def _hide_by_place(scores, tile, token, start, sizes, first=None):
-    """Hides the keys of a block that are before the first of each row, or after its token."""
+    """Hides keys after each row's token, or before its first visible key."""
     shape = scores.shape
     keys = start + iota(shape, 1)
     visible = token - tile.base + (iota(shape, 0) & (sizes.tokens - 1)) >= keys
@@ -82,7 +76,7 @@ def _hide_by_place(scores, tile, token, start, sizes, first=None):
 
 
 def _hide_by_id(scores, refs, tile, token, start, sizes):
-    """Hides the keys of a block whose ids are not those of each row, or as `_hide_by_place`."""
+    """Hides keys after each row's token, outside its window or with another id."""
     shape, group = scores.shape, lax.div(token, sizes.tokens)
     distance = token - tile.base + (iota(shape, 0) & (sizes.tokens - 1))
     distance -= start + iota(shape, 1)
@@ -96,16 +90,16 @@ def _hide_by_id(scores, refs, tile, token, start, sizes):
 
 
 def over_keys(refs, place, sizes, one, carry, halves=1):
-    """carry = one(block, carry, hide, halves) of each block of keys that a tile sees.
+    """Folds carry = one(block, carry, hide, halves) over the blocks of keys that a tile sees.
 
     Args:
       refs: arrays by name.
-      place: function that gives (tile, token).
+      place: function that returns (tile, first token of the warpgroup).
       sizes: `Sizes`.
-      one: function; hide(scores, start=first key of theirs) masks scores; halves: 2 if it must
-        take a block in two.
+      one: function. Its hide(scores, start=first key) masks scores; None: all are visible. It
+        splits a block of keys into `halves`, 1 or 2.
       carry: arrays.
-      halves: 2 if each block is taken in two.
+      halves: number of parts of a block, unless ids are compared, which needs 2.
     """
 
     def loop(begin, end, carry, hide=None, halves=halves):
@@ -114,7 +108,7 @@ def over_keys(refs, place, sizes, one, carry, halves=1):
     if sizes.documents:
         tile, token = place()
         hide = functools.partial(_hide_by_id, refs=refs, tile=tile, token=token, sizes=sizes)
-        # The ids of all keys of a block would not fit the registers.
+        # In two parts, since the ids of all keys of a block would not fit the registers.
         carry = loop(0, tile.general, carry, hide, 2)
     tile, token = place()
     first = _first_keys(refs, tile, token, sizes)
@@ -126,13 +120,13 @@ def over_keys(refs, place, sizes, one, carry, halves=1):
 
 
 def half_of(shared, stage, half, halves, sizes):
-    """The rows of a stage, or half of them, as a matrix."""
+    """Returns the rows of a stage, or half of them, as a matrix."""
     octets = KEYS // OCTET // halves
     return matrix(shared.ring.at[stage, pl.ds(half * octets, octets)], sizes)
 
 
 def _attend_keys(refs, shared, place, warpgroup, sizes, carry):
-    """The sequence's part; two warpgroups take turns at the tensor core."""
+    """Adds the keys of the sequence to the softmax; warpgroups take turns at the tensor core."""
     dtype = shared.ring.dtype
 
     def turn():
@@ -165,7 +159,7 @@ def _attend_keys(refs, shared, place, warpgroup, sizes, carry):
                 plgpu.barrier_wait(shared.full.at[v_stage])
             plgpu.barrier_wait(shared.turn)
             values = half_of(shared, v_stage, half, halves, sizes)
-            acc = accumulate(acc, acc.shape, functools.partial(add_product, narrow, values), sizes)
+            acc = add_product(acc, narrow, values, sizes)
         plgpu.barrier_arrive(shared.used.at[v_stage])
         return acc, highest, total
 
@@ -176,41 +170,41 @@ def _attend_keys(refs, shared, place, warpgroup, sizes, carry):
 
 
 def slot_and_token(row, sizes):
-    """Those of a row of a stage, of 8 each."""
+    """Returns the slot and the token, 0 to 7 each, of a row of a stage."""
     pair = row >> 3, row & (OCTET - 1)
-    return pair[::-1] if sizes.by_row else pair
+    return pair[::-1] if sizes.copy_by_token else pair
 
 
 def visible_slots(tile, words, slot, chunk, sizes):
-    """Whether slots of a chunk are visible, by their bits in words or by their number."""
-    if sizes.by_token:
+    """Returns whether slots of a chunk are visible, by their bits in `words` or by their number."""
+    if sizes.masked:
         return lax.shift_right_logical(words, slot) & 1 != 0
     slot += chunk * SLOTS
     return (tile.first_slot <= slot) & (slot < tile.end_slot)
 
 
 def shown_rows(refs, tile, octet, chunk, sizes):
-    """1 for each row of a stage that is a visible slot of 8 tokens, else 0."""
+    """Returns 1 for each row of a stage that is a visible slot of its token, else 0."""
     words, layout = None, LAYOUT.reduce(1)
-    if sizes.by_token:
+    if sizes.masked:
         words = load(refs.slot_words.at[tile.batch, octet, chunk], layout, optimized=False)
     slot = slot_and_token(iota((ROWS,), 0, layout), sizes)[0]
     return jnp.where(visible_slots(tile, words, slot, chunk, sizes), 1, 0)
 
 
 def load_rows(place, sizes):
-    """Octets of rows of shared memory, as `matrix` gives them, in registers."""
+    """Loads what `matrix` returns into registers."""
     return place[...].reshape(ROWS, -1) if sizes.interpret else load(place, LAYOUT)
 
 
 def store_matrix(place, x, sizes):
-    """Writes what `load_rows` reads, for products and copies to see."""
+    """Writes what `load_rows` reads, and makes it visible to products and copies."""
     place[...] = x.reshape(place.shape) if sizes.interpret else x
     plgpu.commit_smem()
 
 
 def clear_hidden(place, refs, tile, octet, chunk, sizes):
-    """Zeroes the hidden slots of a stage: they may hold NaN, and 0 times NaN is NaN."""
+    """Zeroes the hidden slots of a stage, which may hold NaN: 0 times NaN is NaN."""
 
     def clear():
         shown = shown_rows(refs, tile, octet, chunk, sizes)
@@ -218,7 +212,7 @@ def clear_hidden(place, refs, tile, octet, chunk, sizes):
         x = jnp.where(by_row(shown, x.shape) != 0, x, jnp.zeros_like(x))
         store_matrix(place, x, sizes)
 
-    if sizes.by_token:
+    if sizes.masked:
         clear()
     else:
         slot = chunk * SLOTS
@@ -226,12 +220,13 @@ def clear_hidden(place, refs, tile, octet, chunk, sizes):
 
 
 def own_slots(shared, stage, warpgroup, sizes):
-    """A warpgroup's half of a stage: 8 slots of 8 of its tokens, as a matrix."""
+    """Returns a warpgroup's half of a stage, 8 slots of 8 of its tokens, as a matrix."""
     start = pl.multiple_of(warpgroup * SLOTS, SLOTS)
     return matrix(shared.ring.at[stage, pl.ds(start, SLOTS)], sizes)
 
 
 def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
+    """Adds the slots of a tile's tokens to the softmax, a chunk of 8 slots at a time."""
     dtype, (tile, token) = shared.ring.dtype, place()
     queries = (shared.q_depth if sizes.own_query else shared.q).at[warpgroup]
 
@@ -248,7 +243,7 @@ def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
             own = own_slots(shared, stage, warpgroup, sizes)
             if clear:
                 clear_hidden(own, refs, tile, lax.div(token, OCTET) + part, chunk, sizes)
-            # Queries are loaded again: otherwise the compiler keeps all parts of them in registers.
+            # Queries are loaded again; otherwise the compiler keeps all parts in registers.
             rows = load(queries, LAYOUT) if left is None else left
             add(of_part(part, rows), own, transpose)
             if not sizes.interpret:
@@ -259,7 +254,7 @@ def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
             for part in range(sizes.parts):
                 one_part(part, None)
         else:
-            # Unrolled the parts spill registers; the barrier keeps the compiler from doing so.
+            # The barrier prevents unrolling, which would spill registers.
             parts = lax.optimization_barrier(jnp.int32(sizes.parts))
             lax.fori_loop(0, parts, one_part, None)
 
@@ -267,15 +262,15 @@ def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
         acc, highest, total = carry
         step = 2 * (tile.end + chunk * sizes.parts)
         chunk += tile.first_chunk
-        # If all tokens have the same visible slots, hidden ones fall into columns that are dropped.
+        # If all tokens see the same slots, hidden ones have their own columns, set to -inf below.
         scores = accumulate(
             None,
             (ROWS, ROWS),
-            lambda add: add_parts(add, None, step, chunk, sizes.by_token, True),
+            lambda add: add_parts(add, None, step, chunk, sizes.masked, True),
             sizes,
         )
         words, shape = None, scores.shape
-        if sizes.by_token:
+        if sizes.masked:
             words = refs.row_words.at[tile.batch, lax.div(token, sizes.tokens), chunk]
             words = by_row(load(words, LAYOUT.reduce(1), optimized=False), shape)
         slot, of_token = slot_and_token(iota(shape, 1), sizes)
@@ -297,7 +292,7 @@ def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
 
 
 def store_rows(refs, result, tile, token, sizes):
-    """Starts the copies of a tile's results, from shared memory to o."""
+    """Starts copying a tile's results from shared memory to o."""
     for i in range(sizes.heads):
         exists = token < sizes.length
         if sizes.group % sizes.heads:
@@ -312,7 +307,7 @@ def store_rows(refs, result, tile, token, sizes):
 
 
 def compute(refs, shared, warpgroup, sizes):
-    """A compute warpgroup: one tile of ROWS queries, from loading them to storing their results."""
+    """Computes one tile of queries, from loading them to storing results: a compute warpgroup."""
 
     def place():
         tile = tile_of(refs, sizes)

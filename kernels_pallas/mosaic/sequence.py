@@ -1,8 +1,10 @@
-"""Causal attention over the sequence on Hopper, forward and backward: any group, packed documents.
+"""The sequence part on Hopper: any group of query heads, packed documents, windows.
 
 The forward pass is the fused kernel without slots. The backward pass recomputes the weights from
-the logsumexp, in two kernels: one by tiles of queries for dq, one by tiles of keys for dk and dv.
-docs/depth_attention.md, section 8.
+the logsumexp, in two kernels: one by tiles of queries for dq, one by tiles of keys for dk and dv
+(docs/depth_attention.md, section 9). Sizes: tiles.Sizes. Bodies: `compute_dq` with tiles.fill, and
+`_compute_dkv` with `_fill_queries`. Call: fused.run_kernel. Vjp: joint_softmax.py. Reference:
+xla/sequence.py.
 """
 
 import functools
@@ -20,7 +22,6 @@ from kernels_pallas.mosaic.common import (
     LAYOUT,
     LOG2E,
     OCTET,
-    accumulate,
     add_product,
     by_column,
     by_row,
@@ -35,12 +36,12 @@ unsupported = fused.unsupported
 
 
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
-    """As `xla.sequence.sequence_forward`, of what is not `unsupported`."""
+    """Computes `xla.sequence.sequence_forward` for supported shapes."""
     return fused.fused_forward(q_BTNH, k_BSKH, v_BSKH, mask.segment_ids_BT, None, None, static)
 
 
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
-    """As `xla.sequence.sequence_backward`, all gradients in the dtype of q; nothing is atomic."""
+    """Computes `xla.sequence.sequence_backward` without atomics, all gradients in q's dtype."""
     del o_BTNH
     ids_BT, do_BTNH = mask.segment_ids_BT, do_BTNH.astype(q_BTNH.dtype)
     sizes = fused.make_sizes(q_BTNH, k_BSKH, ids_BT, do_BTNH, None, static)
@@ -53,9 +54,9 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
 
 
 def joint_operands(q_BTNH, k_BSKH, v_BSKH, ids_BT, do_BTNH, lse_BNT, delta_BNT, static, sizes):
-    """Arrays of the kernels by name, without slots; do takes the place of queries for the slots."""
+    """Returns the kernels' arrays by name, without slots; `q_depth` holds do."""
     operands = fused.make_operands(q_BTNH, k_BSKH, v_BSKH, ids_BT, do_BTNH, None, static, sizes)
-    # Unused rows have weights of 0.
+    # Unused rows get weights of 0.
     operands['lse'] = _by_tile(lse_BNT * LOG2E, sizes, jnp.inf)
     operands['delta'] = _by_tile(delta_BNT, sizes, 0.0)
     return operands
@@ -79,10 +80,10 @@ def _gradient_of_queries(operands, sizes, swizzle):
 
 
 def gradients_of_keys(operands, ids_BT, sizes, swizzle):
-    """dk and dv of `joint_operands`."""
+    """Returns dk and dv, from `joint_operands`."""
     operands = _by_octet(operands, ids_BT, sizes)
     k = operands['k']
-    # Wide heads have products over 32 queries, which a wider swizzle does not allow.
+    # Wide heads take 32 queries at a time, which a wider swizzle does not allow.
     scratch = fused.make_scratch(sizes, k.dtype, swizzle if sizes.width <= 64 else min(swizzle, 64))
     scratch = scratch._replace(
         q_full=plgpu.Barrier(num_arrivals=2, num_barriers=TILES),
@@ -101,7 +102,7 @@ def gradients_of_keys(operands, ids_BT, sizes, swizzle):
 
 
 def _by_tile(x_BNT, sizes, fill):
-    """[B, K * pieces, tiles, ROWS] of a number of each query, float32; `fill` in unused rows."""
+    """Returns a number of each query as float32 [B, K * pieces, tiles, ROWS]; unused rows: fill."""
     batch, _, length = x_BNT.shape
     x = x_BNT.astype(jnp.float32).reshape(batch, sizes.kv_heads, sizes.group, length)
     tokens = sizes.blocks * TILES * sizes.tokens
@@ -112,15 +113,16 @@ def _by_tile(x_BNT, sizes, fill):
 
 
 def _extend(x, axis, size, fill):
+    """Pads an array with `fill` at the end of an axis, up to a size."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, size - x.shape[axis])
     return jnp.pad(x, widths, constant_values=fill)
 
 
 def compute_dq(refs, shared, warpgroup, sizes, over_slots=None):
-    """A compute warpgroup: dq of a tile of queries, by blocks of keys.
+    """Computes dq of a tile of queries, over blocks of keys: a compute warpgroup.
 
-    over_slots: function (refs, shared, place, warpgroup, sizes, dq) that adds what the slots give.
+    over_slots(refs, shared, place, warpgroup, sizes, dq) returns dq plus the slots' part.
     """
     dtype = shared.ring.dtype
 
@@ -144,17 +146,13 @@ def compute_dq(refs, shared, warpgroup, sizes, over_slots=None):
         shape = (ROWS, KEYS // halves)
         for half in range(halves):
             k, v = (body.half_of(shared, x, half, halves, sizes) for x in (k_stage, v_stage))
-            scores = accumulate(
-                None, shape, functools.partial(add_product, q, k, transpose=True), sizes
-            )
+            scores = add_product(None, q, k, sizes, shape, transpose=True)
             if hide is not None:
                 scores = hide(scores, start=block * KEYS + half * shape[1])
             weights = jnp.exp2(scores * sizes.factor - by_row(lse, shape))
-            dweights = accumulate(
-                None, shape, functools.partial(add_product, do, v, transpose=True), sizes
-            )
+            dweights = add_product(None, do, v, sizes, shape, transpose=True)
             dscores = (weights * (dweights - by_row(delta, shape))).astype(dtype)
-            dq = accumulate(dq, dq.shape, functools.partial(add_product, dscores, k), sizes)
+            dq = add_product(dq, dscores, k, sizes)
         plgpu.barrier_arrive(shared.used.at[k_stage])
         plgpu.barrier_arrive(shared.used.at[v_stage])
         return (dq,)
@@ -170,7 +168,7 @@ def compute_dq(refs, shared, warpgroup, sizes, over_slots=None):
 
 
 def _by_octet(operands, ids_BT, sizes):
-    """Operands of `_compute_dkv`: queries in octets of tokens, and where documents end."""
+    """Returns the operands of `_compute_dkv`: queries in octets, and the ends of documents."""
     split = {key: operands[key] for key in ('q', 'q_depth')}
     split = {key: x.reshape(x.shape[0], -1, OCTET, *x.shape[2:]) for key, x in split.items()}
     joined = {key: operands[key] for key in ('k', 'v')}
@@ -183,20 +181,18 @@ def _by_octet(operands, ids_BT, sizes):
         index_BT = jnp.where(ends, jnp.arange(length, dtype=jnp.int32), length)
         last_BT = lax.cummin(index_BT, axis=1, reverse=True)
         operands['last'] = jnp.where(first_BT < 0, -1, last_BT)
-        pad_to = -(-length // KEYS) * KEYS
-        operands['key_ids'] = common.pad(ids_BT.astype(jnp.int32), 1, pad_to).reshape(
-            ids_BT.shape[0], -1, ROWS
-        )
+        ids_BT = common.pad(ids_BT.astype(jnp.int32), 1, common.round_up(length, KEYS))
+        operands['key_ids'] = ids_BT.reshape(ids_BT.shape[0], -1, ROWS)
     return operands
 
 
 def _keys_of(refs, sizes):
-    """The place of a block's first key, and the tiles of queries that see its keys."""
+    """Returns what a block of the grid computes: its first key, and the tiles of queries."""
     item, batches = lax.optimization_barrier(lax.axis_index('item')), refs.q.shape[0]
     kv_head, rest = lax.rem(item, sizes.kv_heads), lax.div(item, sizes.kv_heads)
     batch, key = lax.rem(rest, batches), lax.div(rest, batches) * KEYS
     last_key = jnp.minimum(key + KEYS, sizes.length) - 1
-    # The last query that sees the first key, and the last that sees the last.
+    # every: last query that sees the first key. some: last query that sees the last key.
     every = some = lax.optimization_barrier(jnp.int32(sizes.length - 1))
     by_ids = jnp.bool_(False)
     if sizes.documents:
@@ -208,7 +204,8 @@ def _keys_of(refs, sizes):
         some = jnp.minimum(some, last_key + (sizes.window - 1))
     begin, end = lax.div(key, sizes.tokens), lax.div(some, sizes.tokens) + 1
     general = jnp.where(by_ids, end, begin)
-    # From `causal` on all queries of a tile are behind the last key, to `inside` all see the first.
+    # Tiles before `causal` have queries before the last key; those from `inside` on have queries
+    # that do not see the first key. Both are masked.
     causal = jnp.clip(lax.div(last_key + (sizes.tokens - 1), sizes.tokens), general, end)
     inside = end
     if sizes.documents or sizes.window:
@@ -226,17 +223,17 @@ def _keys_of(refs, sizes):
 
 
 def _fill_queries(refs, shared, sizes):
-    """The memory warpgroup: a stage has a tile of queries, and of their outputs' cotangents."""
+    """Copies tiles of queries and cotangents of o, one of each a stage: the memory warpgroup."""
     keys, octets = _keys_of(refs, sizes), sizes.tokens // OCTET
 
     @pl.loop(keys.begin * sizes.pieces, keys.end * sizes.pieces)
     def _(i):
-        keys = _keys_of(refs, sizes)  # anew, or they would take registers between the steps
+        keys = _keys_of(refs, sizes)  # again, so that it takes no registers between steps
         step = i - keys.begin * sizes.pieces
         stage = tiles.next_stage(shared, step, sizes)
         tile, piece = lax.div(i, sizes.pieces), lax.rem(i, sizes.pieces)
         for side, ref in enumerate((refs.q, refs.q_depth)):
-            # Rows without a head have the last one's numbers, and an infinite logsumexp.
+            # Rows without a head get those of the last head, and an infinite logsumexp.
             @pl.loop(0, ROWS // sizes.tokens)
             def _(i, side=side, ref=ref):
                 head = jnp.minimum(piece * sizes.heads + i, sizes.group - 1)
@@ -251,11 +248,11 @@ def _fill_queries(refs, shared, sizes):
 
 
 def _compute_dkv(refs, shared, warpgroup, sizes):
-    """A compute warpgroup: dk and dv of 64 keys, by tiles of queries."""
+    """Computes dk and dv of 64 keys, over tiles of queries: a compute warpgroup."""
     dtype, width = shared.ring.dtype, full_slice(sizes.width)
 
     def place():
-        """(`_keys_of`, the warpgroup's first key): with its barrier each phase computes its own."""
+        """Returns (`_keys_of`, the warpgroup's first key), again for each phase of the kernel."""
         keys = _keys_of(refs, sizes)
         return keys, keys.key + warpgroup * ROWS
 
@@ -267,7 +264,7 @@ def _compute_dkv(refs, shared, warpgroup, sizes):
     plgpu.barrier_wait(shared.q_full.at[warpgroup])
     k, v = sides
 
-    # Two sums of H numbers and the scores of 64 queries would not fit the registers.
+    # For wide heads two sums and the scores of 64 queries would not fit the registers.
     halves = 1 if sizes.width <= 64 else 2
     shape = ROWS, ROWS // halves
 
@@ -291,11 +288,6 @@ def _compute_dkv(refs, shared, warpgroup, sizes):
         octet = side * (ROWS // OCTET) + lax.div(start, OCTET)
         return matrix(shared.ring.at[stage, pl.ds(octet, shape[1] // OCTET)], sizes)
 
-    def add(total, a, b, transpose=False):
-        size = shape if total is None else total.shape
-        products = functools.partial(add_product, a, b, transpose=transpose)
-        return accumulate(total, size, products, sizes)
-
     def one(i, carry, keys, key, masked):
         tile, piece = lax.div(i, sizes.pieces), lax.rem(i, sizes.pieces)
         at = keys.batch, keys.kv_head * sizes.pieces + piece, tile
@@ -306,17 +298,18 @@ def _compute_dkv(refs, shared, warpgroup, sizes):
             dk, dv = carry
             start = j * shape[1]
             q, do = (part_of(stage, side, start) for side in range(2))
-            scores = add(None, k, q, transpose=True)
+            scores = add_product(None, k, q, sizes, shape, transpose=True)
             if masked:
                 scores = hide(scores, keys, key, tile, start)
             lse = by_column(by_query(refs.lse, at, start), shape)
             weights = jnp.exp2(scores * sizes.factor - lse)
-            dv = add(dv, weights.astype(dtype), do)
-            dweights = add(None, v, do, transpose=True)
+            dv = add_product(dv, weights.astype(dtype), do, sizes)
+            dweights = add_product(None, v, do, sizes, shape, transpose=True)
             delta = by_column(by_query(refs.delta, at, start), shape)
-            return add(dk, (weights * (dweights - delta)).astype(dtype), q), dv
+            dscores = (weights * (dweights - delta)).astype(dtype)
+            return add_product(dk, dscores, q, sizes), dv
 
-        # Unrolled the halves spill registers; the barrier keeps the compiler from doing so.
+        # The barrier prevents unrolling, which would spill registers.
         carry = lax.fori_loop(0, lax.optimization_barrier(jnp.int32(halves)), half, carry)
         plgpu.barrier_arrive(shared.used.at[stage])
         return carry

@@ -1,7 +1,8 @@
-"""Depth slots on Hopper: which of them a block of a kernel works on, and how they are loaded.
+"""Sizes of the depth kernels on Hopper, and how their blocks load slots.
 
-An item is one token and one key/value head, with its G query heads; one block, of one warpgroup,
-works on consecutive items, whose slots come in chunks of 64: docs/depth_attention.md, section 6.
+An item is one token and one key/value head, with its G query heads. A block of the grid is one
+warpgroup and computes a run of consecutive items. Their slots come in chunks of 64
+(docs/depth_attention.md, section 6).
 """
 
 import dataclasses
@@ -15,9 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.mosaic import common
 from kernels_pallas.mosaic.common import CHUNK, LAYOUT, OCTET, pad, round_up
 
-# A run of that many blocks for each of an H200's 132 processors.
+# Least number of blocks for runs longer than 2: 16 for each of an H200's 132 processors.
 BLOCKS = 132 * 16
-# Of 8 numbers each lane has one, not a pair of neighbors: in global memory they are apart.
+# Layout of 8 numbers, one a lane and no pairs of neighbors: they are not contiguous in memory.
 SCALARS = plgpu.Layout.TILED(
     tiling=plgpu.Tiling(((OCTET,), (1,))),
     warp_dims=(plgpu.Replicated(4),),
@@ -28,7 +29,7 @@ SCALARS = plgpu.Layout.TILED(
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Static sizes, and the layout of arrays in global and in shared memory."""
+    """Static sizes of a call, and the layouts of its arrays in global and in shared memory."""
 
     batch: int
     length: int
@@ -38,13 +39,13 @@ class Sizes:
     slots: int  # L, rounded up to a multiple of 8
     tokens: int  # R
     dtype: jnp.dtype  # of the slots
-    masked: bool  # a mask hides some slots of some tokens
-    mapped: bool  # `rows_BT` says where a query's token is
+    masked: bool  # there is a mask
+    mapped: bool  # `rows_BT` gives each query's token
     window: int  # number of visible slots, the newest; 0: all
 
     @classmethod
     def of(cls, q_BTNH, slots, window):
-        """The sizes of arguments of depth_forward."""
+        """Returns the sizes of a call of depth_forward."""
         batch, length, heads, width = q_BTNH.shape
         held, _, tokens, kv_heads, _ = slots.k_LBRKH.shape
         sizes = batch, length, kv_heads, heads // kv_heads, width, round_up(held, OCTET), tokens
@@ -53,12 +54,12 @@ class Sizes:
 
     @property
     def items(self):
-        """Pairs of a query's token and a key/value head."""
+        """Number of items: pairs of a query's token and a key/value head."""
         return self.batch * self.length * self.kv_heads
 
     @property
     def run(self):
-        """Items of a block; 2 at least, of which the second is loaded during the first."""
+        """Items of a block; at least 2, so that one is loaded while another is computed."""
         return next(n for n in (16, 8, 4, 2) if n == 2 or self.items >= n * BLOCKS)
 
     @property
@@ -68,31 +69,31 @@ class Sizes:
 
     @property
     def columns(self):
-        """Rows of queries of an item, of which the first G are real: a matrix product's depth."""
+        """Query heads of an item in shared memory, G padded to the depth of a matrix product."""
         return round_up(self.group, 16)
 
     @property
     def heads(self):
-        """Query heads of an item in global memory: copied in eights if there are more than 8."""
+        """Query heads of an item in global memory: G, padded to eights above 8."""
         return self.group if self.group <= OCTET else round_up(self.group, OCTET)
 
     @property
     def scalars(self):
-        """Logsumexps of an item in global memory, of which the first G are real."""
+        """Logsumexps of an item in global memory: G, padded to eights."""
         return round_up(self.group, OCTET)
 
     @property
     def padded_width(self):
-        """H, rounded up to what a matrix product reads at once."""
+        """H, padded to the 64 columns that a matrix product reads at once."""
         return round_up(self.width, CHUNK)
 
     def heads_tile(self, dtype, *leading):
-        """Shared memory of an item's heads [columns, padded width]."""
+        """Returns shared memory for an item's heads [columns, padded width]."""
         shape = (*leading, self.columns, self.padded_width)
         return common.tiled(shape, dtype, common.swizzle_of(self.width, dtype))
 
     def slots_memory(self, stages):
-        """Shared memory that `SlotLoader.load_slots` fills."""
+        """Returns the shared memory and barriers of `SlotLoader.load_slots`, by name."""
         shape = stages, CHUNK, self.padded_width
         slots = common.tiled(shape, self.dtype, common.swizzle_of(self.width, self.dtype))
         return {
@@ -104,26 +105,26 @@ class Sizes:
         }
 
     def by_item(self, x_BTNH):
-        """[items, heads, H]: zeros behind G."""
+        """Returns [items, heads, H], with zeros after G."""
         return pad(x_BTNH.reshape(self.items, self.group, self.width), 1, self.heads)
 
     def pad_scalars(self, x_BNT):
-        """[B, K scalars, T], float32; the same array if 8 divides G."""
+        """Returns [B, K scalars, T], float32: the array itself if 8 divides G."""
         x = x_BNT.astype(jnp.float32).reshape(-1, self.group, self.length)
         return pad(x, 1, self.scalars).reshape(self.batch, -1, self.length)
 
     def cut_scalars(self, x):
-        """[B, N, T] of what `pad_scalars` returns."""
+        """Inverts `pad_scalars`: returns [B, N, T]."""
         x = x.reshape(-1, self.scalars, self.length)[:, : self.group]
         return x.reshape(self.batch, -1, self.length)
 
     def by_place(self, x_LBRKH):
-        """[slots, B R K, H]."""
+        """Returns [slots, B R K, H]."""
         return pad(x_LBRKH, 0, self.slots).reshape(self.slots, -1, self.width)
 
     def slot_operands(self, slots):
-        """num_slots, rows int32 [B T], mask float32 [B R, slots], k and v; dummies for None."""
-        # One number is a constant; XLA would run a kernel to fill more.
+        """Returns num_slots, rows int32 [B T], mask float32 [B R, slots], k and v."""
+        # Dummies of one number are constants; XLA would run a kernel to fill larger ones.
         rows, mask = jnp.zeros(1, jnp.int32), jnp.zeros((1, 1), jnp.float32)
         if self.mapped:
             rows = slots.rows_BT.astype(jnp.int32).reshape(-1)
@@ -134,12 +135,12 @@ class Sizes:
 
 
 class SlotLoader:
-    """Loads the slots of a block's items: the same number of chunks each, one chunk a step."""
+    """Loads the slots of a block's items, one chunk a step; all have as many chunks."""
 
     def __init__(self, sizes, num_slots, rows):
         self.sizes, self.rows = sizes, rows
         self.start = lax.axis_index('block') * sizes.run
-        # The visible slots, and the first chunk's first row.
+        # Visible slots are first to end; the first chunk begins at base.
         self.end = num_slots
         self.first = jnp.maximum(num_slots - sizes.window, 0) if sizes.window else jnp.int32(0)
         self.base = lax.div(self.first, jnp.int32(OCTET)) * OCTET
@@ -148,7 +149,7 @@ class SlotLoader:
         self.steps = self.items * self.chunks
 
     def token(self, item):
-        """(place of the item's slots in B R K, place of its token in B R, has visible slots)."""
+        """Returns (index of the item in B R K, of its token in B R, whether it has a token)."""
         sizes = self.sizes
         if not sizes.mapped:
             item += self.start
@@ -161,16 +162,16 @@ class SlotLoader:
         return token * sizes.kv_heads + head, token, row < sizes.tokens
 
     def scalars(self, ref, item):
-        """An item's logsumexps, of an array of `Sizes.pad_scalars`."""
+        """Returns the reference to an item's logsumexps in an array of `Sizes.pad_scalars`."""
         item = self.start + item
         token, head = (f(item, jnp.int32(self.sizes.kv_heads)) for f in (lax.div, lax.rem))
         batch, token = (f(token, jnp.int32(self.sizes.length)) for f in (lax.div, lax.rem))
         return ref.at[batch, pl.ds(head * self.sizes.scalars, self.sizes.scalars), token]
 
     def load_scalars(self, ref, stage):
-        """Copies the logsumexps of all items to shared memory [run, columns], zeros behind them."""
+        """Copies the logsumexps of all items to shared memory [run, columns], padded with zeros."""
         layout, scalars = SCALARS, self.sizes.scalars
-        # Without a loop all are on their way at once; of items that do not exist, the last one's.
+        # Unrolled, so that all loads are in flight at once. Missing items repeat the last one.
         items = [jnp.minimum(item, self.items - 1) for item in range(self.sizes.run)]
         loaded = [common.load(self.scalars(ref, item), layout, optimized=False) for item in items]
         for item, row in enumerate(loaded):
@@ -181,7 +182,7 @@ class SlotLoader:
         plgpu.commit_smem()
 
     def store_scalars(self, stage, ref):
-        """Writes what `load_scalars` reads."""
+        """Writes logsumexps from shared memory to where `load_scalars` reads."""
 
         @pl.loop(0, self.items)
         def _(item):
@@ -190,9 +191,9 @@ class SlotLoader:
             common.store_scattered(self.scalars(ref, item), row)
 
     def for_rows(self, chunk, move, hidden=False):
-        """Calls move(first slot, rows) once, for as many rows of a chunk as exist, in sixteens.
+        """Calls move(first slot, rows) once, for the written rows of a chunk in blocks of 16.
 
-        hidden: those that are not written yet too.
+        hidden: also those that are not written.
         """
         most = min(CHUNK, round_up(self.sizes.slots, 16))
         slot = self.base + chunk * CHUNK
@@ -205,7 +206,7 @@ class SlotLoader:
         choose()
 
     def load_chunk(self, chunk, place, part, ref, stage, barrier):
-        """Starts the copy of a part of a chunk of slots, or of their sums, to shared memory."""
+        """Starts the copy of some columns of a chunk of slots, or of sums, to shared memory."""
 
         def move(slot, size):
             source = ref.at[pl.ds(slot, size), place, part]
@@ -214,7 +215,7 @@ class SlotLoader:
         self.for_rows(chunk, move)
 
     def load_slots(self, step, k, v, mask, s):
-        """Starts the copies of step item * chunks + chunk to its stage of s, if it exists."""
+        """Starts the copies of step item * chunks + chunk to its stage of s, if the step exists."""
 
         def start():
             item = lax.div(step, self.chunks)
@@ -229,17 +230,17 @@ class SlotLoader:
 
         pl.when(step < self.steps)(start)
 
-    def shown(self, chunk, inside, s, stage):
-        """float32 [64]: 1 where a row's slot is visible; `inside`: the item's token has slots."""
+    def shown(self, chunk, has_token, s, stage):
+        """Returns float32 [64], 1 for visible slots of a chunk; has_token: the item has a token."""
         layout = LAYOUT.reduce(1)
         slot = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout)
         slot += self.base + chunk * CHUNK
-        end = jnp.where(inside, self.end, 0) if self.sizes.mapped else self.end
+        end = jnp.where(has_token, self.end, 0) if self.sizes.mapped else self.end
         ones = jnp.where((slot >= self.first) & (slot < end), 1.0, 0.0)
         return ones * common.load(s.shown.at[stage], layout) if self.sizes.masked else ones
 
-    def hide_rows(self, chunk, inside, stage, shown):
-        """Zeroes the hidden rows of a chunk: 0 times what they hold may be NaN."""
+    def hide_rows(self, chunk, has_token, stage, shown):
+        """Zeroes the hidden rows of a chunk, which may hold NaN: 0 times NaN is NaN."""
 
         def hide():
             for i in range(0, stage.shape[1], CHUNK):
@@ -252,5 +253,5 @@ class SlotLoader:
         else:
             slot = self.base + chunk * CHUNK
             complete = (slot >= self.first) & (slot + CHUNK <= self.end)
-            complete = complete & inside if self.sizes.mapped else complete
+            complete = complete & has_token if self.sizes.mapped else complete
             pl.when(jnp.logical_not(complete))(hide)

@@ -1,8 +1,9 @@
-"""Tiles of the fused Hopper kernels, forward and backward, and their memory warpgroup.
+"""Sizes and tiles of the fused Hopper kernels, and the warpgroup that copies to shared memory.
 
-A warpgroup's tile has 64 rows: a power of two of tokens, 8 at least, under each other for each of
-its query heads of one key/value head. A stage of the ring has 128 rows: keys or values, which both
-tiles of a block use; or each tile has half of them, 8 slots of 8 of its tokens.
+A tile is the work of one warpgroup: 64 rows of queries, which are a power of two of tokens, at
+least 8, repeated for each of its query heads of one key/value head. A block of the grid has two
+tiles and a ring of stages of 128 rows. A stage holds keys or values, which both tiles use, or for
+each tile 8 slots of 8 of its tokens.
 """
 
 import collections
@@ -14,23 +15,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mosaic.common import (
-    OCTET,
-    full_slice,
-)
+from kernels_pallas.mosaic.common import OCTET, full_slice
 
 ROWS = 64  # of a tile: tokens times heads
-TILES = 2  # of as many warpgroups in a block
+TILES = 2  # tiles of a block, each of one warpgroup
 KEYS = 128  # rows of a stage
-SLOTS = ROWS // OCTET  # slots read at a time, of 8 tokens
-HEADS = 8  # of a tile, at most: it has 8 tokens or more
+SLOTS = ROWS // OCTET  # slots in a chunk, for 8 tokens at a time
+HEADS = 8  # most query heads of a tile, which has at least 8 tokens
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-# In shared memory: q (later the results), q_depth and lse of each tile; the ring
-# [stages, KEYS / 8, 8, H]; barriers: queries have arrived, a stage has been filled with keys, or
-# with slots, or used by both tiles, and whose turn it is at the tensor core. The last three are
-# those of fused_backward.py: weights and their gradients, and the slots' sums with their barriers.
+# Shared memory: q (later the results), q_depth and lse of each tile, and the ring
+# [stages, KEYS / 8, 8, H]. Barriers: q_full (queries have arrived), full and slots_full (a stage
+# has been filled with keys, or with slots), used (both tiles have used a stage), turn (whose turn
+# it is at the tensor core). Only in fused_backward.py: scores (weights and their gradients), sums
+# (of the slots) and the barriers sums_full.
 Shared = collections.namedtuple(
     'Shared',
     'q q_depth lse ring q_full full slots_full used turn scores sums sums_full',
@@ -45,19 +44,19 @@ class Sizes:
     length: int
     kv_heads: int
     group: int  # G, query heads of a key/value head
-    width: int  # of a head, as shared memory holds it
-    stages: int
-    window: int
+    width: int  # H, padded for shared memory
+    stages: int  # of the ring
+    window: int  # number of visible keys; 0: no limit
     documents: bool  # there are segment ids
-    own_query: bool
-    by_token: bool  # some slots are visible to some tokens only
-    by_row: bool  # each token's slots are copied by themselves: token by token, slot by slot
-    factor: float  # on the scores
+    own_query: bool  # q_depth: other queries for the slots, or in the backward passes do
+    masked: bool  # tokens see different slots: there is a mask, or rows_BT
+    copy_by_token: bool  # each token's slots are copied by themselves, not 8 tokens at once
+    factor: float  # scale * log2(e)
     interpret: bool
 
     @property
     def pieces(self):
-        """Tiles among which the heads of a key/value head are split."""
+        """Tiles among which the query heads of a key/value head are split."""
         return -(-self.group // HEADS)
 
     @property
@@ -72,27 +71,27 @@ class Sizes:
 
     @property
     def parts(self):
-        """Products that the scores of a chunk of slots take: one for each 8 tokens."""
+        """Products for the scores of a chunk of slots: one for each 8 tokens."""
         return self.tokens // OCTET
 
     @property
     def blocks(self):
-        """Blocks of the grid along the tokens."""
+        """Blocks of the grid along the tokens, for one column of heads."""
         return -(-self.length // (TILES * self.tokens))
 
 
 def tile_of(refs, sizes):
-    """The place of a block's first query, and its blocks of keys and chunks of slots."""
-    # One axis, as CUDA has 65,535 of the others. With the barrier each phase computes its own
-    # numbers: otherwise the compiler keeps all of them in registers throughout.
+    """Returns what a block of the grid computes: first query, blocks of keys, chunks of slots."""
+    # The grid has one axis, since CUDA limits the others to 65,535. With the barrier each phase
+    # computes these numbers again; otherwise the compiler keeps all of them in registers.
     item, batches = lax.optimization_barrier(lax.axis_index('item')), refs.q.shape[0]
     columns = sizes.kv_heads * sizes.pieces
     column, rest = lax.rem(item, columns), lax.div(item, columns)
     batch = lax.rem(rest, batches)
-    # Late tiles have the most keys: they start first, so that no long one remains for the end.
+    # Late tokens have the most keys. They start first, so that no long block is left for the end.
     token = (sizes.blocks - 1 - lax.div(rest, batches)) * (TILES * sizes.tokens)
     last = jnp.minimum(token + TILES * sizes.tokens, sizes.length) - 1
-    # The first key that the first query sees, and the first that all see.
+    # some: first key that the first query sees. every: first key that all queries see.
     some = every = jnp.int32(0)
     if sizes.documents:
         some, every = refs.first[batch, token], refs.first[batch, last]
@@ -113,10 +112,10 @@ def tile_of(refs, sizes):
         batch=batch,
         column=column,
         kv_head=lax.div(column, sizes.pieces),
-        head=lax.rem(column, sizes.pieces) * sizes.heads,  # of those of the key/value head
+        head=lax.rem(column, sizes.pieces) * sizes.heads,  # first one, within the key/value head
         token=token,
-        # Blocks of keys from `base` on: to `general` compared by their ids, to `inside` and from
-        # `causal` on masked, between them visible to all.
+        # Blocks of 128 keys, counted from key `base`. Up to `general`: compared by ids. From there
+        # to `inside`, and from `causal` to `end`: masked. Between these: visible to all queries.
         base=base,
         general=general,
         inside=inside,
@@ -126,24 +125,24 @@ def tile_of(refs, sizes):
         end_slot=end_slot,
         first_chunk=first_chunk,
         chunks=chunks,
-        steps=2 * end + 2 * sizes.parts * chunks,  # stages of the ring that are filled
+        steps=2 * end + 2 * sizes.parts * chunks,  # number of times that a stage is filled
     )
 
 
 def stage_of(step, sizes):
-    """The ring's stage that a step fills and uses."""
+    """Returns the stage of the ring that a step fills and uses."""
     return lax.rem(step, jnp.int32(sizes.stages))
 
 
 def next_stage(shared, step, sizes):
-    """The stage of a step, once it is free."""
+    """Waits until the stage of a step is free, and returns it."""
     stage = stage_of(step, sizes)
     pl.when(step >= sizes.stages)(lambda: plgpu.barrier_wait(shared.used.at[stage]))
     return stage
 
 
 def finish(shared, steps, sizes):
-    """Waits until the last of the steps have been used."""
+    """Waits until the stages of the last steps have been used."""
 
     @pl.loop(jnp.maximum(steps - sizes.stages, 0), steps)
     def _(step):
@@ -153,10 +152,10 @@ def finish(shared, steps, sizes):
 def for_slots(move, ref, refs, tile, chunk, octet, columns, sizes):
     """Calls move(reference, octets, exist) for each piece of 8 slots of 8 tokens in global memory.
 
-    octets: the slice of a stage's octets of rows that the piece fills. exist: whether the tokens
-    do; where they do not, the reference is to another token's slots.
+    octets is the slice of a stage's octets of rows that the piece fills. exist is whether its
+    tokens exist; if not, the reference is to the slots of another token.
     """
-    if not sizes.by_row:
+    if not sizes.copy_by_token:
         exist, octet = octet < ref.shape[2], jnp.minimum(octet, ref.shape[2] - 1)
         slots = pl.ds(chunk * SLOTS, SLOTS)
         piece = ref.at[slots, tile.batch, octet, :, tile.kv_head, columns]
@@ -175,13 +174,16 @@ def for_slots(move, ref, refs, tile, chunk, octet, columns, sizes):
 
 
 def fill(refs, shared, sizes, in_pairs=False):
-    """The memory warpgroup: keys, values and slots into the ring, in the order of their use.
+    """Copies keys, values and slots into the ring, in the order of their use: the memory warpgroup.
 
-    in_pairs: the values of each 8 tokens' slots follow their keys, and not all keys of a chunk.
+    in_pairs: the keys and values of 8 tokens' slots alternate. False: all keys of a chunk come
+    first, then all values.
     """
     tile, width = tile_of(refs, sizes), full_slice(sizes.width)
 
-    @pl.loop(0, tile.end)
+    # Without the barrier the compiler peels the first rounds off, and spills the addresses of their
+    # stages (JAX 0.12).
+    @pl.loop(lax.optimization_barrier(jnp.int32(0)), tile.end)
     def _(block):
         octets = pl.ds(lax.div(tile.base, OCTET) + block * (KEYS // OCTET), KEYS // OCTET)
         for side, ref in enumerate((refs.k, refs.v)):

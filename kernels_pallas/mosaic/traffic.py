@@ -1,8 +1,8 @@
 """Bytes that the Hopper kernels move between global and shared memory, from the sizes of a call.
 
-What TMA copies inside its arrays, and the logsumexps and deltas that are loaded, not the scalars
-of a block; without masks, `slot_rows_BT`, documents or a window of the sequence. traffic_test.py
-compares all of it with what the interpreter moves.
+Counted are TMA's copies, clipped to the arrays, and the loads of logsumexps and deltas. The few
+scalars of a block are not. Calls have no mask, `slot_rows_BT`, documents or sequence window.
+traffic_test.py compares all of it with what the interpreter moves.
 """
 
 from typing import NamedTuple
@@ -20,17 +20,17 @@ class Traffic(NamedTuple):
 
     slots: int  # depth slots read
     sums: int = 0  # the slots' gradients, read and written, or, where they are fresh, written
-    own: int = 0  # what one block reads or writes alone: queries and outputs, or keys of dk and dv
-    shared: int = 0  # what several blocks read, mostly from the L2 cache
+    own: int = 0  # read or written by one block: queries and outputs, or keys of dk and dv
+    shared: int = 0  # read by several blocks, mostly from the L2 cache
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all fields."""
         return sum(self)
 
 
 def _rows_of_slots(sizes: slot_loader.Sizes, num_slots: int) -> int:
-    """Rows of slots that are copied for an item, in chunks of 64 and in sixteens of a chunk."""
+    """Returns the rows of slots that are copied for an item: in chunks of 64, by blocks of 16."""
     first = max(num_slots - sizes.window, 0) if sizes.window else 0
     base, most = first // OCTET * OCTET, min(CHUNK, round_up(sizes.slots, 16))
     starts = range(base, num_slots, CHUNK)
@@ -39,7 +39,7 @@ def _rows_of_slots(sizes: slot_loader.Sizes, num_slots: int) -> int:
 
 
 def depth_forward(sizes: slot_loader.Sizes, num_slots: int, o_bytes: int = 2) -> Traffic:
-    """Of `depth.depth_forward`; o_bytes: of a number of the sequence's output."""
+    """Returns the bytes of `depth.depth_forward`; o_bytes: item size of the sequence's output."""
     item_size, heads = sizes.dtype.itemsize, sizes.heads * sizes.width
     slots = 2 * _rows_of_slots(sizes, num_slots) * sizes.width * item_size
     scalars = (sizes.blocks * sizes.run + sizes.items) * sizes.scalars * FLOAT
@@ -48,9 +48,9 @@ def depth_forward(sizes: slot_loader.Sizes, num_slots: int, o_bytes: int = 2) ->
 
 
 def depth_backward(sizes: slot_loader.Sizes, num_slots: int, sum_bytes: int = 0) -> Traffic:
-    """Of `depth.depth_backward`, with dq given and dlse not.
+    """Returns the bytes of `depth.depth_backward`, with dq and without dlse.
 
-    sum_bytes: of a number of the sums; 0: gradients are fresh.
+    sum_bytes: item size of the sums; 0: fresh gradients.
     """
     item_size, heads = sizes.dtype.itemsize, sizes.heads * sizes.width
     side = 2 * _rows_of_slots(sizes, num_slots) * sizes.width
@@ -61,13 +61,13 @@ def depth_backward(sizes: slot_loader.Sizes, num_slots: int, sum_bytes: int = 0)
 
 
 def _tiles(sizes: TileSizes, batch: int):
-    """(groups of heads that a block works on, in all rows; T rounded up; tiles of all of those)."""
+    """Returns (columns of heads in all batch rows, T padded to eights, tiles of all columns)."""
     columns = batch * sizes.kv_heads * sizes.pieces
     return columns, round_up(sizes.length, OCTET), columns * sizes.blocks * TILES
 
 
 def _keys(sizes, batch):
-    """Keys and values that blocks of queries copy, each up to its last query."""
+    """Returns the bytes of keys and values that blocks read, each up to its last query."""
     columns, even, _ = _tiles(sizes, batch)
     tokens = TILES * sizes.tokens
     ends = (min(token + tokens, sizes.length) for token in range(0, sizes.length, tokens))
@@ -76,15 +76,15 @@ def _keys(sizes, batch):
 
 
 def _slots(sizes, held, num_slots, slot_window):
-    """Rows of slots that are copied for each token, in eights, of those held."""
+    """Returns the rows of slots that are copied for each token, in eights."""
     first = max(num_slots - slot_window, 0) if slot_window else 0
     chunks = range(first // SLOTS * SLOTS, num_slots, SLOTS)
-    held = round_up(held, OCTET) if sizes.by_row else held
+    held = round_up(held, OCTET) if sizes.copy_by_token else held
     return sum(min(SLOTS, held - start) for start in chunks)
 
 
 def fused_forward(sizes: TileSizes, batch: int, held: int, num_slots: int, slot_window: int = 0):
-    """`Traffic` of `fused.fused_forward` of 16-bit arrays, of L = `held` slots; 0: the sequence."""
+    """Returns the bytes of `fused.fused_forward` in 16 bits; held: L, 0 for only the sequence."""
     columns, even, tiles = _tiles(sizes, batch)
     rows = _slots(sizes, held, num_slots, slot_window) * sizes.tokens
     queries = columns * sizes.heads * (1 + sizes.own_query)
@@ -97,7 +97,7 @@ def fused_forward(sizes: TileSizes, batch: int, held: int, num_slots: int, slot_
 
 
 def sequence_backward_q(sizes: TileSizes, batch: int) -> Traffic:
-    """Of the kernel of `sequence.sequence_backward` that sums dq, of 16-bit arrays."""
+    """Returns the bytes of the dq kernel of `sequence.sequence_backward`, in 16 bits."""
     columns, even, tiles = _tiles(sizes, batch)
     queries = 2 * columns * sizes.heads + batch * sizes.kv_heads * sizes.group
     scalars = 2 * tiles * ROWS * FLOAT
@@ -113,15 +113,15 @@ def fused_backward_q(
     sum_bytes: int = 0,
     slot_window: int = 0,
 ) -> Traffic:
-    """Of the kernel of `fused_backward.fused_backward` that sums dq, of 16-bit arrays.
+    """Returns the bytes of the dq kernel of `fused_backward.fused_backward`, in 16 bits.
 
-    sum_bytes: of a number of the sums; 0: gradients are fresh.
+    sum_bytes: item size of the sums; 0: fresh gradients.
     """
     (columns, _, tiles), plain = _tiles(sizes, batch), sequence_backward_q(sizes, batch)
     rows = _slots(sizes, held, num_slots, slot_window)
     # Logsumexps and deltas are loaded again for each 8 slots of 8 tokens.
     scalars = tiles * sizes.parts * -(-rows // SLOTS) * 2 * ROWS * FLOAT
-    # Fresh, all that are held are written; sums are read and written where they are visible.
+    # Fresh gradients are written for all slots; sums are read and written for the visible ones.
     by_token = 2 * rows * sum_bytes or _slots(sizes, held, held, 0) * 2
     return plain._replace(
         slots=2 * tiles * sizes.tokens * rows * sizes.width * 2,
@@ -131,9 +131,10 @@ def fused_backward_q(
 
 
 def sequence_backward_kv(sizes: TileSizes, batch: int) -> Traffic:
-    """Of the kernel that sums dk and dv: `shared` are queries and cotangents, once a block of keys.
+    """Returns the bytes of the kernel of dk and dv, in 16 bits.
 
-    Each of a block's two warpgroups loads the logsumexps and deltas.
+    Each block of keys reads queries and cotangents (`shared`), and each of its two warpgroups the
+    logsumexps and deltas.
     """
     even, end, shared = round_up(sizes.length, OCTET), (sizes.length - 1) // sizes.tokens + 1, 0
     for key in range(0, sizes.length, KEYS):
@@ -146,9 +147,9 @@ def sequence_backward_kv(sizes: TileSizes, batch: int) -> Traffic:
 
 
 def decode_forward(sizes: decode.Sizes, length: int) -> Traffic:
-    """Of `decode.decode_forward` over rows of a cache, the first `length` places of which are seen.
+    """Returns the bytes of `decode.decode_forward` if the first `length` places are visible.
 
-    `own` are the cache, the new tokens, what says which of them are seen, queries and results.
+    `own` is everything but the slots: cache, new tokens, visibility, queries and results.
     """
     pairs, item_size = sizes.rows * sizes.kv_heads, sizes.dtype.itemsize
     places = min(round_up(length, CHUNK), sizes.places)

@@ -1,1 +1,1 @@
-"""Generic Pallas, compiled by Triton: any NVIDIA or AMD GPU, or interpreted on a CPU."""
+"""Pallas kernels compiled by Triton for any NVIDIA or AMD GPU, or interpreted on a CPU."""

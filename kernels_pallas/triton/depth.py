@@ -1,9 +1,12 @@
-"""The depth slots of each query's own token by generic Pallas: any GPU that Triton compiles for.
+"""The depth part by Pallas and Triton, for GPUs that are not Hopper.
 
-One program takes a block of tokens of one row and one key/value head, and loads each visible slot
-once for all query heads that share it, without tensor cores. Every access is masked and names an
-element by its place along each axis of the whole array: sides of a tile are padded to the powers of
-two that Triton needs, and Pallas computes the offset, in 64 bits for more than 2^32 bytes.
+One program takes a block of tokens of one batch row and one key/value head, and loads each visible
+slot once for all query heads that share it. It uses no tensor cores. Sides of a tile are padded to
+powers of two, as Triton needs, and every access is masked. An access names an element by its index
+along each axis of the whole array, and Pallas computes the offset, in 64 bits beyond 2^32 bytes.
+
+Sizes: `_tile` and `_Program`. Bodies: `_forward` and `_backward`. Call: `_call`. Vjp:
+joint_softmax.py. Reference: xla/depth.py.
 """
 
 import functools
@@ -18,14 +21,14 @@ from kernels_pallas.xla.depth import first_slot
 
 DTYPES = ('float32', 'bfloat16', 'float16')
 MAX_WIDTH = 256
-# Most elements of tiles [tokens, query heads, width] and [tokens, width]: 32 and 8 a thread.
+# Most elements of a tile [tokens, query heads, width] and [tokens, width]: 32 and 8 a thread.
 QUERY_TILE, SLOT_TILE, NUM_WARPS = 4096, 1024, 4
 MAX_QUERY_TILE = 4 * QUERY_TILE
-SLOTS_PER_ROUND = 4  # loaded at once; they share one maximum
+SLOTS_PER_ROUND = 4  # loaded together; they share one maximum
 
 
 def unsupported(shapes, device) -> str | None:
-    """Returns in one line why these kernels do not support `backends.Shapes`; None: they do."""
+    """Returns why these kernels do not support `backends.Shapes`, in one line; None: they do."""
     del device
     if unknown := [dtype for dtype in shapes.dtypes if dtype not in DTYPES]:
         return f'dtype={unknown[0]} must be one of {", ".join(DTYPES)}'
@@ -39,21 +42,21 @@ def unsupported(shapes, device) -> str | None:
 
 
 def _tile(length, group, width):
-    """Tokens, query heads and width of a program's tile: powers of two."""
+    """Returns tokens, query heads and width of a program's tile, powers of two."""
     group, width = pl.next_power_of_2(group), pl.next_power_of_2(width)
     tokens = min(QUERY_TILE // (group * width), SLOT_TILE // width)
     return max(1, min(tokens, pl.next_power_of_2(length))), group, width
 
 
 def _grid(q_shape, kv_heads):
-    """One axis, as CUDA has 65,535 of the others; heads whose slots are neighbors run together."""
+    """Returns a grid of one axis, since CUDA limits the others to 65,535."""
     batch, length, heads, width = q_shape
     tokens, *_ = _tile(length, heads // kv_heads, width)
     return (batch * pl.cdiv(length, tokens) * kv_heads,)
 
 
 class _Program:
-    """The elements that one program reads and writes, and which of them exist."""
+    """The elements that one program reads and writes, each with a mask of those that exist."""
 
     def __init__(self, q_ref, k_ref, rows_ref):
         _, length, heads, real_width = q_ref.shape
@@ -98,7 +101,7 @@ class _Program:
 
 
 def _load(place, mask):
-    """In float32; zeros where masked, so that nothing hidden is read."""
+    """Loads in float32. Masked elements are 0 and not read."""
     return plgpu.load(place, mask=mask, other=0).astype(jnp.float32)
 
 
@@ -134,7 +137,7 @@ def _forward(q, o, lse, k_depth, v_depth, num, mask, rows, o_out, lse_out, *, wi
             total_tg += weight_tg
         return o_tgh, new_tg, total_tg
 
-    # Where nothing was visible before, the first round discards this 1 as it discards o.
+    # If nothing was visible before, the first round multiplies this 1 and o by 0.
     total_tg = jnp.ones_like(highest_tg)
     rounds = (num_slots - first + SLOTS_PER_ROUND - 1) // SLOTS_PER_ROUND
     o_tgh, highest_tg, total_tg = lax.fori_loop(0, rounds, join, (o_tgh, highest_tg, total_tg))
@@ -145,8 +148,8 @@ def _forward(q, o, lse, k_depth, v_depth, num, mask, rows, o_out, lse_out, *, wi
 def _backward(*refs, window, scale):
     q, o, do, lse, _, _, dlse, dq_before, k_depth, v_depth, num, mask, rows, *results = refs
     dq, dk_sum, dv_sum = results
-    # The sums given (unnamed) and returned are the same memory. It has one name here, so that no
-    # compiler takes reads and writes of it for those of two arrays.
+    # The sums given (`_`) and returned are the same memory. Only the results are named, so that the
+    # compiler does not take reads and writes for those of two arrays.
     program = _Program(q, k_depth, rows)
     q_tgh, do_tgh = _load(*program.query(q)) * scale, _load(*program.query(do))
     lse_tg, delta_tg = _load(*program.by_head(lse)), jnp.sum(do_tgh * _load(*program.query(o)), 2)
@@ -179,14 +182,14 @@ def _backward(*refs, window, scale):
 
 def _call(kernel, arrays, slots, outputs, interpret, **options):
     num_slots = jnp.asarray(slots.num, jnp.int32).reshape(1)
-    # One byte an element would be indexed in 32 bits beyond 2^31 elements.
+    # An array of one byte an element would get 32-bit offsets beyond 2^31 elements.
     mask_LBR = None if slots.mask_LBR is None else slots.mask_LBR.astype(jnp.int16)
     rows_BT = None if slots.rows_BT is None else slots.rows_BT.astype(jnp.int32)
     return pl.pallas_call(
         kernel,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
         grid=_grid(arrays[0].shape, slots.k_LBRKH.shape[3]),
-        # These also choose Triton where another backend is the default.
+        # These parameters also choose Triton where another compiler is the default.
         compiler_params=plgpu.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
         interpret=interpret,
         **options,
@@ -194,7 +197,7 @@ def _call(kernel, arrays, slots, outputs, interpret, **options):
 
 
 def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False):
-    """As `xla.depth.depth_forward`, with queries, o and slots in DTYPES and lse in float32."""
+    """Computes `xla.depth.depth_forward`; queries, o and slots in DTYPES, lse in float32."""
     arrays = q_BTNH, o_BTNH, lse_BNT
     kernel = functools.partial(_forward, window=window, scale=scale)
     o_BTNH, lse_BNT = _call(kernel, arrays, slots, arrays[1:], interpret, name='depth_forward')
@@ -204,7 +207,7 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
 def depth_backward(
     q_BTNH, o_BTNH, do_BTNH, lse_BNT, dlse_BNT, slots, sums, dq_BTNH, window, scale, interpret=False
 ):
-    """As `xla.depth.depth_backward`, with the dtypes of depth_forward; sums in one of DTYPES."""
+    """Computes `xla.depth.depth_backward`; dtypes as in depth_forward, sums in one of DTYPES."""
     sums = [jnp.zeros_like(side) for side in slots[:2]] if sums is None else sums
     arrays = q_BTNH, o_BTNH, do_BTNH, lse_BNT, *sums, dlse_BNT, dq_BTNH
     kernel = functools.partial(_backward, window=window, scale=scale)

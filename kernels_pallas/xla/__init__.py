@@ -1,1 +1,1 @@
-"""XLA backends, for CPUs and every other platform; they support every call."""
+"""XLA backends: every platform, every call."""

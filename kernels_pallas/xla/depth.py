@@ -1,7 +1,8 @@
-"""The depth slots of each query's own token, by XLA: they join the softmax of the sequence part.
+"""The depth part by XLA: continues the sequence part's softmax over the slots of each token.
 
-A loop reads the visible slots alone, and adds their gradients in place. Sums over slots or queries
+A loop reads only the visible slots, and adds their gradients in place. Sums over slots or queries
 are written out term by term: einsum took 1.3 to 5 times as long on CPUs (JAX 0.10.2, float32).
+The docstrings of depth_forward and depth_backward are the contract of every depth part.
 """
 
 import functools
@@ -10,19 +11,20 @@ import operator
 import jax.numpy as jnp
 from jax import lax
 
-# Longer rows are computed by tiles of tokens, with this many numbers in q: 32 MiB in float32.
+# Numbers of q in a tile of tokens, for longer sequences: 32 MiB in float32.
 TILE_NUMBERS = 2**23
-# Forward only: 15 to 30% less CPU time per slot than one at a time; backward gained under a tenth.
+# Forward only: 15 to 30% less CPU time a slot than one at a time; backward gained under a tenth.
 SLOTS_PER_ROUND = 4
 
 
 def order_before_writes(arrays, step):
-    """Returns the arrays, none of which is available before all of them are.
+    """Returns the arrays; none is available before all are.
 
-    In a loop that adds to a large array in place, pass a part that is read first through here with
-    the array: else XLA on CPUs may read last, and copy the array. `step` is any traced integer.
+    Use it in a loop that reads a part of a large array and then adds to the array in place: pass
+    both through here after the read. Otherwise XLA on CPUs may read last, and copy the array.
+    `step` is any traced integer.
     """
-    # XLA on CPUs drops a bare barrier before it decides on copies; it cannot see that this loop
+    # XLA on CPUs drops a bare barrier before it decides on copies. It cannot see that this loop
     # runs no iteration.
     return lax.while_loop(
         lambda carry: carry[0] < step,
@@ -34,8 +36,17 @@ def order_before_writes(arrays, step):
 def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False):
     """Continues the softmax of (o_BTNH, lse_BNT) over the slots, a `joint_softmax.Slots`.
 
-    Returns the joint o_BTNH and lse_BNT in the dtypes given, and the slots' keys and values,
-    available only after they have been read: what is then written into them is written in place.
+    Args:
+      q_BTNH: queries for the slots.
+      o_BTNH, lse_BNT: output and natural-log logsumexp of the sequence part.
+      slots: keys, values and their visibility.
+      window: number of visible slots, the newest; 0: all.
+      scale: factor on the scores.
+      interpret: runs a kernel in its interpreter; no effect here.
+
+    Returns:
+      The joint o_BTNH and lse_BNT in the dtypes given, and the slots' (keys, values). These are
+      available only after the slots have been read, so that later writes to them are in place.
     """
     del interpret
     kv_heads, wide = slots.k_LBRKH.shape[3], lse_BNT.dtype
@@ -60,7 +71,7 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
             values = [value[:, :, :, None] for _, _, value in read]
             terms = [w[..., None] * value for w, value in zip(weights, values, strict=True)]
             o, total = o * keep[..., None] + _sum(terms), total * keep + _sum(weights)
-            # Without the barrier XLA would see that the loop returns the slots unread.
+            # Without the barrier XLA would see that the loop returns the slots unchanged.
             return o, new, total, lax.optimization_barrier(sides)
 
         total_BTKG = (lse_BTKG > -jnp.inf).astype(wide)
@@ -80,15 +91,15 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
 def depth_backward(
     q_BTNH, o_BTNH, do_BTNH, lse_BNT, dlse_BNT, slots, sums, dq_BTNH, window, scale, interpret=False
 ):
-    """dq_BTNH plus the queries' gradient through the slots, and `sums` plus the slots' gradients.
+    """Returns dq_BTNH plus the gradient through the slots, and `sums` plus the slots' gradients.
 
     Args:
-      q_BTNH, slots, window, scale: as of depth_forward.
-      o_BTNH, lse_BNT: joint; lse_BNT is finite.
-      do_BTNH, dlse_BNT: their cotangents; dlse_BNT None: zeros.
-      sums: of keys and of values; None: zeros, in the slots' dtype.
-      dq_BTNH: the gradient through the sequence; None: zeros. The result has q's dtype.
-      interpret: runs a kernel in its interpreter.
+      q_BTNH, slots, window, scale, interpret: as in depth_forward.
+      o_BTNH, lse_BNT: joint output and logsumexp; lse_BNT is finite.
+      do_BTNH, dlse_BNT: their cotangents; dlse_BNT may be None for zeros.
+      sums: two arrays of the slots' shape for keys and values, updated in place; None: zeros in
+        the slots' dtype.
+      dq_BTNH: gradient through the sequence; None: zeros. The result has q's dtype.
     """
     del interpret
     kv_heads, wide = slots.k_LBRKH.shape[3], lse_BNT.dtype
@@ -128,7 +139,7 @@ def depth_backward(
 
 
 def first_slot(num_slots, window):
-    """The first visible slot."""
+    """Returns the index of the first visible slot."""
     return jnp.maximum(num_slots - window, 0) if window else 0
 
 
@@ -158,7 +169,7 @@ def _by_token(x_BNT, kv_heads):
 
 
 def _slot(slots, slot, tile, wide):
-    """(visible [B, T, 1, 1] or None for all, key [B, T, K, H], value) of one slot."""
+    """Returns (visible [B, T, 1, 1], None for all; key [B, T, K, H]; value) of one slot."""
     seen = [] if slots.rows_BT is None else [slots.rows_BT < slots.k_LBRKH.shape[2]]
     if slots.mask_LBR is not None:
         seen.append(_read(slots.mask_LBR, slot, slots.rows_BT, tile))
@@ -171,17 +182,19 @@ def _slot(slots, slot, tile, wide):
 
 
 def _box(side_LBR, slot, tile):
+    """Returns (start, sizes) of one slot of a tile of tokens (None: of all)."""
     start, size = tile or (0, side_LBR.shape[2])
     rest = side_LBR.shape[3:]
     return (slot, 0, start, *[0] * len(rest)), (1, side_LBR.shape[1], size, *rest)
 
 
 def _place(slot, rows_BT):
+    """Returns the indices [B, T, 2] of a slot of the queries' tokens."""
     return jnp.stack([jnp.full_like(rows_BT, slot), rows_BT], axis=-1)
 
 
 def _read(side_LBR, slot, rows_BT, tile):
-    """One slot [B, T, ...] of the queries' tokens; a token out of range reads that of the last."""
+    """Returns one slot [B, T, ...] of the queries' tokens; out of range: the last one."""
     if rows_BT is None:
         return lax.squeeze(lax.dynamic_slice(side_LBR, *_box(side_LBR, slot, tile)), [0])
     rest = tuple(range(2, side_LBR.ndim - 1))
@@ -192,20 +205,20 @@ def _read(side_LBR, slot, rows_BT, tile):
 
 
 def _add(total_LBRKH, slot, rows_BT, tile, update_BTKH):
-    """The update added to one slot of the queries' tokens; that of one out of range is dropped."""
+    """Adds to one slot of the queries' tokens; updates of rows out of range are dropped."""
     update_BTKH = update_BTKH.astype(total_LBRKH.dtype)
     if rows_BT is None:
         update_BTKH += _read(total_LBRKH, slot, None, tile)
         start, _ = _box(total_LBRKH, slot, tile)
         return lax.dynamic_update_slice(total_LBRKH, update_BTKH[None], start)
     numbers = lax.ScatterDimensionNumbers((2, 3), (0, 2), (0, 2), (1,), (0,))
-    # Tokens are distinct, as depth_attention asks: reruns on a GPU then give equal bits.
+    # depth_attention requires distinct tokens, so reruns on a GPU give equal bits.
     order = {'indices_are_sorted': True, 'unique_indices': True, 'mode': 'drop'}
     return lax.scatter_add(total_LBRKH, _place(slot, rows_BT), update_BTKH, numbers, **order)
 
 
 def _by_tiles(shape_BTNH, step, carry):
-    """step(tile, carry) over the tiles of tokens, (first, number); None if one tile is enough."""
+    """Folds step(tile, carry) over tiles of tokens, (first, number); tile None: one has all."""
     batch, length, heads, width = shape_BTNH
     size = max(1, TILE_NUMBERS // (batch * heads * width))
     if length <= size:
@@ -218,7 +231,7 @@ def _by_tiles(shape_BTNH, step, carry):
 def _cut(x, tile, axis=1):
     if x is None or tile is None:
         return x
-    # Heads and width as one axis: otherwise XLA transposes all of an array for the tiles.
+    # Heads and width are one axis: otherwise XLA transposes the whole array for the tiles.
     flat = x.reshape(*x.shape[:2], -1) if x.ndim == 4 else x
     cut = lax.dynamic_slice_in_dim(flat, *tile, axis)
     return cut.reshape(x.shape[0], tile[1], *x.shape[2:]) if x.ndim == 4 else cut

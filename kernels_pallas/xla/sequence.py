@@ -1,6 +1,8 @@
-"""Attention over the sequence by XLA, in blocks, so that memory grows with T and not with T x S.
+"""The sequence part by XLA, in blocks, so that memory grows with T and not with T x S.
 
-Up to 2048 tokens the blocks are static; longer sequences run loops over tiles, softmax online.
+Up to 2048 tokens the blocks are static. Longer sequences run loops over tiles, with an online
+softmax. The docstrings of sequence_forward and sequence_backward are the contract of every
+sequence part.
 """
 
 import contextlib
@@ -13,17 +15,17 @@ from jax import lax
 
 QUERY_BLOCK = 128  # on two CPU cores 64 and 256 took up to 1.2 times as long
 MAX_BLOCKS = 16
-MAX_SCORES = 2**26  # of a static block: 256 MiB in float32
-TILE_SIZES = (128, 512)  # least and most; tiles are square, a power of two
+MAX_SCORES = 2**26  # in a static block: 256 MiB in float32
+TILE_SIZES = (128, 512)  # smallest and largest; tiles are square, a power of two
 TILE_SCORES = 2**25  # at most: 128 MiB in float32
-CPU_TILE_SCORES = 2**19  # for the caches of CPUs, as the next
-CPU_BLOCK_SCORES = 2**20  # of a static block: 4 MiB in float32, measured on two cores
+CPU_TILE_SCORES = 2**19  # fits the caches of CPUs
+CPU_BLOCK_SCORES = 2**20  # in a static block: 4 MiB in float32, measured on two cores
 _static = contextvars.ContextVar('static', default=False)
 
 
 @contextlib.contextmanager
 def static_blocks():
-    """Within this context, new traces use static blocks at any length: FLOPs can be counted."""
+    """In this context new traces use static blocks at any length, so that FLOPs can be counted."""
     token = _static.set(True)
     try:
         yield
@@ -32,7 +34,7 @@ def static_blocks():
 
 
 def _blocks(sides, static, num_queries, num_keys):
-    """Slices of the queries and the keys of each static block, and the visibility in it."""
+    """Yields (queries, keys, visibility) of each static block; the first two are slices."""
     for start in range(0, num_queries, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, num_queries)
         first = max(0, start - static.window + 1) if static.ordered and static.window else 0
@@ -41,7 +43,7 @@ def _blocks(sides, static, num_queries, num_keys):
 
 
 def is_long(q_shape, k_shape) -> bool:
-    """Whether static blocks would be too many, or too large: on a CPU those of one head of keys."""
+    """Returns whether static blocks would be too many or too large (on a CPU: for one key head)."""
     batch, length, heads, _ = q_shape
     _, num_keys, kv_heads, _ = k_shape
     at_once = heads // kv_heads if jax.default_backend() == 'cpu' else batch * heads
@@ -51,7 +53,17 @@ def is_long(q_shape, k_shape) -> bool:
 
 
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
-    """o_BTNH in q's dtype, wide logsumexp lse_BNT; 0 and -inf for a query with no visible key."""
+    """Computes causal attention over the sequence.
+
+    Args:
+      q_BTNH, k_BSKH, v_BSKH: queries, keys and values.
+      mask: `joint_softmax.SequenceMask`.
+      static: `joint_softmax.Static`.
+
+    Returns:
+      o_BTNH in q's dtype and the natural-log logsumexp lse_BNT, float32 or wider. A query with no
+      visible key returns o = 0 and lse = -inf.
+    """
     batch, length, heads, width = q_BTNH.shape
     num_keys, kv_heads = k_BSKH.shape[1:3]
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
@@ -67,14 +79,18 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
 
 
 def output_products(o_BTNH, do_BTNH, wide):
-    """The sum of do o over H, [B, N, T]; delta is that less the cotangent of lse."""
+    """Returns the sum of do o over H, [B, N, T]; delta is this minus the cotangent of lse."""
     return jnp.moveaxis(jnp.sum(do_BTNH.astype(wide) * o_BTNH.astype(wide), axis=-1), 2, 1)
 
 
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
-    """Gradients through the sequence's part: dq_BTNH in q's dtype, and wide dk_BSKH and dv_BSKH.
+    """Returns the gradients through the sequence: dq_BTNH in q's dtype, wide dk_BSKH and dv_BSKH.
 
-    o_BTNH (not used here) and lse_BNT, finite, are joint; delta_BNT is `output_products` - dlse.
+    Args:
+      q_BTNH, k_BSKH, v_BSKH, mask, static: as in sequence_forward.
+      o_BTNH, lse_BNT: output and finite logsumexp over sequence and slots; o is not used here.
+      do_BTNH: cotangent of o.
+      delta_BNT: `output_products` minus the cotangent of lse.
     """
     del o_BTNH
     batch, length = q_BTNH.shape[:2]
@@ -97,30 +113,30 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
 
 
 def _by_head(x_BTNH, kv_heads):
-    """[X, G, T, H], X = batch times heads of keys: products are then plain batches of matrices."""
+    """Returns [X, G, T, H], X = B K, so that products are plain batches of matrices."""
     batch, length, heads, width = x_BTNH.shape
     x_BTKGH = x_BTNH.reshape(batch, length, kv_heads, heads // kv_heads, width)
     return x_BTKGH.transpose(0, 2, 3, 1, 4).reshape(-1, heads // kv_heads, length, width)
 
 
 def _by_token(x_XGTH, batch):
-    """The opposite of `_by_head`."""
+    """Inverts `_by_head`."""
     _, group, length, width = x_XGTH.shape
     x_BKGTH = x_XGTH.reshape(batch, -1, group, length, width)
     return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, length, -1, width)
 
 
 def _in_parts(function, q_XGTH, k_XSH, *arrays):
-    """function(q, k, *arrays), on a CPU for few X at a time: a block's scores stay in its cache."""
+    """Calls function(q, k, *arrays), on a CPU for few X at a time, so scores stay in its cache."""
     count, group, length, _ = q_XGTH.shape
     scores = group * min(length, QUERY_BLOCK) * k_XSH.shape[1]
     size = max(1, CPU_BLOCK_SCORES // scores)
-    # A prime number goes one at a time, which took no longer than all at once, from 32 tokens on.
+    # A prime count runs one at a time. From 32 tokens on that took no longer than all at once.
     size = next(n for n in range(min(size, count), 0, -1) if count % n == 0)
     if size == count or _static.get() or jax.default_backend() != 'cpu':
         return function(q_XGTH, k_XSH, *arrays)
     leaves, structure = jax.tree.flatten((q_XGTH, k_XSH, *arrays))
-    cut = [len(leaf) == count for leaf in leaves]  # others are the same for all X
+    cut = [len(leaf) == count for leaf in leaves]  # the others are the same for all X
 
     def part(some):
         some = iter(some)
@@ -157,7 +173,7 @@ def _backward_in_blocks(static, q_XGTH, k_XSH, v_XSH, sides, do_XGTH, lse_XGT, d
 
 
 def dot(equation, x, y):
-    """An einsum summed in float32, or wider with x or y."""
+    """Computes an einsum in float32, or in the dtype of x or y if that is wider."""
     wide = jnp.promote_types(jnp.promote_types(x.dtype, y.dtype), jnp.float32)
     if jax.default_backend() == 'cpu':
         # XLA on CPU cannot run some bfloat16 products with a float32 result.
@@ -166,7 +182,7 @@ def dot(equation, x, y):
 
 
 def _sides(mask, static, kv_heads):
-    """(order, places, segment ids or None), each of queries and of keys, int [X or 1, n]."""
+    """Returns (order, positions, ids or None), each for queries and keys: int [X or 1, n]."""
     places = order = mask.positions_BT, mask.key_positions_BS
     if static.ordered:
         order = tuple(jnp.arange(side.shape[1])[None] for side in places)
@@ -176,7 +192,7 @@ def _sides(mask, static, kv_heads):
 
 
 def _visible(sides, window, queries, keys):
-    """Visibility [X or 1, queries, keys] of slices or of (start, size), as reference.visibility."""
+    """Returns reference.visibility, [X or 1, queries, keys], of slices or of (start, size)."""
 
     def cut(x, part):
         return x[:, part] if isinstance(part, slice) else _cut(x, *part)
@@ -194,7 +210,7 @@ def _visible(sides, window, queries, keys):
 
 
 def _rows(x_XGTH):
-    """The queries of all heads of a group as rows of one matrix."""
+    """Returns the queries of all heads of a group as the rows of one matrix, [X, G T, H]."""
     return x_XGTH.reshape(x_XGTH.shape[0], -1, x_XGTH.shape[3])
 
 
@@ -205,16 +221,15 @@ def _scores(q_XGTH, k_XSH, visible_XTS, scale):
 
 
 def _weighted(weights_XGTS, v_XSH):
-    """Sums of values, in float32 or wider."""
+    """Returns the weighted sums of values, in float32 or wider."""
     rows = _rows(weights_XGTS.astype(v_XSH.dtype))
     return dot('xrs,xsh->xrh', rows, v_XSH).reshape(*weights_XGTS.shape[:3], -1)
 
 
 def _gradients(q_XGTH, do_XGTH, lse_XGT, delta_XGT, k_XSH, v_XSH, visible_XTS, scale):
-    """(dq, dk, dv) through one block of scores, in float32 or wider.
+    """Returns (dq, dk, dv) through one block of scores, in float32 or wider.
 
-    The scores are computed as keys by queries, which dk and dv need: the other way XLA on CPUs
-    would transpose them.
+    Scores are keys by queries, as dk and dv need them. Otherwise XLA on CPUs would transpose them.
     """
     q_XRH, do_XRH = _rows(q_XGTH), _rows(do_XGTH)
     group, length = q_XGTH.shape[1:3]
@@ -237,6 +252,7 @@ def _add(total_XSH, first, part_XSH):
 
 
 def _limits(ids_BT, size):
+    """Returns the least and the largest number in each tile of `size`, [B, tiles]."""
     tiles = -(-ids_BT.shape[1] // size)
     padded = jnp.pad(ids_BT, ((0, 0), (0, tiles * size - ids_BT.shape[1])), mode='edge')
     tiled = padded.reshape(-1, tiles, size)
@@ -244,7 +260,7 @@ def _limits(ids_BT, size):
 
 
 def _bounds(order, places, ids, window, sizes):
-    """First and end tile of keys for each tile of queries, int32; others hold nothing visible."""
+    """Returns first and end tile of keys for each tile of queries; others are hidden."""
     (_, latest), (earliest, _) = (_limits(x, size) for x, size in zip(order, sizes, strict=True))
     meet = latest[:, :, None] >= earliest[:, None]
     if window:
@@ -269,14 +285,15 @@ def _put(x, tile, start, axis=1):
 
 
 def _flat(x):
-    """Heads and width as one axis: otherwise XLA transposes all of an array for the tiles."""
+    """Returns x with heads and width as one axis: otherwise XLA transposes it for the tiles."""
     return x.reshape(*x.shape[:2], -1)
 
 
 class _Tiles:
-    """Tiles of queries by tiles of keys, all of one size.
+    """Loops over tiles of queries and tiles of keys, all of one size.
 
-    The last one reaches back over rows of the one before, which comes later and overwrites them.
+    The last tile of queries reaches back over rows of the one before, which runs later and
+    overwrites them.
     """
 
     def __init__(self, q_BTNH, k_BSKH, sides, static):
@@ -292,7 +309,7 @@ class _Tiles:
         self.first_I, self.end_I = _bounds(*sides, self.window, sizes)
 
     def cut_queries(self, x_BTX, row):
-        """[X, G, queries, H] of a flat array."""
+        """Returns a tile [X, G, queries, H] of a flat array."""
         tile = _cut(x_BTX, row, self.queries)
         return _by_head(tile.reshape(self.batch, self.queries, -1, self.width), self.kv_heads)
 
@@ -307,7 +324,7 @@ class _Tiles:
         return _put(x_BTX, _flat(_by_token(tile_XGTH, self.batch)), row)
 
     def over_queries(self, step, carry):
-        """step(index, first row, carry) for each tile of queries, the last one first."""
+        """Folds step(index, first row, carry) over the tiles of queries, the last one first."""
         tiles = -(-self.length // self.queries)
 
         def body(i, carry):
@@ -317,7 +334,7 @@ class _Tiles:
         return lax.fori_loop(0, tiles, body, carry)
 
     def over_keys(self, index, row, step, carry):
-        """step(first key, visible, carry) for the tiles of keys that a tile of queries may see."""
+        """Folds step(first key, visible, carry) over the tiles of keys that queries may see."""
 
         def body(key_index, carry):
             column = jnp.minimum(key_index * self.keys, self.num_keys - self.keys)

@@ -40,7 +40,7 @@ class Bytes(NamedTuple):
 
 def tile_sizes(case: Case) -> TileSizes:
     """Sizes of the fused kernel, without documents or windows; with any number of stages."""
-    flags = dict.fromkeys(('documents', 'own_query', 'by_token', 'by_row', 'interpret'), False)
+    flags = dict.fromkeys(('documents', 'own_query', 'masked', 'copy_by_token', 'interpret'), False)
     group = case.heads // case.kv_heads
     return TileSizes(
         case.length, case.kv_heads, group, case.width, stages=8, window=0, factor=1.0, **flags

@@ -76,7 +76,7 @@ def _failed(error, case):
     reason = f'{type(error).__name__}: {error}'[:240]
     if not case.in_process:
         return {'status': 'failed', 'reason': reason}
-    if isinstance(error, ValueError) and 'cannot:' in reason:
+    if isinstance(error, ValueError) and 'not supported here' in reason:
         return {'status': 'skipped', 'reason': ' '.join(str(error).split())[:240]}
     from kernels_pallas.autotune_trial import describe_error
     from moddepth_jax.benchmarks.timing import device_responds

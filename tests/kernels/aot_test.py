@@ -3,9 +3,9 @@
     pip install 'jax[cuda13]'
     python -m pytest -m aot -s tests/kernels/aot_test.py
 
-The CUDA plugin of JAX compiles for a GPU that is only described to it. Of what 'jax[cuda13]'
-brings, jax-cuda13-plugin and jax-cuda13-pjrt of JAX's own version, nvidia-cuda-nvcc, nvidia-nvvm
-and nvidia-cuda-crt are enough. Neither driver nor GPU is needed; the other tests stay on the CPU.
+The CUDA plugin of JAX compiles for a GPU that is only described; no driver is needed. Of the
+packages of 'jax[cuda13]', jax-cuda13-plugin and jax-cuda13-pjrt of JAX's version, nvidia-cuda-nvcc,
+nvidia-nvvm and nvidia-cuda-crt are enough. The other tests stay on the CPU.
 """
 
 import subprocess
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.aot
 
 @pytest.fixture(scope='module')
 def table():
-    """Lines of the table of all kernels, by kernel; printed when there is nothing to capture it."""
+    """Returns the table of tests.kernels.hopper as lists of cells by kernel, and prints it."""
     if reason := hopper.missing():
         pytest.skip(reason)
     # Mosaic writes to the standard output of the process.

@@ -1,4 +1,4 @@
-"""What is measured once and remembered: the fastest of the candidates that are right.
+"""The fastest candidate that passes the check is measured once and remembered.
 
 Candidates are played by small programs that speak as autotune_trial.py does. No device is used.
 """
@@ -23,7 +23,7 @@ LARGE = USUAL._replace(q=(8, 1024, 16, 64), k=(8, 1024, 2, 64))
 NAMES = ('cudnn+xla', 'cudnn+mosaic_gpu', 'cudnn+mosaic_gpu_fused', 'cudnn+pallas')
 NAMES += ('mosaic_gpu+mosaic_gpu_fused', 'xla+xla')
 TIMES = dict(zip(NAMES, (5, 1, 2, 3, 4, 9), strict=True))
-# What a candidate may do in place of returning its time.
+# What a candidate may do instead of returning its time.
 CRASH = 'os.abort()'
 NO_MEMORY = 'raise SystemExit("RESOURCE_EXHAUSTED: 9 bytes")'
 HANG = 'import subprocess; print(subprocess.Popen(["sleep", "600"]).pid, file=log); say(); \
@@ -48,7 +48,7 @@ else:
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """act(**what candidates do): choose(None) there, and what was logged and started by it."""
+    """Returns act(candidates' behavior): choose(None), its log lines, the started candidates."""
     log, lines = tmp_path / 'trials', []
     monkeypatch.setattr(autotune, 'COMMAND', (sys.executable, '-I', '-S', '-c', CANDIDATE))
     monkeypatch.setattr(autotune, '_spent', 0.0)
@@ -58,7 +58,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setenv('TRIALS', str(log))
 
     def act(changes=(), shapes=LARGE, device=H200):
-        # As in a new process.
+        # As if in a new process.
         monkeypatch.setattr(autotune, '_known', {})
         monkeypatch.setattr(backends, '_log_lines', [])
         monkeypatch.setenv('ACTS', json.dumps(TIMES | dict(changes)))
@@ -73,7 +73,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def test_the_fastest_is_taken_and_remembered(machine, monkeypatch):
-    """One line says so; the next process reads it, and further traces not even the file."""
+    """One line says so. The next process reads the file, further traces do not even do that."""
     parts, lines, started = machine()
     assert parts == Parts('cudnn', 'mosaic_gpu') and started == list(NAMES)
     first, last = lines
@@ -102,7 +102,7 @@ def test_the_fastest_is_taken_and_remembered(machine, monkeypatch):
     ],
 )
 def test_a_failure_costs_its_candidate_alone(machine, name, act, reason):
-    """It is named in one warning, the fastest of the others runs, and that is remembered."""
+    """One warning names it, the fastest of the others runs, and that is remembered."""
     others = [other for other in NAMES if other != name]
     parts, lines, started = machine({name: act})
     assert parts.label(LARGE) == min(others, key=TIMES.get)
@@ -115,7 +115,7 @@ def test_a_failure_costs_its_candidate_alone(machine, name, act, reason):
 
 
 def test_a_hang_ends_with_all_that_it_started(machine, monkeypatch):
-    """Killed at the limit, its own children too."""
+    """It is killed at the limit, with its own children."""
     monkeypatch.setattr(autotune, 'LIMIT_SECONDS', 2.0)
     monkeypatch.setattr(autotune, 'MIN_SECONDS', 0.0)
     parts, lines, started = machine({'cudnn+mosaic_gpu': HANG})
@@ -127,7 +127,7 @@ def test_a_hang_ends_with_all_that_it_started(machine, monkeypatch):
 
 
 def test_an_interrupted_measurement_leaves_no_process(machine):
-    """Whether by Ctrl-C or by a signal that ends the program while a child runs."""
+    """By Ctrl-C, or by a signal that ends the program while a child runs."""
 
     def interrupt(signum, frame):
         raise KeyboardInterrupt
@@ -148,10 +148,10 @@ def test_an_interrupted_measurement_leaves_no_process(machine):
 @pytest.mark.parametrize(
     ('acts', 'num_slots', 'parts', 'tried'),
     [
-        # A cuDNN that does not work does not cost the depth part its kernels.
+        # If cuDNN does not work, the depth kernels are still tried.
         ({'xla+mosaic_gpu': 2, **dict.fromkeys(NAMES[:4], CRASH)}, 12, 'xla+mosaic_gpu', 9),
         ({'cudnn+xla': CRASH, 'mosaic_gpu+xla': CRASH, 'xla+xla': CRASH}, 0, 'xla', 3),
-        # What merely found too little memory is not held to be broken.
+        # A candidate that only ran out of memory is not taken for broken.
         ({'cudnn+xla': NO_MEMORY, 'mosaic_gpu+xla': CRASH, 'xla+xla': CRASH}, 0, 'cudnn', 3),
     ],
 )
@@ -164,7 +164,7 @@ def test_where_many_fail(machine, acts, num_slots, parts, tried):
 
 
 def test_another_machine_or_shape_is_measured_again(machine, monkeypatch):
-    """Another GPU, driver, JAX, kernel source, flags, or shape; sizes near each other share."""
+    """GPU, driver, JAX, kernel sources, flags and shapes are in the key; nearby sizes share one."""
     shapes = LARGE._replace(num_slots=0)
     machine(shapes=shapes)
     assert not machine(shapes=shapes._replace(q=(7, 900, 16, 64), k=(7, 900, 2, 64)))[2]
@@ -186,7 +186,7 @@ def test_another_machine_or_shape_is_measured_again(machine, monkeypatch):
     [b'{"key"', b'[]', {'results': {NAMES[0]: {'milliseconds': -1}}}, {'key': {}}],
 )
 def test_a_damaged_file_is_measured_again(machine, damage):
-    """And replaced; nothing of it is believed."""
+    """It is replaced, and none of it is used."""
     parts, *_ = machine()
     (path,) = (machine.cache / 'moddepth_jax/attention').glob('*.json')
     good = json.loads(path.read_text())
@@ -197,7 +197,7 @@ def test_a_damaged_file_is_measured_again(machine, damage):
 
 
 def test_a_directory_that_cannot_be_written_costs_one_warning(machine):
-    """What was measured is used."""
+    """The measured result is used."""
     machine.cache.write_text('a file, where a directory would be')
     parts, lines, started = machine()
     assert parts == Parts('cudnn', 'mosaic_gpu') and started
@@ -206,7 +206,7 @@ def test_a_directory_that_cannot_be_written_costs_one_warning(machine):
 
 
 def test_a_machine_that_cannot_start_a_child_runs_what_is_proven(machine, monkeypatch):
-    """One warning says why; no candidate is blamed, and nothing is remembered."""
+    """One warning says why. No candidate counts as failed, and nothing is remembered."""
     parts, lines, started = machine(dict.fromkeys(NAMES, 'unavailable'))
     assert parts == Parts('cudnn') and started == ['cudnn+xla']
     assert 'nothing can be measured: a child process finds cpu' in lines[1]
@@ -218,7 +218,7 @@ def test_a_machine_that_cannot_start_a_child_runs_what_is_proven(machine, monkey
 
 
 def test_a_process_spends_no_more_than_its_seconds(machine, monkeypatch):
-    """What was left out is neither chosen nor remembered: the next process measures again."""
+    """Results are not stored if a candidate was left out, so the next process measures again."""
     monkeypatch.setattr(autotune, 'TOTAL_SECONDS', 0.0)
     parts, lines, started = machine()
     assert parts == Parts('cudnn') and not started
@@ -234,7 +234,7 @@ def test_a_process_spends_no_more_than_its_seconds(machine, monkeypatch):
 
 
 def test_two_processes_do_not_measure_the_same_at_once(tmp_path):
-    """The second waits for the first, whose file it then finds."""
+    """The second waits for the first, and then reads its file."""
     path, entered = tmp_path / 'x.json', threading.Event()
 
     def second():
@@ -250,7 +250,7 @@ def test_two_processes_do_not_measure_the_same_at_once(tmp_path):
 
 
 def test_a_trial_ends_at_its_limit_where_nobody_kills_it():
-    """By its own alarm: its parent may be gone."""
+    """It has its own alarm, since its parent may be gone."""
     shapes = USUAL._replace(q=(1, 64, 4, 16), k=(1, 64, 2, 16))
     request = {'parts': Parts()._asdict(), 'shapes': shapes._asdict(), 'kind': 'cpu', 'limit': 0}
     command = [sys.executable, '-m', 'kernels_pallas.autotune_trial']

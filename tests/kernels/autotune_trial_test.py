@@ -1,4 +1,4 @@
-"""A candidate is checked by the rule of the GPU tests before it is timed."""
+"""A candidate is checked before it is timed, by the same rule as in launch.gpu."""
 
 import functools
 
@@ -18,7 +18,7 @@ HIDDEN[0, 0] = True
 
 
 def wrong(name='dk_depth', unordered=(), second=None, **change):
-    """What find_wrong says of one array and its change in the candidate; XLA is off by 1e-3."""
+    """Returns find_wrong of one array with a change in the candidate; XLA is off by 1e-3."""
     value = np.where(HIDDEN, autotune_trial.START, VALUE)
     mine = value + np.where(HIDDEN, 0, change.get('error', 0)).astype(np.float32)
     mine[0, 0] += change.get('hidden', 0)
@@ -38,7 +38,7 @@ def test_what_is_wrong_is_found():
     assert wrong('o', error=1.9e-3) is None and 'o is off by' in wrong('o', error=2.1e-3)
     for number in (np.nan, np.inf):
         assert 'dk_depth is off by' in wrong(last=number)
-    # Where XLA itself is far off, or NaN, an error is bounded all the same.
+    # If XLA itself is far off, or NaN, the error still has a bound.
     for plain in (1.0, np.nan):
         assert wrong(error=0.03, plain=plain) is None and 'off by' in wrong(error=0.05, plain=plain)
     assert wrong(hidden=1e-6) == 'wrong: dk_depth changes at hidden slots'
@@ -47,7 +47,7 @@ def test_what_is_wrong_is_found():
 
 
 def test_the_small_case_ends_its_blocks_as_the_large_one():
-    """Same remainders, window, groups and slots; few rows, heads and tokens."""
+    """It keeps remainders, window, groups and slots, with few rows, heads and tokens."""
     large = USUAL._replace(q=(8, 4097, 24, 64), k=(8, 4097, 8, 64), window=512, slot_rows=8200)
     case = autotune_trial.check_shapes(large)
     assert (case.q, case.k) == ((2, 257, 6, 64), (2, 257, 2, 64))
@@ -57,7 +57,7 @@ def test_the_small_case_ends_its_blocks_as_the_large_one():
 
 
 def test_a_time_is_taken_of_as_many_rows_as_fit():
-    """All of a small batch, one of a large one; nothing else changes."""
+    """All rows of a small batch, one row of a large one; nothing else changes."""
     assert autotune_trial.timed_shapes(USUAL) == USUAL
     many = USUAL._replace(q=(64, 4096, 16, 128), k=(64, 4096, 8, 128), num_slots=48)
     for change, rows in (({}, 2), ({'sums': 'float32'}, 1), ({'num_slots': 0}, 42)):
@@ -67,7 +67,7 @@ def test_a_time_is_taken_of_as_many_rows_as_fit():
 
 
 def test_a_broken_kernel_is_found(monkeypatch):
-    """By the one result that is wrong; o, dq, dk, dv and the other slots' gradients are right."""
+    """By its one wrong result; o, dq, dk, dv and the other slots' gradients are right."""
     depth_backward = triton.depth_backward
 
     @functools.wraps(depth_backward)
@@ -95,7 +95,7 @@ CALLS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(('change', 'parts'), CALLS.values(), ids=CALLS)
 def test_a_child_process_checks_and_times_a_call(change, parts, monkeypatch, tmp_path):
-    """With real candidates, on the CPU."""
+    """With real candidates on a CPU."""
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     found = autotune.run_trial(parts, TINY._replace(**change), Device('cpu', 'cpu'), 300)
     assert set(found) == {'milliseconds'} and found['milliseconds'] > 0
@@ -103,7 +103,7 @@ def test_a_child_process_checks_and_times_a_call(change, parts, monkeypatch, tmp
 
 @pytest.mark.slow
 def test_a_measurement_by_real_child_processes(monkeypatch, tmp_path):
-    """On a CPU that is taken for a GPU: cuDNN fails there, XLA runs."""
+    """On a CPU that pretends to be a GPU: cuDNN fails, XLA runs."""
     environment = autotune._environment
     monkeypatch.setattr(
         autotune, '_environment', lambda device: environment(device) | {'JAX_PLATFORMS': 'cpu'}

@@ -1,4 +1,4 @@
-"""What computes an attention: what was asked for, what fits, or one line that says why nothing."""
+"""The choice of backends: the named one, the best that fits, or an error of one line."""
 
 import jax
 import pytest
@@ -18,13 +18,13 @@ XLA, CUDNN = Parts(), Parts('cudnn')
 LARGE = USUAL._replace(q=(8, 1024, 16, 64), k=(8, 1024, 2, 64))
 FLOAT32 = {'dtypes': ('float32',)}
 WIDE = {'q': (8, 1024, 16, 128), 'k': (8, 1024, 2, 128)}
-# Documents and a window at once are not for cuDNN, on any version of JAX.
+# cuDNN does not support documents with a window, with any version of JAX.
 NOT_CUDNN = {'segments': True, 'window': 5}
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_measured(monkeypatch):
-    """No test here starts a process; and none knows the lines of another."""
+    """No test here starts a process, or sees the log lines of another test."""
 
     def fail(*arguments):
         raise AssertionError(f'measured: {arguments}')
@@ -38,7 +38,7 @@ def test_model_knob_names_every_implementation():
 
 
 def test_cpu_runs_xla_unless_asked_otherwise():
-    """Kernels that are asked for by name on a CPU run interpreted. auto says nothing."""
+    """On a CPU named kernels run interpreted, and the default logs nothing."""
     assert choose(None, LARGE) == XLA and not backends.log_lines()
     assert choose('xla', USUAL) == Parts()
     assert choose('pallas', USUAL) == Parts('xla', 'pallas', interpret=True)
@@ -50,19 +50,19 @@ def test_cpu_runs_xla_unless_asked_otherwise():
         *((device, {}, CUDNN) for device in (HOPPER, OLDER, BLACKWELL)),
         *((device, change, XLA) for device in (HOPPER, OLDER) for change in (NOT_CUDNN, FLOAT32)),
         *((device, {}, XLA) for device in (AMD, TPU, Device('gpu', 'NVIDIA T4', (7, 5)))),
-        # Neither initialization nor a short prompt, nor what one form alone can compute.
+        # Initialization, a short prompt, and calls that only one form supports.
         (HOPPER._replace(not_measured=''), {}, CUDNN),
         (HOPPER._replace(not_measured=''), LARGE._asdict() | {'num_slots': 0} | FLOAT32, XLA),
     ],
 )
 def test_what_was_never_run_is_not_taken_unmeasured(device, changes, parts):
-    """Only cuDNN and XLA, and the line says that nothing was measured."""
+    """Only cuDNN and XLA are used, and the log says that nothing was measured."""
     assert choose(None, USUAL._replace(**changes), device) == parts
     assert device is TPU or 'not measured: ' in backends.log_lines()[-1]
 
 
 def test_candidates_of_a_measurement():
-    """Each depth part with cuDNN where it fits, and XLA's own form; the proven one comes first."""
+    """Each depth part with cuDNN if it fits, and XLA for both; the default comes first."""
     with pytest.raises(AssertionError, match='measured'):
         choose(None, LARGE, HOPPER._replace(not_measured=''))
     ours = Parts('mosaic_gpu', 'mosaic_gpu_fused')
@@ -77,7 +77,7 @@ def test_candidates_of_a_measurement():
         (OLDER, packed, [XLA]),
     ):
         assert backends.plan(shapes, device)[0] == candidates
-    for group in (1, 2, 3):  # of the shipped configs
+    for group in (1, 2, 3):  # as in the shipped configs
         shapes = USUAL._replace(k=(2, 1024, 12 // group, 64), q=(2, 1024, 12, 64), segments=True)
         fused = {parts for parts in backends.plan(shapes, HOPPER)[0] if parts.depth == ours.depth}
         assert ours in fused and len(fused) == 2
@@ -86,7 +86,7 @@ def test_candidates_of_a_measurement():
 
 
 def test_a_name_is_taken_or_refused():
-    """A name never falls back, and is never measured, though the device could be."""
+    """A name never falls back, and is never measured, even if the device can be measured."""
     hopper, older = (device._replace(not_measured='') for device in (HOPPER, OLDER))
     for device in (hopper, older):
         assert choose('xla', LARGE, device) == XLA
@@ -95,7 +95,7 @@ def test_a_name_is_taken_or_refused():
         assert choose(Parts('xla', 'pallas'), LARGE, device) == Parts('xla', 'pallas')
     assert choose('pallas', USUAL, AMD) == Parts('xla', 'pallas')
     for name in ('mosaic_gpu', 'mosaic_gpu_fused'):
-        # The fused form computes both parts, unless a group or a head is too large.
+        # The fused form computes both parts unless a group or a head is too large.
         sequence = {'mosaic_gpu': 'cudnn', 'mosaic_gpu_fused': 'mosaic_gpu'}[name]
         assert choose(name, LARGE, hopper) == Parts(sequence, name)
         for change in ({'slot_queries': True}, {'k': (8, 1024, 1, 64)}, {'num_slots': 0}, WIDE):
@@ -110,7 +110,7 @@ def test_a_name_is_taken_or_refused():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A process on a machine with a GPU."""
+    """Pretends to be a process on a machine with a GPU."""
     client = type('Client', (), {'platform_version': 'cuda\n13000'})
     fields = {'device_kind': 'NVIDIA H200', 'compute_capability': '9.0', 'client': client}
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
@@ -119,7 +119,7 @@ def gpu(monkeypatch):
 
 
 def test_this_device(gpu, monkeypatch):
-    """One GPU of one process can be measured; nothing can of several, and none that shall not."""
+    """Only one GPU of one process can be measured, and only unless MODDEPTH_MEASURE=0."""
     found = backends.this_device()
     assert found == Device('gpu', 'NVIDIA H200', (9, 0), 'cuda 13000', '', True)
     monkeypatch.setenv('MODDEPTH_MEASURE', '0')
@@ -131,7 +131,7 @@ def test_this_device(gpu, monkeypatch):
 
 
 def test_several_gpus_are_measured_where_each_has_its_own_part(gpu, monkeypatch):
-    """Inside of a shard_map over all axes the shapes are those of one device."""
+    """In a shard_map over all axes the shapes are those of one device."""
     monkeypatch.setattr(jax, 'device_count', lambda: 8)
     axis = jax.sharding.AxisType.Auto
     mesh, seen = jax.sharding.AbstractMesh((1,), ('data',), axis_types=(axis,)), []
@@ -147,7 +147,7 @@ def test_several_gpus_are_measured_where_each_has_its_own_part(gpu, monkeypatch)
 
 
 def test_a_choice_is_logged_once(monkeypatch):
-    """As a warning where the sequence is not cuDNN's."""
+    """It is a warning if the sequence part is not cuDNN."""
     lines = []
     monkeypatch.setattr(logging, 'warning', lines.append)
     for _ in range(2):

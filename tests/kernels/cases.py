@@ -1,4 +1,4 @@
-"""Calls of depth_attention that every implementation is tested with, and how one is run."""
+"""The calls of depth_attention with which every implementation is tested, and how to run one."""
 
 import functools
 
@@ -23,7 +23,7 @@ USUAL = Shapes(
     window=0,
 )
 SIZES = {'B': 2, 'T': 13, 'S': None, 'R': None, 'N': 6, 'K': 2, 'H': 8, 'L': 9}
-# `num` may be several numbers of written slots: then it is traced, in one program for all.
+# `num` may be several numbers of written slots. Then it is traced, in one program for all.
 CASES = {
     'no_slots': {'L': 0, 'num': 0},
     'one_slot': {'L': 1, 'N': 2, 'T': 1},
@@ -35,7 +35,7 @@ CASES = {
     'rows_unmasked': {'T': 7, 'R': 6, 'L': 7, 'window': 3, 'segments': True},
     'depth_alone': {'S': 0, 'num': (5,), 'mask': True},
 }
-# Of the sequence alone: several blocks of 16 queries, or tiles of 16 by 16.
+# Without slots: several blocks of 16 queries, or tiles of 16 by 16.
 LONG = {
     'window': {'T': 97, 'window': 20, 'scale': 0.5},
     'segments': {'T': 60, 'N': 5, 'K': 1, 'segments': True},

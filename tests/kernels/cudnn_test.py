@@ -1,4 +1,4 @@
-"""The sequence part by cuDNN: what is asked of it, and that it is the right thing to ask for.
+"""The sequence part by cuDNN: its calls have the right arguments, and these are the right calls.
 
 cuDNN itself is not run here: its calls are lowered for CUDA, and a stand-in does what cuDNN
 documents: of every document, by its length and the place of its first number in memory, plain
@@ -28,7 +28,7 @@ HOPPER = Device('gpu', 'NVIDIA H200', (9, 0))
 
 
 def lower(function, *arrays):
-    """The backend's options, operand types and result types of the one call to cuDNN."""
+    """Returns options, operand types and result types of the one call to cuDNN in a program."""
     text = jax.jit(function).trace(*arrays).lower(lowering_platforms=('cuda',)).as_text()
     pattern = r'@__cudnn\$(\w+)\(.*?backend_config = "(.*?[^\\])".*? : \((.*?)\) -> (.*)'
     [(name, options, operands, results)] = re.findall(pattern, text)
@@ -38,7 +38,7 @@ def lower(function, *arrays):
 
 
 def passes(window=0, packed=False):
-    """Both passes, of q, k, v and segment ids, and of the joint results after them."""
+    """Returns both passes as functions of q, k, v, segment ids and the joint results."""
     static = Static(window, True, 0, 0.3, False, Parts('cudnn'))
 
     def run(function, q, k, v, ids, *joint):
@@ -107,7 +107,7 @@ LARGE = {'q': (1, 65536, 64, 64), 'k': (1, 65536, 64, 64)}
     ],
 )
 def test_unsupported_calls_are_refused(shapes, changes, capability, message, monkeypatch):
-    """With the value; and nothing is asked of the devices of this process."""
+    """The reason has the value, and the devices of this process are not queried."""
     monkeypatch.setattr(cudnn.jax, 'devices', None)
     monkeypatch.setattr(jax, '__version_info__', (0, 10, 2))
     found = cudnn.unsupported(shapes._replace(**changes), Device('gpu', 'a GPU', capability))
@@ -115,7 +115,7 @@ def test_unsupported_calls_are_refused(shapes, changes, capability, message, mon
 
 
 def test_an_old_or_missing_cudnn_is_refused(monkeypatch):
-    """On a local device, whose library is looked at; without one JAX itself says so."""
+    """A local device's library is inspected; if it is missing, JAX says so."""
     local = HOPPER._replace(local=True)
     monkeypatch.setattr(cudnn.fused, 'cuda_versions', None)
     assert 'cuDNN is not detected' in cudnn.unsupported(FINE, local)
@@ -127,7 +127,7 @@ def test_an_old_or_missing_cudnn_is_refused(monkeypatch):
 
 @pytest.mark.parametrize('index', [0, 1])
 def test_an_unknown_jax_is_refused(monkeypatch, index):
-    """Its private module is not called; if the first line fails, look at it and extend cudnn.py."""
+    """Its private module is not called. If the first line fails, read it and extend cudnn.py."""
     assert cudnn.changed() is None
     monkeypatch.setattr(cudnn, 'KNOWN_JAX', ((0, 9), (0, 10)))
     x, lse = jnp.zeros((1, 8, 1, 8), jnp.bfloat16), jnp.zeros((1, 1, 8))
@@ -139,7 +139,7 @@ def test_an_unknown_jax_is_refused(monkeypatch, index):
 
 
 class Oracle:
-    """Stands for the two primitives that lower to cuDNN's calls, after JAX's own preparation."""
+    """Stands in for the two primitives that lower to cuDNN's calls, after JAX's preparation."""
 
     def __init__(self, way, calls):
         self.way, self.calls = way, calls
@@ -154,7 +154,7 @@ class Oracle:
             assert lengths.dtype == offsets.dtype == jnp.int32
         sides = []
         for ends, begins, side in ((lengths, offsets, q), (kv_lengths, kv_offsets, k)):
-            # One offset more than documents: the end of the last one.
+            # There is one more offset than documents: the end of the last one.
             begins = begins.reshape(-1)[: ends.size, None, None, None]
             inside = jnp.arange(tokens)[None] < ends.reshape(-1)[:, None]
             sides.append((begins + jnp.arange(side[0].size).reshape(side.shape[1:])[None], inside))
@@ -173,7 +173,7 @@ class Oracle:
             return [self.write(q, at_q, inside, o_DTNH), stats]
         _, _, stats, o, do = rest
         o_DTNH, do_DTNH = (self.read(x, at_q) for x in (o, do))
-        # What is read beyond a document must do no harm: nothing is masked by rows of queries.
+        # Queries are not masked, so what is read beyond a document must do no harm.
         weights = jnp.where(seen, jnp.exp(scores - stats[..., None]), 0)
         delta = jnp.einsum('dtnh,dtnh->dnt', do_DTNH, o_DTNH)[..., None]
         dweights = jnp.einsum('dtnh,dsnh->dnts', do_DTNH, v_DSNH)
@@ -187,12 +187,12 @@ class Oracle:
 
     @staticmethod
     def read(whole, index):
-        """By document; beyond its end what follows in memory, 9 beyond the array's."""
+        """Returns x by document; after its end what follows in memory, and 9 after the array."""
         return jnp.take(whole.reshape(-1), index, mode='fill', fill_value=9.0)
 
     @staticmethod
     def write(whole, index, inside, part):
-        """NaN where no document writes."""
+        """Returns results by token, NaN where no document writes."""
         index = jnp.where(inside[:, :, None, None], index, whole.size)
         nothing = jnp.full(whole.size, jnp.nan, whole.dtype)
         return nothing.at[index].set(part, mode='drop').reshape(whole.shape)
@@ -200,7 +200,7 @@ class Oracle:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Calls of the oracle, (pass, shape of q, shape of the lengths), which takes cuDNN's place."""
+    """Replaces cuDNN by the stand-in; yields its calls: (pass, shape of q, shape of lengths)."""
     found = []
     for way in ('fwd', 'bwd'):
         monkeypatch.setattr(cudnn.fused, f'_dot_product_attention_{way}_p', Oracle(way, found))
@@ -211,7 +211,7 @@ def calls(monkeypatch):
 
 
 def ids(*rows):
-    """Segment ids [B, T] from the lengths of the documents of each row, 0 first."""
+    """Returns segment ids [B, T], from 0, by the lengths of each row's documents."""
     return np.stack([np.repeat(np.arange(len(row)), row) for row in rows]).astype(np.int32)
 
 
@@ -230,7 +230,7 @@ BEYOND = {
 
 @functools.cache
 def drawn(batch, group, slots=3):
-    """q, k, v and slots, and the cotangents of the output and the logsumexp."""
+    """Returns q, k, v and slots, and the cotangents of output and logsumexp."""
     q, k, slot = (batch, 24, 2 * group, 8), (batch, 24, 2, 8), (slots, batch, 24, 2, 8)
     shapes = [q, k, k, slot, slot, q, (batch, 2 * group, 24)]
     keys = [*jax.random.split(jax.random.key(0), 6), jax.random.key(1)]
@@ -238,7 +238,7 @@ def drawn(batch, group, slots=3):
 
 
 def program(by_cudnn, dlse=False):
-    """Output, logsumexp and the gradients of all inputs, of segment ids of queries and keys.
+    """Returns output, logsumexp and all gradients, by segment ids of queries and keys.
 
     The joint softmax whose sequence part is cuDNN's, or the reference.
     """
@@ -263,7 +263,7 @@ def program(by_cudnn, dlse=False):
 
 
 def compare(results, right, segments, key_segments, given):
-    """In float32 all is as in the reference."""
+    """Everything equals the reference in float32."""
     found, expected = (run(segments, key_segments, *given) for run in (results, right))
     names = ('o', 'lse', 'dq', 'dk', 'dv', 'dk_depth', 'dv_depth')
     for name, x, y in zip(names, found, expected, strict=True):
@@ -271,7 +271,7 @@ def compare(results, right, segments, key_segments, given):
 
 
 def no_xla(q, k, v, mask, static, *joint):
-    """NaN, in the shapes of xla.sequence."""
+    """Returns NaN in the shapes of xla.sequence."""
     del mask, static
     wrong = [x * jnp.nan for x in (q, k, v)]
     return wrong if joint else (wrong[0], jnp.moveaxis(wrong[0][..., 0], 2, 1))
@@ -279,7 +279,7 @@ def no_xla(q, k, v, mask, static, *joint):
 
 @pytest.mark.parametrize('group', [1, *(pytest.param(g, marks=GROUPED) for g in (3, 8))])
 def test_equals_the_reference(group, calls, monkeypatch):
-    """Output, joint logsumexp and every gradient; nothing undefined shows; XLA's form is not used.
+    """Output, joint logsumexp and every gradient are right, without undefined values or XLA's form.
 
     What does not fit the layout is not computed by cuDNN: there XLA's NaN shows.
     """
@@ -297,13 +297,13 @@ def test_equals_the_reference(group, calls, monkeypatch):
 
 @pytest.mark.parametrize('dlse', [False, True])
 def test_a_backend_without_lse_cotangents_does_not_lose_them(dlse, calls):
-    """The trap of cuDNN: its backward pass takes no dlse, so XLA's computes it."""
+    """cuDNN's backward pass takes no dlse, so XLA's replaces it."""
     compare(program(True, dlse), program(False, dlse), None, None, drawn(2, 1))
     assert [call[0] for call in calls] == ['fwd', *['bwd'] * (not dlse)]
 
 
 def test_what_does_not_fit_is_exact_in_groups_of_rows(calls, monkeypatch):
-    """A batch beyond the workspace goes through in groups, and each takes the form that it can.
+    """A batch beyond the workspace runs in groups, each in the form that supports it.
 
     More documents than M, ids that are not contiguous, and keys with other ids take XLA's form.
     """

@@ -1,4 +1,4 @@
-"""Attention over a cache, the new token and its slots is one softmax over all keys, in float64."""
+"""Attention over a cache, the new token and its slots equals one float64 softmax over all keys."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ BATCH, PLACES, HEADS, WIDTH = 5, 11, 6, 4
 
 
 def decode_attention(*arrays, slot_window=0, **named):
-    """decode_attention as one program, of a new function: backends differ from test to test."""
+    """Jits decode_attention as a new function, since backends differ from test to test."""
     options = {'slot_window': slot_window}
     *new_and_cache, visible = arrays[:6]
     arrays = *new_and_cache, visible[:, None], None, *arrays[6:]
@@ -20,7 +20,7 @@ def decode_attention(*arrays, slot_window=0, **named):
 
 
 def draw(kv_heads, dtype='float32'):
-    """(q, k, v of new tokens, k, v of the cache, visible) at random; one cache is empty."""
+    """Returns random (q, k, v of new tokens, k, v of the cache, visible); one row is empty."""
     rng = np.random.default_rng(0)
     new = [rng.normal(size=(BATCH, 1, heads, WIDTH)) for heads in (HEADS, kv_heads, kv_heads)]
     cached = [rng.normal(size=(BATCH, kv_heads, WIDTH, PLACES)) for _ in range(2)]
@@ -30,7 +30,7 @@ def draw(kv_heads, dtype='float32'):
 
 
 def draw_slots(kv_heads, num_slots=6):
-    """(k, v of the slots [L, C, 1, K, H], their mask [L, C, 1]) at random."""
+    """Returns random (keys, values of slots [L, C, 1, K, H], mask [L, C, 1])."""
     rng = np.random.default_rng(7)
     shape = (num_slots, BATCH, 1, kv_heads, WIDTH)
     slots = [jnp.asarray(rng.normal(size=shape), 'float32') for _ in range(2)]
@@ -38,7 +38,7 @@ def draw_slots(kv_heads, num_slots=6):
 
 
 def joined(q, k, v, k_cache, v_cache, visible, slots=None, q_depth=None):
-    """One softmax over visible places, the own key and the slots, in float64.
+    """Computes one float64 softmax over visible places, the token's own key and the slots.
 
     `slots`: (k, v, bool mask) of those that draw_slots gives; q_depth None: q.
     """
@@ -56,14 +56,14 @@ def joined(q, k, v, k_cache, v_cache, visible, slots=None, q_depth=None):
 
 @pytest.fixture(params=['cpu', 'gpu'])
 def backend(request, monkeypatch):
-    """The form for CPUs, and that for accelerators, which gathers the rows of the cache."""
+    """Selects the form for CPUs, or that for accelerators, which gathers the cache rows."""
     monkeypatch.setattr('jax.default_backend', lambda: request.param)
 
 
 @pytest.mark.parametrize('kv_heads', [6, 2, 1])
 @pytest.mark.parametrize(('dtype', 'error'), [('float32', 1e-6), ('bfloat16', 2**-7)])
 def test_two_parts_are_one_softmax(kv_heads, dtype, error):
-    """Grouped heads, an empty cache and a full one; bfloat16 as near as one rounding of o."""
+    """With grouped heads, an empty cache and a full one; bfloat16 errs by one rounding of o."""
     arrays = draw(kv_heads, dtype)
     found = decode_attention(*arrays)
     assert found.dtype == dtype
@@ -71,7 +71,7 @@ def test_two_parts_are_one_softmax(kv_heads, dtype, error):
 
 
 def test_large_scores_do_not_overflow():
-    """A cached or an own score of several hundred wins and nothing is NaN."""
+    """A score of several hundred, of a cached or the own key, wins, and nothing is NaN."""
     q, *rest = draw(3)
     arrays = [q * 300, *rest]
     np.testing.assert_allclose(decode_attention(*arrays), joined(*arrays), rtol=0, atol=1e-5)
@@ -79,7 +79,7 @@ def test_large_scores_do_not_overflow():
 
 @pytest.mark.parametrize('slots', [False, True])
 def test_rows_of_the_cache_by_index(slots, backend):
-    """Three tokens read rows 4, 0 and 2; places after them name no row. Slots are the token's."""
+    """Three tokens read rows 4, 0 and 2; further indices name no row. Slots are by token."""
     q, k, v, *cache, visible = draw(3)
     rows, (k_depth, v_depth, mask) = np.array([4, 0, 2]), draw_slots(3)
     sides = [k_depth[:, :3], v_depth[:, :3], mask[:, :3] | True] if slots else None
@@ -93,7 +93,7 @@ def test_rows_of_the_cache_by_index(slots, backend):
 
 @pytest.mark.parametrize('magnitude', [1, 3])
 def test_gpu_scores_are_float32(magnitude, monkeypatch):
-    """The GPU form of bfloat16 errs at most twice as much as the float32 form, in norm and maximum.
+    """In bfloat16 the GPU form errs at most twice as much as the float32 form, in norm and maximum.
 
     Bug: scores and scaled queries were rounded to bfloat16 before the softmax, off the CPU.
     """
@@ -107,7 +107,7 @@ def test_gpu_scores_are_float32(magnitude, monkeypatch):
     float32 = np.asarray(decode_attention(*arrays), np.float64) - expected
     monkeypatch.setattr('jax.default_backend', lambda: 'gpu')
     gpu = np.asarray(decode_attention(*arrays), np.float64) - expected
-    assert (gpu != float32).any()  # another form indeed
+    assert (gpu != float32).any()  # it is another form
     assert np.linalg.norm(gpu) <= 2 * np.linalg.norm(float32)
     assert np.abs(gpu).max() <= 2 * np.abs(float32).max()
 
@@ -117,7 +117,7 @@ def test_gpu_scores_are_float32(magnitude, monkeypatch):
     [(3, 0, 6, False), (1, 2, 6, False), (3, 9, 6, False), (3, 0, 0, False), (3, 0, 6, True)],
 )
 def test_slots_join_the_softmax(kv_heads, slot_window, num_slots, masked):
-    """All, the newest, or none, by a query of their own; NaN in masked ones does not leak."""
+    """All slots, the newest, or none, with other queries; NaN in masked slots does not leak."""
     arrays, (k, v, mask) = draw(kv_heads), draw_slots(kv_heads, num_slots)
     q_depth, shown = arrays[0][::-1], mask & (not masked)
     if slot_window:
@@ -143,7 +143,7 @@ def test_half_slots_and_negative_windows_are_refused(slots, named):
 
 @pytest.mark.parametrize('block', [(1, 2), (64, 128)])
 def test_tokens_of_a_row_see_each_other_as_masked(block, backend, monkeypatch):
-    """Three tokens at once, or in blocks, are three alone, the earlier ones in the cache."""
+    """Three tokens at once, or in blocks, equal three single steps over a cache."""
     monkeypatch.setattr('kernels_pallas.decode._block', lambda: block)
     monkeypatch.setattr('kernels_pallas.decode._IN_PLACE', 1)
     q, k, v, *cache, visible = draw(3)

@@ -12,7 +12,7 @@ from kernels_pallas.mosaic.common import CAN_INTERPRET
 from tests.kernels.cases import CASES, LONG, draw, drawn, exact, in_blocks, program
 
 HOPPER = ('mosaic_gpu', 'mosaic_gpu_fused')
-# The kernels are tested in depth_backends_test.py; here with arguments that reach them otherwise.
+# depth_backends_test.py tests the kernels directly; here they get the public arguments.
 MORE = ('group_of_5', 'newest', 'rows')
 
 
@@ -25,7 +25,7 @@ MORE = ('group_of_5', 'newest', 'rows')
     ],
 )
 def test_equals_float64_softmax_over_the_concatenation(implementation, block, name, monkeypatch):
-    """Output, logsumexp and all gradients; NaN in slots that are hidden changes nothing.
+    """Output, logsumexp and all gradients are right; NaN in hidden slots changes nothing.
 
     By XLA in one block, in blocks for few heads at a time, in the loops over tiles of long
     sequences, and in tiles of tokens.
@@ -53,7 +53,7 @@ NAMES = ('o', 'q', 'k', 'v', 'k_depth', 'v_depth')
 
 @functools.cache
 def narrow_errors(implementation):
-    """Errors of o and five gradients in bfloat16, and the largest exact value of each."""
+    """Returns errors of o and five gradients in bfloat16, and the largest exact value of each."""
     inputs, (do, dlse), arguments, *seen = draw(**NARROW)
     inputs, do = [jnp.asarray(x, jnp.bfloat16) for x in inputs[:5]], jnp.asarray(do, jnp.bfloat16)
     rounded = [np.nan_to_num(np.asarray(x, float)) for x in (*inputs, inputs[0])]
@@ -65,8 +65,8 @@ def narrow_errors(implementation):
         (o, _), pull = jax.vjp(functools.partial(depth_attention, **options), *inputs)
         return o, *pull((do, dlse))
 
-    # Interpreted kernels run in host callbacks, which can deadlock with the other operations of one
-    # program on a machine with two cores: they run by themselves.
+    # Not jitted: interpreted kernels run in host callbacks, which can deadlock with the other
+    # operations of a program on a machine with two cores.
     run = results if implementation in HOPPER else jax.jit(results)
     pairs = list(zip(run(*inputs), (o, *gradients[:5]), strict=True))
     assert all(x.dtype == jnp.bfloat16 for x, _ in pairs)
@@ -76,7 +76,7 @@ def narrow_errors(implementation):
 
 @pytest.mark.parametrize('implementation', ['reference', 'xla', 'pallas', *HOPPER])
 def test_bfloat16_error_is_near_that_of_xla(implementation):
-    """The output is at most twice as far off as that of `xla`, gradients three times; 2% at most.
+    """Errors are at most twice those of `xla`, three times in gradients, and at most 2%.
 
     With a cotangent of the logsumexp.
     """
@@ -90,7 +90,7 @@ def test_bfloat16_error_is_near_that_of_xla(implementation):
 
 @pytest.mark.parametrize('implementation', ['reference', 'xla'])
 def test_visibility_is_the_drawn_grid(implementation):
-    """T = 5, L = 4, layer l sees the l slots before it: columns are keys 0 to 4, slots 0 to 3."""
+    """T = 5, L = 4, and layer l sees the l slots before it. Columns: keys 0 to 4, slots 0 to 3."""
     layers = {0: '0000', 2: '1100', 4: '1111'}
     arrays = [normal(seed, (1, 5, 1, 4)) for seed in range(3)]
     arrays += [normal(seed, (4, 1, 5, 1, 4)) for seed in (3, 4)]
@@ -120,7 +120,7 @@ def normal(seed, shape=(2, 16, 4, 8)):
     'implementation', ['reference', 'xla', pytest.param('pallas', marks=pytest.mark.slow)]
 )
 def test_cotangents_of_the_returned_slots_are_added_to(implementation, own):
-    """The gradients of given slots are the incoming cotangents plus the exact ones, rounded once.
+    """The slots' gradients are the incoming cotangents plus the exact ones, rounded once.
 
     Or those of sums of their own, in their own dtype, whose values are not used.
     """
@@ -159,7 +159,7 @@ def test_cotangents_of_the_returned_slots_are_added_to(implementation, own):
 
 
 def test_the_shapes_of_a_call_are_recorded():
-    """All that a kernel is built for: slots, their rows, mask, queries and sums, and the lse."""
+    """The choice sees all properties: slots, their rows, mask, queries and sums, and lse."""
     q, k = np.zeros((2, 8, 4, 8), np.float32), np.zeros((2, 8, 2, 8), np.float32)
     slots, rows = np.zeros((5, 2, 11, 2, 8), np.float32), np.tile(np.arange(8), (2, 1))
     options = {'slot_window': 3, 'slot_rows_BT': rows, 'slot_sums': (slots, slots)}
@@ -218,13 +218,13 @@ REFUSED = [
     (GIVEN, {'slot_mask_LBR': np.ones((7, 2, 4), bool)}, r'slot_mask.*\(7, 2, 4\)'),
     (GIVEN, {'slot_rows_BT': ROWS[:, :4]}, r'slot_rows.*\(2, 4\)'),
     (GIVEN, {'q_depth_BTNH': KEYS}, r'q_depth.*\(2, 5, 3, 4\)'),
-    *((GIVEN, {'implementation': name}, 'these can: reference, xla, pallas') for name in HOPPER),
+    *((GIVEN, {'implementation': name}, 'supported: reference, xla, pallas') for name in HOPPER),
 ]
 
 
 @pytest.mark.parametrize(('inputs', 'arguments', 'named'), REFUSED)
 def test_wrong_arguments_are_refused(inputs, arguments, named):
-    """Shapes that do not fit, unknown names and negative windows, in one line, before a compile."""
+    """Wrong shapes, unknown names and negative windows raise one line before compilation."""
     with pytest.raises(ValueError, match=named) as error:
         depth_attention(*inputs, **arguments)
     assert '\n' not in str(error.value)

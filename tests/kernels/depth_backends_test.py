@@ -1,4 +1,4 @@
-"""The depth parts for GPUs, interpreted: their contract against float64, place by place."""
+"""The depth kernels for GPUs, interpreted and compared with float64, query by query."""
 
 import functools
 import itertools
@@ -65,7 +65,7 @@ EACH = [pytest.param('triton'), pytest.param('mosaic', marks=interpreted)]
 
 
 class Case:
-    """Random arguments of both passes; some queries have seen nothing of the sequence.
+    """Random arguments of both passes; some queries see nothing of the sequence.
 
     `joined`: the logsumexp has a cotangent, and there is a gradient of the queries to add to.
 
@@ -111,7 +111,7 @@ class Case:
 
     @functools.cached_property
     def exact(self):
-        """o, lse, dq and the two sums in float64, one query after another."""
+        """Returns o, lse, dq and the two sums in float64, one query after another."""
         arrays = (self.q, self.do, self.o, self.lse, *self.sides, *self.sums)
         q, do, o, lse, kd, vd, dk, dv = (np.array(x, np.float64) for x in arrays)
         dq = np.zeros_like(q) if self.dq is None else np.array(self.dq, np.float64)
@@ -134,7 +134,7 @@ class Case:
         return o, lse, dq, dk, dv
 
     def passes(self, backend=None):
-        """Both passes, each jitted with a traced number of slots."""
+        """Returns both passes, each jitted with a traced number of slots."""
         module = BACKENDS[backend or self.backend]
         options = self.options | {'interpret': backend != 'xla'}
 
@@ -152,7 +152,7 @@ class Case:
         return jax.jit(forward), jax.jit(backward)
 
     def run(self, passes=None):
-        """What `exact` holds, by the kernels; the backward pass has its o, and the kernel's lse."""
+        """Returns what `exact` does, by the kernels; backward from exact o and the kernel's lse."""
         forward, backward = passes or self.passes()
         o, lse = forward(self.num, self.q, self.o, self.lse, self.sides)
         finite = jnp.where(jnp.isfinite(lse), lse, 0)
@@ -166,7 +166,7 @@ def make(backend, **changes):
 
 
 def check(case, passes=None):
-    """Results have their dtypes and the right values; unseen sums keep their bits.
+    """Checks dtypes and values of the results, and that sums of hidden slots keep their bits.
 
     Triton is right to float32's tolerances and one rounding of the result. Mosaic's errors, with
     results rounded to the slots' dtype, are at most two (gradients: three) times those of XLA.
@@ -208,7 +208,7 @@ def test_both_passes_match_float64(backend, name):
 
 @pytest.mark.parametrize('backend', EACH)
 def test_traced_num_slots_from_none_to_all(backend):
-    """One program serves every number of slots; those from it on hold NaN and keep their sums."""
+    """One program serves every number of slots; the others hold NaN and keep their sums."""
     sizes = {'triton': {'L': 9}, 'mosaic': {'L': 70, 'T': 1}}[backend]
     passes = make(backend, **sizes).passes()
     for num in {'triton': range(10), 'mosaic': (0, 35, 63, 70)}[backend]:
@@ -218,7 +218,7 @@ def test_traced_num_slots_from_none_to_all(backend):
 
 @pytest.mark.parametrize('backend', EACH)
 def test_reruns_are_bit_equal_and_unseen_queries_zero(backend):
-    """No sum has a varying order. Without a visible key or slot o = 0, lse = -inf, dq = 0."""
+    """Sums have a fixed order. Without a visible key or slot o = 0, lse = -inf, dq = 0."""
     sizes = {'triton': {'R': 9}, 'mosaic': {'R': 3, 'T': 5, 'K': 2}}
     case = make(backend, mask=True, joined=False, **sizes[backend])
     passes = case.passes()
@@ -233,7 +233,7 @@ def test_reruns_are_bit_equal_and_unseen_queries_zero(backend):
 @interpreted
 @pytest.mark.parametrize('rows', [None, 7])
 def test_fresh_gradients_are_sums_that_begin_at_zero(rows):
-    """To the bit; so are reruns."""
+    """The bits are equal, also in a rerun."""
     case = make('mosaic', L=72, num=50, window=30, T=4, R=rows, mask=True, sums='fresh')
     passes, found = case.passes(), []
     for fresh in (True, True, False):
@@ -245,7 +245,7 @@ def test_fresh_gradients_are_sums_that_begin_at_zero(rows):
 
 @pytest.fixture
 def racing(monkeypatch):
-    """The Mosaic interpreter looks for races."""
+    """Makes the Mosaic interpreter look for races."""
     params = functools.partial(common.interpret_params, detect_races=True)
     monkeypatch.setattr(common, 'interpret_params', params)
 
@@ -266,7 +266,7 @@ def test_no_race(sizes, racing):
 
 @interpreted
 def test_a_race_is_seen(racing, monkeypatch):
-    """The test above can fail: without the wait for copies, products read unfinished ones."""
+    """The test above can fail: without waits, products read unfinished copies."""
     monkeypatch.setattr(mosaic.plgpu, 'barrier_wait', lambda barrier: None)
     with pytest.raises(Exception, match='(?i)race'):
         make('mosaic', L=16).run()
@@ -274,7 +274,7 @@ def test_a_race_is_seen(racing, monkeypatch):
 
 @pytest.mark.skipif(common.CAN_INTERPRET, reason='this JAX has the interpreter')
 def test_a_missing_interpreter_is_named():
-    """JAX 0.10 does not fail inside its interpreter; the error says which version is needed."""
+    """With JAX 0.10 the error says which version the interpreter needs."""
     with pytest.raises(ValueError, match='JAX 0.11.2'):
         make('mosaic').run()
 
@@ -306,13 +306,13 @@ UNSUPPORTED = [
 
 @pytest.mark.parametrize(('module', 'shapes', 'value'), UNSUPPORTED)
 def test_unsupported_shapes_are_named(module, shapes, value):
-    """One line that names the value."""
+    """The reason is one line with the value."""
     reason = module.unsupported(shapes, None)
     assert value in reason and '\n' not in reason
 
 
 def test_supported_shapes():
-    """Triton's limits themselves; on Hopper each width and group."""
+    """Triton supports its limits, Hopper each width and group."""
     assert fused.unsupported(USUAL) is None
     for heads, width in ((128, 200), (8, 256)):
         assert triton.unsupported(shapes_of((1, 8, heads, width), 2, HALF), None) is None
@@ -322,7 +322,7 @@ def test_supported_shapes():
 
 
 def test_any_number_of_programs_is_on_one_axis():
-    """The other axes of a CUDA grid end at 65,535."""
+    """CUDA limits the other axes of a grid to 65,535."""
     (programs,) = triton._grid((3, 300001, 32, 128), 2)
     tokens, *_ = triton._tile(300001, 16, 128)
     assert programs == 3 * 2 * -(-300001 // tokens) and programs > 2**16

@@ -1,9 +1,9 @@
-"""Compiles the GPU kernels to Hopper machine code where there is no GPU, and reads what they take.
+"""Compiles the GPU kernels to Hopper machine code without a GPU, and reports their resources.
 
     python -m tests.kernels.hopper [a part of the kernels' names ...]
 
-prints registers, spilled bytes, shared memory and launch of each kernel; aot_test.py says what
-must be installed. Needs a process of its own: Mosaic prints what is read here to standard output.
+prints registers, spilled bytes, shared memory, threads and grid of each kernel. aot_test.py says
+what must be installed. It needs its own process, since it reads what Mosaic prints to stdout.
 """
 
 import contextlib
@@ -57,12 +57,12 @@ _PTXAS = re.compile(
     r'Function properties for (\S+)\n\s+\d+ bytes stack frame, (\d+) bytes spill stores, '
     r'(\d+) bytes spill loads\nptxas info    : Used (\d+) registers'
 )
-# Grid, cluster and block along x, y, z, then bytes of shared memory.
+# The arguments are grid, cluster and block along x, y, z, then bytes of shared memory.
 _MOSAIC_LAUNCH = re.compile(
     r'call (?:void|i32) @mosaic_gpu_(?:launch_kernel|build_kernel_spec)'
     r'\(ptr [^,]*((?:, i32 \d+){10}),'
 )
-# As StableHLO writes it: the name of a call of Triton.
+# The name of a Triton call in StableHLO.
 _TRITON_NAME = re.compile(r'\bname = "(\w+)"')
 _XLA_LAUNCH = re.compile(
     r': kCustomKernel .*?(\S+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\]'
@@ -71,7 +71,7 @@ _XLA_LAUNCH = re.compile(
 
 
 def cuda_program(name):
-    """The path of a program of the CUDA toolkit, from a package or PATH, or None."""
+    """Returns the path of a CUDA program, from a Python package or PATH, or None."""
     spec = util.find_spec('nvidia')
     for folder in spec.submodule_search_locations if spec else ():
         if (found := Path(folder, 'cu13', 'bin', name)).exists():
@@ -80,7 +80,7 @@ def cuda_program(name):
 
 
 def missing() -> str | None:
-    """What keeps this machine from compiling for Hopper, in one line; None: nothing does."""
+    """Returns why this machine cannot compile for Hopper, in one line, or None."""
     if not (util.find_spec('jax_plugins') and util.find_spec('jax_plugins.xla_cuda13')):
         return "no CUDA plugin of JAX: pip install 'jax[cuda13]'"
     return None if cuda_program('ptxas') else 'no ptxas: pip install nvidia-cuda-nvcc'
@@ -88,7 +88,7 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def captured_output():
-    """A file that receives what Python and libraries write to standard output."""
+    """Redirects standard output, of Python and of libraries, to the file that it yields."""
     with tempfile.TemporaryFile('w+', errors='replace') as file:
         sys.stdout.flush()
         kept = os.dup(1)
@@ -101,7 +101,7 @@ def captured_output():
 
 
 def on_hopper(arrays):
-    """The arrays' descriptions, placed on a device that is only described."""
+    """Returns the arrays' descriptions with a sharding on a described H200."""
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(platform='cuda', target_config=TARGET, topology='1x1x1')
@@ -111,7 +111,7 @@ def on_hopper(arrays):
 
 
 def an_h200():
-    """The GPU that Triton lowers for: JAX 0.10 takes one by default, later ones want a name."""
+    """Names the GPU for which Triton lowers. JAX 0.10 has a default, later versions do not."""
     if jax.__version_info__ < (0, 11):
         return contextlib.nullcontext()
     device = jax.sharding.AbstractDevice('NVIDIA H200', num_cores=None, platform='gpu')
@@ -120,7 +120,7 @@ def an_h200():
 
 
 def lower(function, *arguments) -> str:
-    """The StableHLO text of a function of shapes, for CUDA."""
+    """Returns the StableHLO text of a function of shapes, lowered for CUDA."""
     with an_h200():
         traced = jax.jit(function).trace(*arguments)
         return traced.lower(lowering_platforms=('cuda',)).as_text()
@@ -131,20 +131,20 @@ def _numbers(text):
 
 
 def _by_ptxas(report):
-    """(name, registers, spilled bytes) of each kernel."""
+    """Yields (name, registers, spilled bytes) of each kernel."""
     for name, stores, loads, registers in _PTXAS.findall(report):
         yield name, int(registers), int(stores) + int(loads)
 
 
 def _of_mosaic(output):
-    """What the kernels of Mosaic take, which prints it in the order of their compilation."""
+    """Yields the resources of Mosaic kernels, which are printed in the order of compilation."""
     launches = [_numbers(found.replace('i32', '')) for found in _MOSAIC_LAUNCH.findall(output)]
     for (_, registers, spilled), launch in zip(_by_ptxas(output), launches, strict=True):
         yield registers, spilled, launch[9], math.prod(launch[6:9]), launch[:3]
 
 
 def _of_triton(dump, names):
-    """What the kernels of these names take, which XLA compiles as it does its own fusions."""
+    """Yields the resources of the named Triton kernels, which XLA compiles like its fusions."""
     launches = {}
     for path in dump.glob('*.thunk_sequence.txt'):
         for name, grid, threads, shared in _XLA_LAUNCH.findall(path.read_text()):
@@ -160,18 +160,18 @@ def _of_triton(dump, names):
 
 
 def resources(function, *arrays) -> list[tuple]:
-    """What each Pallas kernel of a function of shapes takes on Hopper.
+    """Returns the resources of each Pallas kernel of a function of shapes on Hopper.
 
-    Registers of a thread, bytes that it spills, bytes of shared memory and threads of a block, and
-    the grid. The function must not have been compiled in this process before.
+    Each is (registers of a thread, spilled bytes, shared memory of a block in bytes, threads of a
+    block, grid). The function must not have been compiled in this process before.
     """
     os.environ.update(MOSAIC_GPU_DUMP_PTXAS='1', MOSAIC_GPU_DUMP_HOST_LLVM='1')
-    # Without a GPU each compilation symbolizes a stack trace: four fifths of the time.
+    # Without a GPU each compilation symbolizes a stack trace, four fifths of its time.
     os.environ.setdefault('LLVM_DISABLE_SYMBOLIZATION', '1')
     with an_h200():
         lowered = jax.jit(function).lower(*on_hopper(arrays))
     with tempfile.TemporaryDirectory() as dump, captured_output() as output:
-        # Without the second option newer JAX dumps no PTX.
+        # Newer JAX dumps PTX only with the second option.
         lowered.compile(compiler_options={'xla_dump_to': dump, 'xla_dump_emitter_re': '.*'})
         output.seek(0)
         names = set(_TRITON_NAME.findall(lowered.as_text()))
@@ -182,14 +182,15 @@ def resources(function, *arrays) -> list[tuple]:
 
 
 def shape(*sides, dtype=jnp.bfloat16):
-    """A description of an array."""
+    """Returns a description of an array."""
     return jax.ShapeDtypeStruct(sides, dtype)
 
 
 def depth_call(backend, way, B, T, K, G, H, L, R=None, mask=False, dtype=jnp.bfloat16, **options):
-    """A depth part's function `way`, and the shapes of its arguments; num_slots is traced.
+    """Returns the pass `way` of a depth part, and the shapes of its arguments; num_slots is traced.
 
-    Options are parameters of the function, and `wide`, the dtype of sums and of the sequence's o.
+    Options are parameters of the function, `wide` (dtype of sums and of the sequence's o) and
+    `fresh` (no sums).
     """
     wide, fresh = options.pop('wide', dtype), options.pop('fresh', False)
     function = getattr(load_module(getattr(DEPTH[backend], way)), f'depth_{way}')
@@ -209,10 +210,11 @@ def depth_call(backend, way, B, T, K, G, H, L, R=None, mask=False, dtype=jnp.bfl
 
 
 def fused_call(T, K, G, H, L, R=None, kind='', dtype=jnp.bfloat16, windows=(1024, 16), wide=None):
-    """The fused forward, or, with sums of dtype `wide`, backward; its arguments; num_slots traced.
+    """Returns a fused pass and the shapes of its arguments; num_slots is traced.
 
-    wide 'fresh': without sums.
-    kind 'documents': with segments; 'general': with windows, own queries (forward), mask and rows.
+    wide: None for the forward pass; dtype of the sums for the backward pass, or 'fresh' for none.
+    kind: '' | 'documents' (segments) | 'general' (also windows, other queries for the slots in the
+    forward pass, mask and rows).
     """
     q, key, rows = shape(1, T, K * G, H, dtype=dtype), shape(1, T, K, H, dtype=dtype), None
     segments, own, mask = shape(1, T, dtype=jnp.int32) if kind else None, None, None
@@ -235,7 +237,7 @@ def fused_call(T, K, G, H, L, R=None, kind='', dtype=jnp.bfloat16, windows=(1024
 
 
 def sequence_call(way, T, K, G, H, documents=False, window=0, dtype=jnp.bfloat16):
-    """The sequence part `way` (forward or backward) by Mosaic GPU, and its arguments."""
+    """Returns the sequence part `way` (forward or backward) by Mosaic GPU, and its arguments."""
     q, key = shape(1, T, K * G, H, dtype=dtype), shape(1, T, K, H, dtype=dtype)
     ids, by_head = shape(1, T, dtype=jnp.int32), shape(1, K * G, T, dtype=jnp.float32)
     static = Static(window, True, 0, H**-0.5, False, Parts('mosaic_gpu'))
@@ -250,7 +252,7 @@ def sequence_call(way, T, K, G, H, documents=False, window=0, dtype=jnp.bfloat16
 
 
 def decode_call(B, S, K, G, H, L, T=1, dtype=jnp.bfloat16):
-    """Decoding by Mosaic GPU of B rows by their indices; with T > 1 other queries for the slots."""
+    """Returns decoding of B indexed rows and its arguments; T > 1: other queries for the slots."""
     q, new = shape(B, T, K * G, H, dtype=dtype), shape(B, T, K, H, dtype=dtype)
     cache, slots = shape(B, K, H, S, dtype=dtype), shape(L, B, T, K, H, dtype=dtype)
     masks = shape(B, T, S, dtype=bool), shape(B, T, T, dtype=bool)
@@ -303,12 +305,12 @@ DECODE = (
 
 
 def supports_backward(group, width):
-    """Whether there is a fused backward pass."""
+    """Returns whether there is a fused backward pass."""
     return fused_backward.supports(group, width, own_query=False)
 
 
 def _kernels():
-    """By name: what gives a function and the shapes of its arguments; T = 4096, bfloat16."""
+    """Returns by name functions that return a function and its argument shapes; T = 4096."""
     found = {}
     for H, G, L, kind in FUSED:
         name = f'fused_forward_H{H}_G{G}_L{L}' + f'_{kind}' * bool(kind)
@@ -347,7 +349,7 @@ KERNELS = _kernels()
 
 
 def main(parts):
-    """Prints a line for each kernel whose name holds one of the parts, at once when it is known."""
+    """Prints a line for each kernel whose name contains one of the parts, one by one."""
     print(f'{"":40}{"registers":>10}{"spilled":>9}{"shared":>8}{"threads":>9}  grid', flush=True)
     for name in KERNELS:
         if parts and not any(part in name for part in parts):
@@ -356,7 +358,7 @@ def main(parts):
             function, arrays = KERNELS[name]()
             kernels = resources(function, *arrays)
         except Exception:
-            traceback.print_exc()  # the others are of interest too
+            traceback.print_exc()  # and go on with the others
             continue
         for registers, spilled, shared, threads, grid in kernels:
             numbers = f'{registers:>10}{spilled:>9}{shared:>8}{threads:>9}'
@@ -364,6 +366,6 @@ def main(parts):
 
 
 if __name__ == '__main__':
-    # Without a GPU the plugin is registered only where it is not tried as a platform.
+    # Without a GPU the CUDA plugin is registered only if JAX does not try it as a platform.
     jax.config.update('jax_platforms', 'cpu')
     main(sys.argv[1:])

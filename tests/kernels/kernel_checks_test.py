@@ -1,4 +1,4 @@
-"""The checks that launch.gpu makes on a GPU, tried on a CPU: they pass what is right only."""
+"""The checks of launch.gpu, run on a CPU: they pass only what is right."""
 
 import functools
 import itertools
@@ -15,7 +15,7 @@ CASE = 'packed/no_slots'
 
 
 def test_what_is_right_passes():
-    """Its errors lie within what is allowed, in each result; in bfloat16, as on a GPU."""
+    """Each result is within the allowed error in bfloat16, as on a GPU."""
     found = check('xla', CASE, toy=True)
     assert list(found['errors']) == ['o', 'dq', 'dk', 'dv', 'dk_depth', 'dv_depth']
     assert all(0 < found['errors'][name] <= found['allowed'][name] for name in ('o', 'dq', 'dv'))
@@ -23,7 +23,7 @@ def test_what_is_right_passes():
 
 
 def leaking(*arrays, **options):
-    """Documents see each other."""
+    """The wrong form lets documents see each other."""
     return depth_attention(*arrays, **options | {'segment_ids_BT': None})
 
 
@@ -33,7 +33,7 @@ def nan(*arrays, **options):
 
 @pytest.mark.parametrize('fault', [leaking, nan])
 def test_what_is_wrong_is_found(fault, monkeypatch):
-    """`xla` stays what it is: it is the ruler. The message says what is wrong and by how much."""
+    """`xla`, the baseline, is unchanged. The message says what is wrong and by how much."""
 
     def attention(implementation):
         chosen = depth_attention if implementation == 'xla' else fault
@@ -45,7 +45,7 @@ def test_what_is_wrong_is_found(fault, monkeypatch):
 
 
 def test_a_rerun_that_differs_is_found(monkeypatch):
-    """Each call adds another last bit."""
+    """Each call of the wrong form changes a last bit."""
     calls, kernel_program = itertools.count(), kernel_checks.program
 
     def program(*given):
@@ -63,6 +63,6 @@ def test_a_rerun_that_differs_is_found(monkeypatch):
 
 
 def test_cudnn_is_refused_on_a_cpu():
-    """By name and reason, in the words by which launch.gpu skips a case."""
-    with pytest.raises(ValueError, match='cannot: cudnn: cpu must be an NVIDIA GPU'):
+    """The error has the name, the reason, and the words by which launch.gpu skips a case."""
+    with pytest.raises(ValueError, match='not supported here: cudnn: cpu must be an NVIDIA GPU'):
         check(kernel_checks.CUDNN, 'depth_alone', toy=True)

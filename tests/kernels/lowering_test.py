@@ -1,4 +1,4 @@
-"""Every kernel for GPUs lowers for CUDA on a machine without one, and impossible ones fail."""
+"""Every GPU kernel lowers for CUDA on a machine without a GPU."""
 
 import functools
 import re
@@ -20,15 +20,15 @@ from tests.kernels.hopper import (
     shape,
 )
 
-# JAX means to remove it; until then it is what runs on GPUs older than Hopper.
+# Deprecated in JAX, but it is the only form of the kernels for GPUs older than Hopper.
 pytestmark = pytest.mark.filterwarnings(
     'ignore:The Pallas Triton backend is deprecated:DeprecationWarning'
 )
-MASK = SequenceMask(*(np.arange(200)[None],) * 2)  # of one row
+MASK = SequenceMask(*(np.arange(200)[None],) * 2)  # for one batch row
 
 
 def lower_depth(backend, ways=('forward', 'backward'), **sizes):
-    """The passes of a depth part, in text, with a window."""
+    """Returns the lowered text of a depth part's passes, with a window."""
     calls = (depth_call(backend, way, window=3, **sizes) for way in ways)
     return [lower(function, *arrays) for function, arrays in calls]
 
@@ -53,7 +53,7 @@ MOSAIC = [
     [('pallas', sizes) for sizes in TRITON] + [('mosaic_gpu', sizes) for sizes in MOSAIC],
 )
 def test_depth_lowers(backend, sizes):
-    """Each pass becomes one kernel; the sums are written where they are given.
+    """Each pass becomes one kernel, and the sums are updated in place.
 
     Sides that are no powers of two, every kind of slots, and the largest tile allowed. Where 8
     divides G and L, XLA computes and copies nothing around the Hopper kernels.
@@ -72,20 +72,20 @@ def test_depth_lowers(backend, sizes):
 
 @pytest.mark.parametrize(('length', 'bits'), [(2**30, 64), (2**10, 32)])
 def test_offsets_beyond_31_bits(length, bits, monkeypatch, capsys):
-    """In arrays of more than 2^31 elements a Triton offset is of 64 bits before it is multiplied.
+    """In arrays of more than 2^31 elements Triton offsets have 64 bits before they are multiplied.
 
     The mask is the narrow case: of 3 * 2^30 elements, fewer than 2^32 bytes were they of one byte.
     The look-up of rows stays within 2^30 elements.
     """
     monkeypatch.setattr(pl, 'pallas_call', functools.partial(pl.pallas_call, debug=True))
     lower_depth('pallas', B=1, T=length, K=1, G=2, H=64, L=3, R=length, mask=True)
-    # Of each memory access, the array's type and the offset's.
+    # The types of array and offset of each memory access.
     text = capsys.readouterr().out
     address = r'tt\.addptr .*tensor<[\dx]*!tt\.ptr<(\w+)>>, tensor<[\dx]*x(i\d+)>'
     accesses = re.findall(address, text)
     assert {array for array, _ in accesses} == {'bf16', 'f32', 'i16', 'i32'}
     assert {offset for array, offset in accesses if array != 'i32'} == {f'i{bits}'}
-    # Tensors are multiplied by strides, of integers, and by nothing else.
+    # Integer tensors are multiplied only by strides.
     products = re.findall(r'arith\.muli .*: tensor<[\dx]*x(i\d+)> ', text)
     assert products.count(f'i{bits}') > len(accesses)
     assert products.count('i32') == (4 if bits == 64 else len(products))
@@ -107,13 +107,13 @@ def lower_fused(*sizes, **options):
     ],
 )
 def test_fused_lowers(sizes):
-    """Sequence and slots become one kernel, whatever the lengths."""
+    """Sequence and slots become one kernel at any length."""
     assert len(re.findall('@mosaic_gpu', lower_fused(**sizes))) == 1
 
 
 @pytest.mark.parametrize('documents', [False, True])
 def test_sequence_lowers(documents):
-    """One kernel forward, two backward, at a length that no block divides."""
+    """One kernel forward, two backward, at a length that is no multiple of a block."""
     for way, kernels in (('forward', 1), ('backward', 2)):
         function, arrays = sequence_call(way, 97, 2, 3, 128, documents)
         assert len(re.findall('@mosaic_gpu', lower(function, *arrays))) == kernels
@@ -121,7 +121,7 @@ def test_sequence_lowers(documents):
 
 @pytest.mark.parametrize(('tokens', 'slots'), [(1, 7), (3, 0)])
 def test_decoding_lowers(tokens, slots):
-    """One kernel; no array has the rows of the cache that are read."""
+    """It is one kernel, and no array holds gathered rows of the cache."""
     function, arrays = decode_call(3, 112, 2, 3, 96, slots, tokens, dtype=jnp.float16)
     cache = shape(5, *arrays[6].shape[1:], dtype=jnp.float16)
     text = lower(function, *arrays[:6], cache, cache, *arrays[8:])
@@ -130,7 +130,7 @@ def test_decoding_lowers(tokens, slots):
 
 
 def test_hopper_reaches_beyond_31_bits():
-    """TMA takes a coordinate per dimension: each side fits 31 bits here, and their product 37."""
+    """TMA takes one coordinate per dimension: each fits 31 bits, their product has 37."""
     for text in lower_depth('mosaic_gpu', B=1, T=2**20 + 1, K=8, G=1, H=128, L=64):
         assert re.search(r'@mosaic_gpu.*tensor<64x8388616x128xbf16>', text)
     assert 'tensor<64x1x131072x8x8x128xbf16>' in lower_fused(2**20, 8, 2, 128, 64)
@@ -139,7 +139,7 @@ def test_hopper_reaches_beyond_31_bits():
 @pytest.mark.parametrize('dlse', [False, True])
 @pytest.mark.parametrize('depth', ['pallas', 'mosaic_gpu', 'mosaic_gpu_fused'])
 def test_parts_for_gpus_lower_together(depth, dlse):
-    """A step through cuDNN and each depth part: its kernels once a pass, dlse by XLA alone."""
+    """A step by cuDNN and each depth part has each kernel once a pass; only XLA takes dlse."""
     static = Static(0, True, 0, 1.0, dlse, Parts('cudnn', depth))
 
     def loss(q, k, v, *sides):
@@ -157,7 +157,7 @@ def test_parts_for_gpus_lower_together(depth, dlse):
 @pytest.mark.parametrize('threads', [False, True])
 @pytest.mark.parametrize('parts', [('cudnn', 'mosaic_gpu'), ('mosaic_gpu', 'mosaic_gpu_fused')])
 def test_fresh_gradients_are_results_that_nobody_fills(parts, threads):
-    """No array of their shape is made of zeros; of slots that are returned it is, and added to."""
+    """No array of zeros has their shape, unless the slots are returned: then it is added to."""
     static = Static(0, True, 0, 1.0, False, Parts(*parts), threads)
 
     def loss(q, k, v, *sides):

@@ -1,4 +1,4 @@
-"""The fused Hopper backward pass, of sequence and slots: interpreted, and compared with float64."""
+"""The fused backward pass on Hopper, interpreted and compared with float64."""
 
 import functools
 
@@ -35,7 +35,7 @@ LONG = {
 
 
 class Call:
-    """A case, its exact results, and the vector-Jacobian product of joint_attention."""
+    """A case, its exact results, and its gradients by joint_attention."""
 
     def __init__(self, dtype='float32', **sizes):
         case = self.case = SMALL | sizes
@@ -56,7 +56,7 @@ class Call:
         self.slots = jnp.int32(case['L'] if case['num'] is None else case['num']), *rest
 
     def run(self, parts, sums=None, fresh=True):
-        """(o, lse) and the gradients; of sums, what they have become; not `fresh`: from zeros."""
+        """Returns o, lse and all gradients; those of the slots as the new `sums`, if given."""
         case, inputs = self.case, self.inputs
         scale = case['H'] ** -0.5
         static = Static(case['window'], True, case['slot_window'], scale, True, parts, not fresh)
@@ -72,7 +72,7 @@ class Call:
         return [np.asarray(x) for x in (*found[:2], *gradients)]
 
     def by_a_query(self):
-        """[L, B, R]: the slots that a query sees."""
+        """Returns bool [L, B, R]: the slots that some query sees."""
         taken, _, slots = self.seen
         seen = np.zeros(self.inputs[3].shape[:3], bool)
         for b, t, slot in np.argwhere(slots):
@@ -81,7 +81,7 @@ class Call:
 
 
 def check(fresh=True, **sizes):
-    """Float32: o and lse are right to 2e-6, gradients to 1e-5; hidden slots, of NaN, have 0."""
+    """In float32 o and lse are right to 2e-6, gradients to 1e-5; hidden slots (NaN) have 0."""
     call = Call(**sizes)
     results = call.run(OURS, fresh=fresh)
     for got, right, atol in zip(results, call.right, (2e-6,) * 2 + (1e-5,) * 5, strict=True):
@@ -92,7 +92,7 @@ def check(fresh=True, **sizes):
 
 @pytest.fixture
 def joined(monkeypatch):
-    """The parts' own backward passes are not called; wide heads, which may spill, run too."""
+    """Fails if the parts' own backward passes are called; allows wide heads, which may spill."""
     monkeypatch.setattr(fused_backward, 'MAX_WIDTH', 128)
 
     def fail(*arguments, **options):
@@ -111,7 +111,7 @@ def test_equals_float64(name, fresh, joined):
 
 @interpreted
 def test_fresh_gradients_are_sums_that_begin_at_zero(joined):
-    """To the bit; so are reruns."""
+    """The bits are equal, also in a rerun."""
     call = Call('bfloat16', N=2, T=8, L=21, num=10, slot_window=2)
     found = [call.run(OURS, fresh=fresh) for fresh in (True, True, False)]
     first, again, added = ([x.tobytes() for x in results] for results in found)
@@ -127,7 +127,7 @@ def test_equals_float64_in_several_blocks(name, joined):
 
 @interpreted
 def test_wide_groups_take_the_backward_passes_of_the_parts(monkeypatch):
-    """A slot's gradient is a sum over the heads of one tile, which has 8 at most."""
+    """A slot's gradient sums over the heads of one tile, which has at most 8."""
     called = []
     for module, way in ((sequence, 'sequence_backward'), (depth, 'depth_backward')):
         function = getattr(module, way)
@@ -145,7 +145,7 @@ def test_wide_groups_take_the_backward_passes_of_the_parts(monkeypatch):
 
 
 def test_what_is_supported():
-    """Up to 8 query heads of a key/value head, of width 64, whose queries are the sequence's."""
+    """Up to 8 query heads to a key/value head, up to width 64, without other queries for slots."""
     assert [fused_backward.supports(group, 64, False) for group in (1, 8, 9)] == [True, True, False]
     assert not fused_backward.supports(1, 65, False)
     assert not fused_backward.supports(1, 64, own_query=True)
@@ -162,7 +162,7 @@ HALF = {
 @pytest.mark.parametrize('wide', ['float32', 'model'])
 @pytest.mark.parametrize('dtype', HALF)
 def test_half_precision_adds_to_the_sums_in_place(dtype, wide, joined):
-    """Error at most 3 times XLA's; hidden slots keep the sums' bits; a rerun has the same bits."""
+    """The error is at most 3 times XLA's; hidden slots' sums keep their bits; reruns are equal."""
     call = Call(dtype, **HALF[dtype])
     rng, hidden, shape = np.random.default_rng(1), ~call.by_a_query(), call.inputs[3].shape
     sums = [rng.normal(size=shape).astype(jnp.dtype(dtype)) for _ in range(2)]
@@ -198,13 +198,13 @@ RACES = {
 @pytest.mark.parametrize('fresh', [True, False])
 @pytest.mark.parametrize('name', RACES)
 def test_no_race(name, fresh, racing, joined, monkeypatch):  # noqa: F811
-    """The ring's barriers, of two stages, and the sums' order copies, products and stores."""
+    """Barriers order copies, products and stores, with a ring of two stages."""
     monkeypatch.setattr(fused, 'MAX_STAGES', 2)
     check(fresh, **RACES[name])
 
 
 def test_memory_has_room_for_the_stages():
-    """Three stages or more, whatever the sums' dtype, and no more than Hopper has."""
+    """There are at least three stages with any dtype of the sums, and they fit Hopper's memory."""
     for width, sums in ((56, 'float32'), (64, 'float32'), (128, 'bfloat16'), (128, 'float32')):
         q = jnp.zeros((1, 8, 2, width), jnp.bfloat16)
         static = Static(0, True, 0, 1.0, False, OURS)

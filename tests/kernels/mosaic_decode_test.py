@@ -1,4 +1,4 @@
-"""The Hopper kernel for decoding, interpreted, against float64; and when it is used."""
+"""The decoding kernel on Hopper, interpreted and compared with float64; and when it is used."""
 
 import functools
 
@@ -19,7 +19,7 @@ TOKEN = USUAL._replace(q=(8, 1, 16, 64), k=(8, 1, 2, 64), places=2048)
 
 
 def run(case, dtype='float32'):
-    """o of a case by the interpreted kernel, twice, and in float64; float32 is not for GPUs."""
+    """Returns o of a case by the interpreted kernel, and in float64."""
     window = (DEFAULTS | case)['slot_window']
     given, right, counted = make_case(case, dtype, np.nan)
     slots = [given.pop(name, None) for name in ('k_depth_LCTKH', 'v_depth_LCTKH', 'slot_mask_LCT')]
@@ -33,7 +33,7 @@ def run(case, dtype='float32'):
 
 @interpreted
 def test_a_cache_and_slots_are_one_softmax():
-    """Rows in place, slots by their own queries; what is hidden holds NaN. Places in two chunks."""
+    """With row indices, other queries for slots, NaN in hidden places, and two chunks."""
     found, right = run({'B': 2, 'rows': (1, 5), 'K': 1, 'L': 3, 'mask': True, 'own_query': True})
     np.testing.assert_allclose(found, right, rtol=0, atol=2e-6)
 
@@ -50,7 +50,7 @@ def test_equals_float64(name):
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['length_97', 'rows', 'tokens'])
 def test_half_precision_errs_at_most_twice_as_much_as_xla(name):
-    """By its name, in bfloat16, in reruns of equal bits."""
+    """Called by name, in bfloat16; a rerun has equal bits."""
     check('mosaic_gpu', name)
 
 
@@ -58,7 +58,7 @@ def test_half_precision_errs_at_most_twice_as_much_as_xla(name):
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['length_200', 'length_1025'])
 def test_no_race(name, racing):  # noqa: F811
-    """The barriers order copies, products and the clearing of hidden values."""
+    """Barriers order copies, products and the clearing of hidden values."""
     found, right = run(CASES[name])
     np.testing.assert_allclose(found, right, rtol=0, atol=2e-6)
 
@@ -67,7 +67,7 @@ def test_no_race(name, racing):  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.parametrize('splits', [1, 3])
 def test_any_number_of_splits_is_one_softmax(splits, monkeypatch):
-    """Some of them empty: five chunks of which a window shows two."""
+    """Some splits are empty: a window shows two of five chunks."""
     monkeypatch.setattr(decode.Sizes, 'splits', splits)
     found, right = run({'B': 1, 'K': 1, 'S': 320, 'length': 300, 'window': 80, 'L': 2})
     np.testing.assert_allclose(found, right, rtol=0, atol=2e-6)
@@ -86,7 +86,7 @@ def test_any_number_of_splits_is_one_softmax(splits, monkeypatch):
     ],
 )
 def test_what_it_cannot_do_is_refused(changes, reason):
-    """Unasked XLA decodes, by its name it is an error that says so."""
+    """By default XLA decodes; named, the kernel raises an error with the reason."""
     shapes = TOKEN._replace(**changes)
     candidates, refused = plan(shapes, HOPPER)
     assert candidates == [Parts(), *[Parts('mosaic_gpu')] * (reason is None)]
@@ -94,12 +94,12 @@ def test_what_it_cannot_do_is_refused(changes, reason):
     if reason is None:
         assert choose('mosaic_gpu', shapes, HOPPER) == Parts('mosaic_gpu')
     else:
-        with pytest.raises(ValueError, match=f'cannot: {reason}.*; these can: xla'):
+        with pytest.raises(ValueError, match=f'not supported here: {reason}.*; supported: xla'):
             choose('mosaic_gpu', shapes, HOPPER)
 
 
 def test_it_is_not_taken_unmeasured(monkeypatch):
-    """Neither where nothing can be measured nor of small caches, and never before a check."""
+    """The kernel is not used if nothing can be measured, with small caches, or before a check."""
     asked = []
 
     def fastest(candidates, *rest):
@@ -131,7 +131,7 @@ def plain_program(shapes):
 
 @pytest.mark.parametrize('fault', [None, 'nan', 'wrong', 'rerun'])
 def test_a_candidate_is_checked_before_it_is_timed(fault, monkeypatch):
-    """What is right passes; NaN that leaks, an error and a rerun with other bits are found."""
+    """Right results pass; leaked NaN, a large error and a rerun with other bits are found."""
     shapes = TOKEN._replace(num_slots=3, q=(2, 1, 4, 8), k=(2, 1, 2, 8), places=64, slot_mask=True)
     calls = []
 

@@ -1,4 +1,4 @@
-"""The fused Hopper forward, by the interpreter of Mosaic GPU kernels, compared with float64."""
+"""The fused forward kernel on Hopper, interpreted and compared with float64."""
 
 import types
 
@@ -15,7 +15,7 @@ from tests.kernels.depth_backends_test import interpreted, racing  # noqa: F401
 
 SMALL = KINDS | SEQUENCE | {'B': 1, 'T': 5, 'N': 1, 'K': 1, 'H': 64, 'L': 1, 'num': None}
 FUSED = Parts('xla', 'mosaic_gpu_fused', interpret=True)
-# Runs of documents: of one token, and with a boundary inside, at the edge of and next to a block.
+# Documents of one token, and with a boundary inside, at the edge of and next to a block.
 EDGES = (1, 126, 1, 1, 63, 8)
 CASES = {
     'group_of_1': {'L': 7, 'num': 6},
@@ -52,14 +52,14 @@ HALF_LONG = {
 
 
 def run(implementation, inputs, arguments):
-    """(o, lse), not in one program: that of an interpreted kernel may have no other operations."""
+    """Returns (o, lse), not jitted: an interpreted kernel must be alone in its program."""
     *arrays, q_depth = inputs
     options = {'implementation': implementation, 'return_lse': True, 'q_depth_BTNH': q_depth}
     return [np.asarray(x, float) for x in depth_attention(*arrays, **options, **arguments)]
 
 
 def given(dtype='float32', **sizes):
-    """(inputs, arguments, exact o, exact lse) of a case; hidden slots hold NaN."""
+    """Returns (inputs, arguments, exact o, exact lse) of a case; hidden slots hold NaN."""
     case = SMALL | sizes
     inputs, cotangents, arguments, *seen = draw(**case)
     inputs = [jnp.asarray(x, dtype) for x in inputs]
@@ -74,7 +74,7 @@ def given(dtype='float32', **sizes):
 
 
 def check(**sizes):
-    """Float32 is right to 2e-6: no dtype hides what is masked, loaded or summed wrongly."""
+    """Checks float32 to 2e-6, so that rounding does not hide wrong masks, loads or sums."""
     inputs, arguments, o, lse = given(**sizes)
     got_o, got_lse = run(FUSED, inputs, arguments)
     np.testing.assert_allclose(got_o, o, rtol=0, atol=2e-6)
@@ -118,7 +118,7 @@ def test_half_precision_in_several_blocks(dtype):
 
 @interpreted
 def test_nan_of_another_document_does_not_show_and_a_rerun_has_the_same_bits():
-    """Keys of documents that end before a tile are not loaded; not even those of one block."""
+    """Keys of documents that end before a tile are not loaded, not even within one block."""
     inputs, arguments, *_ = given(N=8, T=32, segments=(16, 16))
     before = run(FUSED, inputs, arguments)
     inputs[1:3] = (x.at[:, :16].set(jnp.nan) for x in inputs[1:3])
@@ -139,13 +139,13 @@ RACES = {
 @pytest.mark.slow
 @pytest.mark.parametrize('name', RACES)
 def test_no_race(name, racing, monkeypatch):  # noqa: F811
-    """The ring's barriers, of two stages, order copies, products and zeros for hidden slots."""
+    """Barriers order copies, products and the clearing of hidden slots, with two stages."""
     monkeypatch.setattr(fused, 'MAX_STAGES', 2)
     check(**RACES[name])
 
 
 def tiles_by_block(sizes, batch, ids_BT=None, bounds=(0, 0)):
-    """What `tile_of` says of each block of the grid, as arrays by name."""
+    """Returns the fields of `tile_of` for each block of the grid, as arrays by name."""
     refs = types.SimpleNamespace(q=jnp.zeros((batch, 1)), bounds=jnp.array(bounds, jnp.int32))
     if ids_BT is not None:
         refs.first = fused._documents(jnp.asarray(ids_BT, jnp.int32), sizes)['first']
@@ -160,13 +160,13 @@ def tiles_by_block(sizes, batch, ids_BT=None, bounds=(0, 0)):
 
 
 def make_sizes(length, group, **changes):
-    flags = dict.fromkeys(('documents', 'own_query', 'by_token', 'by_row', 'interpret'), False)
+    flags = dict.fromkeys(('documents', 'own_query', 'masked', 'copy_by_token', 'interpret'), False)
     numbers = {'kv_heads': 2, 'width': 64, 'stages': 8, 'window': 0, 'factor': 1.0}
     return tiles.Sizes(**{'length': length, 'group': group} | numbers | flags | changes)
 
 
 def visible_ranges(length, window, ids_T):
-    """First visible key of each token of ascending ids, by search."""
+    """Returns the first visible key of each token of ascending ids, by search."""
     first = np.array([list(ids_T).index(x) for x in ids_T])
     return np.maximum(first, np.arange(length) - window + 1) if window else first
 
@@ -183,7 +183,7 @@ PLANS = {
 
 @pytest.mark.parametrize('name', PLANS)
 def test_blocks_hold_what_is_visible_and_little_else(name):
-    """At most 7 keys before the first visible one are loaded; plain blocks are visible to all."""
+    """At most 7 keys before the first visible one are loaded; unmasked blocks hide nothing."""
     plan = {'lengths': (1000,), 'window': 0} | PLANS[name]
     length, window = sum(plan['lengths']), plan['window']
     ids = np.repeat(np.arange(len(plan['lengths'])), plan['lengths'])
@@ -210,12 +210,12 @@ def test_blocks_hold_what_is_visible_and_little_else(name):
         if inside < causal:
             assert base + inside * tiles.KEYS >= highest
             assert base + causal * tiles.KEYS <= token + 1
-        # One block at most is masked at either end where all tokens see the same first key.
+        # If all tokens see the same first key, at most one block is masked at either end.
         assert lowest != highest or inside <= (lowest % 8 > 0) and end - causal <= 2
 
 
 def test_ids_that_come_back_have_every_block_compared():
-    """A row of ascending ids is masked by each query's first key, any other row by its ids."""
+    """Rows with ascending ids are masked by each query's first key, other rows by ids."""
     ids = np.array([[0] * 100 + [3] * 150, [7] * 100 + [2] * 100 + [7] * 50])
     sizes = make_sizes(250, 1, documents=True)
     found = tiles_by_block(sizes, 2, ids)
@@ -225,7 +225,7 @@ def test_ids_that_come_back_have_every_block_compared():
     assert not found['base'][last].any()
 
 
-# Of the shipped configs that run in bfloat16: T, K, G, H, slots held.
+# Shipped configs that run in bfloat16: T, K, G, H, slots held.
 SHIPPED = {
     'moda_700m': (4096, 4, 2, 128, 70),
     'moda_1b5': (4096, 6, 2, 128, 70),
@@ -235,7 +235,7 @@ SHIPPED = {
 
 @pytest.mark.parametrize('name', SHIPPED)
 def test_each_visible_slot_is_read_once(name):
-    """Bytes of slots that are copied are within 5% of what is written, or one group of 8."""
+    """The copied slots exceed the written ones by at most 5%, or by one group of 8."""
     length, kv_heads, group, width, held = SHIPPED[name]
     sizes = make_sizes(length, group, kv_heads=kv_heads, width=width)
     for written in (held, held // 2, 8, 1, 0):
@@ -246,7 +246,7 @@ def test_each_visible_slot_is_read_once(name):
 
 
 def test_rows_of_a_tile_are_tokens_of_one_head_after_the_other():
-    """The numbers of each row, and of each row of a stage of slots, are those of its token."""
+    """Each row of a tile, and of a stage of slots, has the numbers of its token."""
     tokens = jnp.arange(40)[None]
     for group, heads, number in ((1, 1, 64), (2, 2, 32), (3, 3, 16), (4, 4, 16), (5, 5, 8)):
         sizes = make_sizes(40, group)
@@ -261,7 +261,7 @@ def test_rows_of_a_tile_are_tokens_of_one_head_after_the_other():
 
 
 def test_stages_fit_into_shared_memory():
-    """The ring has the stages that shared memory has room for, two at least, at any width."""
+    """At any width the ring has as many stages as shared memory holds, and at least two."""
     for width in (8, 56, 64, 96, 128):
         q = jnp.zeros((1, 8, 2, width), jnp.bfloat16)
         static = types.SimpleNamespace(window=0, slot_window=0, scale=1.0, parts=FUSED)

@@ -1,4 +1,4 @@
-"""The Hopper kernels of the sequence part, interpreted: output and gradients against float64."""
+"""The sequence kernels on Hopper, interpreted and compared with float64."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ CASES = {
 
 
 def check(**sizes):
-    """Float32: o and lse are right to 2e-6, gradients through both to 1e-5."""
+    """In float32 o and lse are right to 2e-6, gradients through both to 1e-5."""
     case = SMALL | sizes
     inputs, (do, dlse), arguments, *seen = draw(**case)
     o, lse, gradients = exact(inputs, (do, dlse), *seen, case['H'] ** -0.5)
@@ -64,7 +64,7 @@ def test_equals_float64(name):
 @pytest.mark.slow
 @pytest.mark.parametrize('segments', [False, 'any'])
 def test_no_race(segments, racing, monkeypatch):  # noqa: F811
-    """The rings' barriers, of two stages, order copies and products of all three kernels."""
+    """Barriers order copies and products in all three kernels, with rings of two stages."""
     monkeypatch.setattr(fused, 'MAX_STAGES', 2)
     check(N=2, B=2, T=40, segments=segments)
 
@@ -72,7 +72,7 @@ def test_no_race(segments, racing, monkeypatch):  # noqa: F811
 @interpreted
 @pytest.mark.slow
 def test_bfloat16_errs_at_most_three_times_as_much_as_xla_and_reruns_are_bit_equal():
-    """Fused forward, and gradients of sequence and slots, with documents."""
+    """The fused forward, and gradients of sequence and slots, with documents."""
     sizes = {'N': 4, 'K': 2, 'T': 40, 'L': 9, 'num': 6, 'segments': (1, 30, 9)}
     inputs, (do, dlse), arguments, *seen = draw(**SMALL | sizes)
     inputs, do = [jnp.asarray(x, jnp.bfloat16) for x in inputs[:5]], jnp.asarray(do, jnp.bfloat16)

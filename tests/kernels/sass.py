@@ -26,7 +26,7 @@ from tests.kernels import hopper
 
 _INSTRUCTION = re.compile(r'\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Za-z0-9_.]+)(.*)')
 _LABEL = re.compile(r'(\.L_x_\d+):')
-# By column of the table: what the names of the instructions begin with.
+# Columns of the table, and the names with which their instructions begin.
 COLUMNS = {
     'HGMMA': ('HGMMA',),
     'MUFU': ('MUFU',),
@@ -38,8 +38,8 @@ COLUMNS = {
     'spill': ('STL', 'LDL'),
 }
 HEADS = ['', *COLUMNS, 'tensor cycles', 'exp2 cycles', 'issue cycles']
-EXP2_CYCLES = 8  # a warp's: 4 units for each of the processor's four quarters
-KEY_SCORES = 64  # exp2 of a thread, of 128, in 64 x 128 scores
+EXP2_CYCLES = 8  # of a warp: 4 units in each of the processor's four quarters
+KEY_SCORES = 64  # exp2 of each of 128 threads in 64 x 128 scores
 
 
 class Instruction(NamedTuple):
@@ -52,14 +52,14 @@ class Instruction(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A loop with a matrix product and exp2, and no such loop inside."""
+    """An innermost loop with a matrix product and exp2."""
 
     counts: collections.Counter  # of instructions by their first name, in one round
     tensor_cycles: int
 
 
 def parse(text: str) -> tuple[list[Instruction], dict[str, int]]:
-    """Instructions of a kernel that nvdisasm printed, and the index of each label."""
+    """Returns the instructions that nvdisasm printed, and the index of each label."""
     found, labels = [], {}
     for line in text.splitlines():
         if label := _LABEL.match(line):
@@ -80,7 +80,7 @@ def _has(code, name):
 
 
 def _range(code, labels, i):
-    """First and last instruction of the loop that a branch back ends, or None.
+    """Returns the first and last instruction of the loop that ends with branch i, or None.
 
     A wait that is repeated stands at the end of the code, and then jumps back: that is no loop.
     """
@@ -93,7 +93,7 @@ def _range(code, labels, i):
 
 
 def find_loops(text: str, trips: int = 1) -> list[Loop]:
-    """Inner loops of a kernel in the order of its code; loops inside them count `trips` times.
+    """Returns the inner loops of a kernel in code order; loops inside them count `trips` times.
 
     Counted is the shortest way through a round: no wait is repeated, and what only incomplete
     chunks do is passed over. A way that leaves out a product does not count.
@@ -117,7 +117,7 @@ def find_loops(text: str, trips: int = 1) -> list[Loop]:
 
 
 def _shortest(code, labels, begin, end):
-    """Indices of the instructions on the shortest way from the begin of a loop to its end."""
+    """Returns the indices of the instructions on the shortest path through a loop."""
     best, before = {begin: 0}, {}
     for i in range(begin, end):
         instruction, following = code[i], []
@@ -136,7 +136,7 @@ def _shortest(code, labels, begin, end):
 
 
 def machine_code(function, *arrays) -> dict[str, str]:
-    """What nvdisasm prints of each Mosaic kernel of a function of shapes, by the kernel's name."""
+    """Returns the disassembly of each Mosaic kernel of a function of shapes, by kernel name."""
     os.environ.update(MOSAIC_GPU_DUMP_PTX='1')
     os.environ.setdefault('LLVM_DISABLE_SYMBOLIZATION', '1')
     with hopper.an_h200():
@@ -160,7 +160,7 @@ def machine_code(function, *arrays) -> dict[str, str]:
 
 
 def _named(kernel, loops, slots):
-    """(name, loop, rounds that the table counts) of a kernel's loops; slots: it has some."""
+    """Returns (name, loop, rounds that the table counts) of a kernel's loops; slots: has slots."""
     if kernel.startswith('depth'):  # chunks of 64 slots
         return [('slots', x, 1 / 4) for x in loops]
     keys, names = loops, ['by ids', 'documents or window', 'all visible', 'causal']
@@ -175,7 +175,7 @@ def _named(kernel, loops, slots):
 
 
 def count(function, arrays, slots: bool, trips: dict[str, int]) -> dict[str, list[str]]:
-    """Cells of each inner loop of each kernel of a function, by its name."""
+    """Returns the table cells of each inner loop of each kernel of a function, by name."""
     lines = {}
     for kernel, text in machine_code(function, *arrays).items():
         for name, loop, rounds in _named(kernel, find_loops(text, trips.get(kernel, 1)), slots):
@@ -187,7 +187,7 @@ def count(function, arrays, slots: bool, trips: dict[str, int]) -> dict[str, lis
 
 
 def main(parts):
-    """Prints a table for each kernel whose name holds one of the parts."""
+    """Prints a table for each kernel whose name contains one of the parts."""
     if not hopper.cuda_program('nvdisasm'):
         raise SystemExit('no nvdisasm: pip install nvidia-cuda-nvdisasm')
     for name, make in hopper.KERNELS.items():
@@ -195,7 +195,7 @@ def main(parts):
             continue
         group, width = (int(re.search(rf'_{x}(\d+)', name)[1]) for x in 'GH')
         tokens = tiles.ROWS >> (min(group, tiles.HEADS) - 1).bit_length()
-        # Sides of the sums, or products of a chunk; 64 columns each of the depth kernel's sums.
+        # Trips of nested loops: products of a chunk, sides of the sums, parts of 64 columns.
         trips = {'fused_forward': tokens // OCTET, 'fused_backward_q': 2}
         trips |= {'depth_backward': -(-width // CHUNK)}
         lines = count(*make(), name.startswith('fused'), trips)
@@ -203,6 +203,6 @@ def main(parts):
 
 
 if __name__ == '__main__':
-    # Without a GPU the plugin is registered only where it is not tried as a platform.
+    # Without a GPU the CUDA plugin is registered only if JAX does not try it as a platform.
     jax.config.update('jax_platforms', 'cpu')
     main(sys.argv[1:])

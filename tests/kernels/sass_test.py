@@ -27,7 +27,7 @@ CODE = """
 
 
 def test_counts_of_a_round():
-    """A repeated wait and what is skipped do not count, a loop inside does as often as it runs."""
+    """Repeated waits and skipped code do not count; an inner loop counts as often as it runs."""
     for trips in (1, 3):
         (loop,) = sass.find_loops(CODE, trips)
         counts = {'HGMMA': 1 + trips, 'SYNCS': 1, 'BRA': 3 + trips, 'MUFU': 2}
@@ -35,7 +35,7 @@ def test_counts_of_a_round():
 
 
 def test_a_product_is_not_passed_over():
-    """A branch over a loop that never runs empty is not taken."""
+    """A branch around a loop that always runs is not taken."""
     guarded = CODE.replace('.L_x_3:\n', '.L_x_3:\n        /*0068*/ @P4 BRA `(.L_x_5) ;\n')
     guarded = guarded.replace('        /*00b0*/', '.L_x_5:\n        /*00b0*/')
     (loop,) = sass.find_loops(guarded)

@@ -1,4 +1,4 @@
-"""The bytes that kernels are said to move are those that the interpreter moves."""
+"""The bytes in kernels_pallas/mosaic/traffic.py are those that the interpreter moves."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from tests.kernels.depth_backends_test import interpreted
 
 @pytest.fixture
 def moved(monkeypatch):
-    """[shape, dtype, bytes read, bytes written] of each array in global memory, by its number."""
+    """Returns {number: [shape, dtype, bytes read, bytes written]} of arrays in global memory."""
     from jax._src.pallas.mosaic_gpu.interpret import shared_memory
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -29,7 +29,7 @@ def moved(monkeypatch):
     space = shared_memory.get_memory_space_idx(plgpu.GMEM)
 
     def count(key, access, result, which, size):
-        if key.memory_space_id == space and access.shape:  # not the few scalars of a block
+        if key.memory_space_id == space and access.shape:  # without the few scalars of a block
             row = found.setdefault(key.buffer_id, [tuple(result[1].shape), result[1].dtype, 0, 0])
             row[which] += size
         return result
@@ -51,14 +51,14 @@ def moved(monkeypatch):
 
 
 def arrays(T, K, G, H, L=0, B=1):
-    """(q, k, lse, slots' side) of ones."""
+    """Returns (q, k, lse, one side of the slots) of ones."""
     side = jnp.ones((L, B, T, K, H), jnp.bfloat16)
     q, k = (jnp.ones((B, T, heads, H), jnp.bfloat16) for heads in (K * G, K))
     return q, k, jnp.zeros((B, K * G, T)), side
 
 
 def totals(moved, kind):
-    """Bytes read and written, by kind(shape, dtype, bytes written) of the array."""
+    """Returns bytes read and written, by kind(shape, dtype, bytes written) of the array."""
     found = {}
     for shape, dtype, read, written in moved.values():
         name = kind(shape, dtype, written)
@@ -79,7 +79,7 @@ DEPTH = [
 @interpreted
 @pytest.mark.parametrize(('T', 'K', 'G', 'H', 'L', 'num', 'window', 'B'), DEPTH)
 def test_depth_moves_what_is_said(moved, T, K, G, H, L, num, window, B):
-    """Slots and sums in sixteens of the visible; queries, outputs and logsumexps once."""
+    """Visible slots and sums move in blocks of 16; queries, outputs and logsumexps once."""
     wide = jnp.bfloat16 if G == 2 else jnp.float32  # of the sequence's output and of the sums
     q, _, lse, side = arrays(T, K, G, H, L, B)
     slots, bytes_of = Slots(side, side, jnp.int32(num)), jnp.dtype(wide).itemsize
@@ -120,7 +120,7 @@ TILES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(('T', 'K', 'G', 'H', 'L', 'num', 'B'), TILES)
 def test_tiles_move_what_is_said(moved, monkeypatch, T, K, G, H, L, num, B):
-    """Fused forward, dq with and without slots, dk with dv; T, L and G divide nothing."""
+    """Fused forward, dq with and without slots, dk with dv, at odd T, L and G."""
     q, k, lse, side = arrays(T, K, G, H, L, B)
     static = Static(0, True, 0, 1.0, False, Parts('mosaic_gpu', 'mosaic_gpu_fused', interpret=True))
     slots, found, run_kernel = Slots(side, side, jnp.int32(num)), {}, fused.run_kernel
@@ -173,7 +173,7 @@ DECODING = [
 @interpreted
 @pytest.mark.parametrize(('C', 'T', 'K', 'G', 'H', 'S', 'length', 'L'), DECODING)
 def test_decoding_moves_what_is_said(moved, C, T, K, G, H, S, length, L):
-    """The cache up to the last chunk that is seen, once; a tile of results for each split."""
+    """The cache is read once, up to the last visible chunk; each split writes a tile of results."""
     q, k, _, side = arrays(T, K, G, H, L, C)
     cache, own_query = jnp.ones((C, K, H, S), jnp.bfloat16), L == 9
     sees = jnp.broadcast_to(jnp.arange(S) < length, (C, T, S)), jnp.ones((C, T, T), bool)

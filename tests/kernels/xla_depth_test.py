@@ -1,4 +1,4 @@
-"""The depth part by XLA: slots are threaded through layers, read if visible, and never copied."""
+"""The depth part by XLA: slots pass through layers, only visible ones are read, none is copied."""
 
 import re
 
@@ -15,7 +15,7 @@ LAYERS, SHAPE, KV_HEADS = 5, (2, 16, 4, 8), 2
 
 
 def layer(x, k_depth, v_depth, index):
-    """One layer of nothing but attention, which writes its keys and values to slot `index`."""
+    """One attention layer, which writes its keys and values to slot `index`."""
     own = x[:, :, :KV_HEADS], x[:, :, -KV_HEADS:]
     options = {'num_slots': index, 'thread_slots': True}
     o, *slots = depth_attention(x, *own, k_depth, v_depth, **options)
@@ -37,7 +37,7 @@ def forward(x):
 
 
 def backward(x, dy):
-    """The gradient of x in one reverse scan, which threads the slots' cotangents."""
+    """Returns the gradient of x by one reverse scan that passes the slots' cotangents on."""
     _, inputs, slots = forward(x)
 
     def step(carry, given):
@@ -63,12 +63,12 @@ def normal(seed, shape=SHAPE):
     ids=['forward', 'forward in tiles', 'backward'],
 )
 def test_no_loop_copies_the_slots(run, tokens, monkeypatch):
-    """Slots are written, and their gradients added, in place: no loop body copies so much.
+    """Slots are written, and their gradients added, in place: no loop body has a copy of that size.
 
     A backward pass in tiles does copy the slots once a layer, where it recomputes the layer.
     """
     monkeypatch.setattr(xla, 'TILE_NUMBERS', tokens * 2 * 4 * 8)
-    # A new function: of one seen before, JAX would remember the trace with other tiles.
+    # A new function, since JAX remembers the trace of a known one, with other tiles.
     text = jax.jit(lambda x: run(x)).lower(normal(0)).compile().as_text()
     size = LAYERS * np.prod(SHAPE) * KV_HEADS // SHAPE[2]
     assert re.search(rf'\[{LAYERS},{SHAPE[0]},{SHAPE[1]}', text)
@@ -82,7 +82,7 @@ def test_no_loop_copies_the_slots(run, tokens, monkeypatch):
 
 
 def test_buffers_are_residuals_as_given():
-    """jax.vjp hands on the slots as arguments; nothing else that it keeps is of their size."""
+    """jax.vjp passes the slots on as arguments and keeps nothing else of their size."""
     x, slots = normal(0), [normal(seed, (40, 2, 16, 2, 8)) for seed in (1, 2)]
 
     def kept(x, k_depth, v_depth, index):
@@ -96,7 +96,7 @@ def test_buffers_are_residuals_as_given():
 
 
 def test_invisible_slots_are_not_read(monkeypatch):
-    """The rounds of the loops read each visible slot once and no other."""
+    """The loops read each visible slot once, and no other."""
     read, dynamic_slice = [], lax.dynamic_slice
 
     def counting(side, start, *args):

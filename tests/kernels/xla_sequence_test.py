@@ -1,4 +1,4 @@
-"""The sequence by XLA: the equation's values and gradients in any blocks, and linear memory."""
+"""The sequence part by XLA: right values and gradients in any blocks, and linear memory."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ from tests.kernels.cases import draw, exact, in_blocks, program
 
 
 def test_visibility_is_the_drawn_grid():
-    """Causality, a window of 4 places, gaps between places and segments hide what is drawn as 0."""
+    """Causality, a window of 4, gaps between positions, and segments hide what is drawn as 0."""
     places, ids = np.array([[0, 1, 2, 5, 6, 7]]), np.array([[1, 1, 1, 1, 2, 2]])
     drawn = """
         1 0 0 0 0 0
@@ -34,7 +34,7 @@ def test_visibility_is_the_drawn_grid():
 
 
 def test_loops_visit_only_tiles_with_visible_keys():
-    """Tiles of keys for each tile of 16 queries: causal, in a window, of ascending documents."""
+    """Each tile of 16 queries has the right tiles of keys: causal, window, ascending documents."""
     places = jnp.arange(64)[None]
     ids = jnp.asarray(np.repeat(np.arange(3), [20, 28, 16]))[None]
 
@@ -51,7 +51,7 @@ def test_loops_visit_only_tiles_with_visible_keys():
 
 
 def test_rows_are_long_by_what_is_computed_at_once(monkeypatch):
-    """A CPU takes few heads at a time, so that the batch does not matter there."""
+    """On a CPU the batch size does not matter, since few heads run at a time."""
     few, many = (1, 512, 16, 64), (256, 512, 16, 64)
     for q_shape in (few, many):
         assert not sequence.is_long(q_shape, (q_shape[0], 512, 4, 64))
@@ -65,7 +65,7 @@ def test_rows_are_long_by_what_is_computed_at_once(monkeypatch):
 @pytest.mark.parametrize('empty', [{'B': 0}, {'T': 0}])
 @pytest.mark.parametrize('implementation', ['xla', 'pallas'])
 def test_no_tokens_have_no_outputs_and_no_gradients(implementation, empty):
-    """An empty batch, or empty rows, with slots whose sums are asked for."""
+    """An empty batch, or empty rows, with slots and their sums."""
     sizes = {'B': 2, 'T': 5} | empty
     q, k = (jnp.ones((sizes['B'], sizes['T'], heads, 8)) for heads in (4, 2))
     side = jnp.ones((3, *k.shape))
@@ -87,7 +87,7 @@ def test_no_tokens_have_no_outputs_and_no_gradients(implementation, empty):
 
 @pytest.mark.parametrize('block', [16, 'parts', 'tiles'])
 def test_hidden_pairs_have_exactly_zero_gradient(block, monkeypatch):
-    """The outputs of queries before 20 have no derivative, to the bit, by any token from 20 on."""
+    """Outputs before token 20 have a derivative of exactly 0 by every token from 20 on."""
     in_blocks(monkeypatch, block)
     inputs, (do, dlse), arguments, *_ = draw(T=41, L=0, num=0, gaps=True)
     do[:, 20:], dlse[:, :, 20:] = 0, 0
@@ -98,7 +98,7 @@ def test_hidden_pairs_have_exactly_zero_gradient(block, monkeypatch):
 
 
 def test_bfloat16_error_is_near_the_plain_one():
-    """In bfloat16 the error is at most twice that of JAX's attention, three times in gradients."""
+    """In bfloat16 the error is at most twice that of JAX's attention; gradients: three times."""
     inputs, (do, dlse), _, *seen = draw(T=97, L=0, num=0, H=16)
     *inputs, do = (jnp.asarray(x, jnp.bfloat16) for x in (*inputs, do))
     o, _, gradients = exact(inputs, (do, 0 * dlse), *seen, 0.25)
@@ -123,7 +123,7 @@ MASKS = {
 
 
 def step(T, N, K, H, L, slots=False, window=0, others=False, implementation='xla'):
-    """Output and gradients of all inputs, with segment ids, and the shapes of the arguments."""
+    """Returns the step with segment ids, for output and all gradients, and its argument shapes."""
 
     def run(q, k, v, ids, do, *sides):
         arguments = {'segment_ids_BT': ids, 'window': window, 'implementation': implementation}
@@ -144,14 +144,14 @@ def compiled(function, arrays):
 
 
 def largest_array(text):
-    """Numbers of the largest array of a compiled program, within fusions too."""
+    """Returns the size of the largest array of a compiled program, including fusions."""
     shapes = re.findall(r'\b(?:pred|[a-z]+\d+)\[([\d,]+)\]', text)
     return max(math.prod(map(int, shape.split(','))) for shape in shapes)
 
 
 @pytest.fixture
 def described(monkeypatch):
-    """As on a machine with an H200, for which there is a compiler."""
+    """Pretends to be a machine with an H200, for which there is a compiler."""
     if reason := hopper.missing():
         pytest.skip(reason)
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
@@ -168,7 +168,7 @@ def described(monkeypatch):
     ],
 )
 def test_memory_grows_with_the_tokens(kind, device, request):
-    """From 4096 tokens to 8192 temporaries grow by 2.2 at most; nothing is as large as T x S."""
+    """From 4096 to 8192 tokens temporaries grow by at most 2.2; no array is as large as T x S."""
     place = (lambda x: x) if device == 'cpu' else request.getfixturevalue('described')
     programs = (step(T, 8, 2, 32, 3, **MASKS[kind]) for T in (4096, 8192))
     small, large = (compiled(run, place(arrays)) for run, arrays in programs)
@@ -178,7 +178,7 @@ def test_memory_grows_with_the_tokens(kind, device, request):
 
 
 def test_no_array_of_static_blocks_holds_all_scores():
-    """At T = 2048 no array has a sixth of the T^2 scores of a head; the equation's is found."""
+    """At T = 2048 no array has a sixth of T^2 numbers; those of the reference are found."""
     sizes = {'T': 2048, 'N': 1, 'K': 1, 'H': 8, 'L': 0}
     programs = (step(**sizes, implementation=name) for name in ('xla', 'reference'))
     blocks, equation = (largest_array(compiled(*program).as_text()) for program in programs)
@@ -187,7 +187,7 @@ def test_no_array_of_static_blocks_holds_all_scores():
 
 @pytest.mark.parametrize('slots', [pytest.param(False, marks=pytest.mark.slow), True])
 def test_memory_of_a_long_row_on_an_h200(described, slots):
-    """65,536 tokens, 64 heads on 8 of width 64: 1.5 GB at most, without the slots' gradients."""
+    """65,536 tokens, 64 heads on 8 of width 64: at most 1.5 GB, without the slots' gradients."""
     run, arrays = step(65536, 64, 8, 64, 8, slots=slots)
     sizes = compiled(run, described(arrays)).memory_analysis()
     assert sizes.temp_size_in_bytes <= 1.5e9
