@@ -1,4 +1,4 @@
-"""Facts about this machine: its device, and its versions."""
+"""The device and the package versions of this machine."""
 
 import contextlib
 import importlib.metadata
@@ -18,7 +18,7 @@ print(json.dumps({
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that may change a result."""
+    """Return the versions of Python and of installed packages that may change results."""
     found = {'python': sys.version.split()[0]}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -27,15 +27,15 @@ def versions() -> dict[str, str]:
 
 
 def probe() -> tuple[dict, str]:
-    """Asks another process for JAX's first device, because this one must not hold its memory.
+    """Ask another process about JAX's first device, so that this process allocates no memory on it.
 
-    Returns its facts, as in _PROBE, empty if JAX did not start; and the last line of its errors.
+    Returns the fields of _PROBE ({} if JAX did not start), and the last line on stderr.
     """
     command = [sys.executable, '-c', _PROBE]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
-        return {}, 'JAX does not start in 120 s'
+        return {}, 'JAX did not start within 120 s'
     output, errors = done.stdout.strip().splitlines(), done.stderr.strip().splitlines()
     found = json.loads(output[-1]) if done.returncode == 0 and output else {}
     return found, errors[-1] if errors else ''

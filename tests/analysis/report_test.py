@@ -212,11 +212,11 @@ def test_run_with_experts_shows_their_loads(printed):
 
 
 def test_run_of_experts_that_choose_has_a_gap(printed):
-    """They look ahead in training: both losses are printed, and the experts a token passes."""
+    """They look ahead in training: both losses are printed, and the experts per token."""
     out, _ = printed('none', **expert_knobs(choice='expert', num_routed=4, num_noop=0))
     assert 'threshold (causal: the honest one)' in out and 'sees the future' in out
     assert 'routing gap +0.0040 nats: negligible' in out and 'A sample (threshold' in out
-    assert 'a token passes 2.00 of them, in training 2, 1 without a token\n' in out
+    assert '2.00 experts per token, 2 in training, 1 without a token\n' in out
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_ours_stand_next_to_theirs(monkeypatch):
 
 def test_elsewhere_it_is_refused():
     """In one line."""
-    with pytest.raises(ValueError, match='authors: needs a GPU, and JAX has a cpu here'):
+    with pytest.raises(ValueError, match='authors: needs a GPU, but JAX has a cpu'):
         list(authors.authors())
     with pytest.raises(ValueError, match='implementations=cudnn: must be one of'):
         list(authors.authors(implementations=['cudnn']))
