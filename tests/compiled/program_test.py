@@ -90,7 +90,7 @@ def test_texts_are_read_or_refused():
     """Types of tuples, without layouts; a token is no array, a lowered program is not compiled."""
     text = '((bf16[2,3]{1,0:T(8,128)(2,1)}, s4[]), /*index=2*/pred[7]{0}, f8e4m3fn[1], token[])'
     assert arrays(text) == [(16, (2, 3)), (4, ()), (8, (7,)), (8, (1,))]
-    with pytest.raises(ValueError, match='no compiled program'):
+    with pytest.raises(ValueError, match='not a compiled program'):
         Program(jax.jit(lambda x: x + 1).lower(1.0).as_text())
 
 

@@ -116,7 +116,7 @@ def test_commands_start_as_modules():
     refused = [sys.executable, ROOT / 'launch' / 'train.py', BASE]
     done = subprocess.run(refused, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count('\n')) == (2, '', 1)
-    assert done.stderr.startswith('error: start commands as python -m launch.NAME')
+    assert done.stderr.startswith('error: start commands as modules')
     listed = [sys.executable, '-X', 'importtime', '-m', 'launch']
     done = subprocess.run(listed, capture_output=True, text=True, cwd=ROOT)
     names = [line.split()[0] for line in done.stdout.splitlines()[1:]]
@@ -125,7 +125,7 @@ def test_commands_start_as_modules():
     done = subprocess.run(
         [*listed[:1], *listed[3:], 'trian'], capture_output=True, text=True, cwd=ROOT
     )
-    right = 'no command; did you mean python -m launch.train?'
+    right = 'no such command; did you mean python -m launch.train?'
     assert (done.returncode, done.stderr) == (2, f'error: trian: {right}\n')
 
 

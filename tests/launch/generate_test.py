@@ -93,7 +93,7 @@ def test_lines_are_continued_one_by_one_on_a_terminal_and_together_from_a_pipe(
         text = said.read().decode()
     for seed, prompt in enumerate(('a', 'bcd')):
         assert written(run, [prompt], 9, seed=seed)[1][0] in text
-    assert text.startswith('Type the start of a text; Ctrl-D ends.\n')
+    assert text.startswith('Type the start of a text. Ctrl-D ends.\n')
     assert text.count('9 tokens in') == 2 and 'error: a prompt of 41 tokens and 9' in text
 
 

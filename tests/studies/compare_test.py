@@ -125,7 +125,7 @@ def test_a_diverged_run_is_shown(make_run):
 
 
 def test_refusals_are_one_line(make_run, paths, tmp_path):
-    with pytest.raises(ValueError, match='same run, seed included'):
+    with pytest.raises(ValueError, match='have the same config and seed'):
         read([paths[0], paths[0]])
     with pytest.raises(ValueError, match=f'nothing: holds no {CONFIG_FILE}'):
         compare.read_run(str(tmp_path / 'nothing'))
