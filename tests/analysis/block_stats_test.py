@@ -76,7 +76,7 @@ def test_measures_of_a_dense_model(tiny_config):
     assert min(mass['first_token']) > 0 and min(result['gradient_norms']) > 0
 
 
-def test_scores_of_routed_blocks_are_held_against_their_changes(tiny_config):
+def test_scores_of_routed_blocks_are_correlated_with_their_changes(tiny_config):
     """A dense block has no score."""
     knobs = {'model.routing.router': 'learned', 'model.routing.capacity': 0.5}
     hparams = small_hparams(tiny_config, {'model.vocab_size': 257, 'model.num_layers': 2}, knobs)
@@ -88,7 +88,7 @@ def test_scores_of_routed_blocks_are_held_against_their_changes(tiny_config):
 @pytest.mark.parametrize(
     'knobs', [pytest.param({}, marks=pytest.mark.slow), ALL_LOOPED], ids=['dense', 'looped']
 )
-def test_norms_along_depth_are_those_of_one_plain_gradient(knobs, tiny_config):
+def test_gradient_norms_equal_those_of_one_plain_gradient(knobs, tiny_config):
     """Of all held-out rows at once, by the logits; the first block reads the embedded tokens."""
     hparams = small_hparams(tiny_config, {'model.vocab_size': 257, 'model.num_layers': 3}, knobs)
     variables = random_variables(hparams, np.zeros((1, T), np.int32))

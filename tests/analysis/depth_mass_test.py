@@ -94,7 +94,7 @@ WINDOWS = {'model.depth.slots': 'block', 'model.windows': (0, 4), 'model.depth.s
     ('changes', 'last_slot'),
     [(MODA, '1f'), (MODA | WINDOWS, '1b'), ({'model.num_layers': 3}, None)],
 )
-def test_uniform_attention_is_shared_by_visible_keys_and_slots(tiny_config, changes, last_slot):
+def test_uniform_attention_is_split_over_visible_keys_and_slots(tiny_config, changes, last_slot):
     variables, hparams = make_model(tiny_config, **changes)
     selected_LBT = np.broadcast_to(SEGMENTS_BT > 0, (3, 2, T))
     check_uniform(variables, hparams, 'dense', selected_LBT)
@@ -102,7 +102,7 @@ def test_uniform_attention_is_shared_by_visible_keys_and_slots(tiny_config, chan
     assert layers == ('0', '1', '2') and (not slots or slots[-1] == last_slot)
 
 
-def test_room_for_more_slots_has_no_mass(tiny_config, monkeypatch):
+def test_unused_slot_capacity_has_no_mass(tiny_config, monkeypatch):
     """On a GPU a buffer may have more room than the written slots take."""
     monkeypatch.setattr(stack_scan, 'slot_buffer_size', lambda slots: slots + 3)
     variables, hparams = make_model(tiny_config, **MODA, **{'model.depth.slot_window': 3})

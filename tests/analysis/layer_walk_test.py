@@ -59,7 +59,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize('name', [pytest.param(n, marks=SLOW if n in RARE else ()) for n in CASES])
-def test_deltas_make_the_stream_and_the_logits(tiny_config, name):
+def test_deltas_add_up_to_the_stream_and_the_logits(tiny_config, name):
     """Each block's input plus gated delta is the next input, and after the last the final stream.
 
     Logits and records are the model's; skipping tokens have no delta. Of a routed sublayer it is

@@ -139,7 +139,7 @@ def test_report_of_a_routed_run(printed):
     assert min(picture.shape[:2]) > 100 and picture.std() > 0.05
 
 
-def test_the_heatmap_is_of_the_row_with_most_to_read(tiny_config, tmp_path, monkeypatch):
+def test_the_heatmap_shows_the_row_with_the_least_whitespace(tiny_config, tmp_path, monkeypatch):
     """Regression: a text that begins with columns of spaces was drawn as spaces."""
     run = make_run(tiny_config, tmp_path / 'run', **{'report.heatmap_tokens': 8})
     tokens_BT = np.full((3, 32), ord('x'), np.int32)
@@ -153,7 +153,7 @@ def test_the_heatmap_is_of_the_row_with_most_to_read(tiny_config, tmp_path, monk
 
 
 @pytest.mark.parametrize('router', ['learned', 'none'])
-def test_three_next_steps_that_exist(printed, router):
+def test_the_suggested_next_steps_exist(printed, router):
     out, workdir = printed(router)
     items = ' '.join(next_steps(out))
     assert f'--config={workdir}/config.json --workdir={workdir}-' in items

@@ -147,7 +147,7 @@ def test_numbers_of_the_json(tiny_config):
     json.dumps(data, allow_nan=False)
 
 
-def test_blocks_of_a_routed_loop_share_its_choice(tiny_config):
+def test_blocks_of_a_routed_loop_share_its_router(tiny_config):
     """They are named by it; a token passes as many loops as select it, whatever their blocks."""
     loops = {'model.looped_layers': 'middle:1:0', 'model.loops': 3, 'model.routing.layers': 'loops'}
     data = make_data(tiny_config, b'abc', changes=loops)
@@ -218,7 +218,7 @@ onmessage = (event) => { document.querySelector('pre').textContent = event.data;
 
 @pytest.mark.skipif(shutil.which('chromium') is None, reason='chromium is missing')
 @pytest.mark.parametrize('width', [390, pytest.param(1000, marks=pytest.mark.slow), 1400])
-def test_details_are_next_to_the_token_that_is_pointed_at(width, tiny_config, tmp_path):
+def test_details_are_shown_next_to_the_pointed_token(width, tiny_config, tmp_path):
     """Anywhere, by pointer, click and keys; below 1100 px they had been out of sight."""
     page = render(make_data(tiny_config, b'to be, or not to be\n' * 200))
     (tmp_path / 'page.html').write_text(page.replace('</body>', f'{SCRIPT}</body>'))

@@ -30,7 +30,7 @@ def test_planted_signal_is_recovered_and_noise_is_not():
     assert _r2(MIXED_BTE) == pytest.approx(0.5, abs=0.05)
 
 
-def test_tokens_that_do_not_count_do_not_count():
+def test_tokens_outside_the_mask_do_not_count():
     counted_BT = RNG.random((B, T)) < 0.3
     broken_BTE = np.where(counted_BT[..., None], PLANTED_BTE, 1e4 * NOISE_BTE)
     assert _r2(broken_BTE, counted_BT) == pytest.approx(1, abs=1e-3)
@@ -46,7 +46,7 @@ def test_scales_and_unused_inputs_do_not_matter():
         assert probe_r2(*parts) == pytest.approx(_r2(MIXED_BTE), abs=1e-3)
 
 
-def test_another_mean_is_an_error():
+def test_a_shifted_mean_lowers_r2():
     fitted, scored = (moments(STREAM_BTD, NOISE_BTE + shift, ALL_BT) for shift in (0, 2))
     assert probe_r2(fitted, fitted) - probe_r2(fitted, scored) == pytest.approx(4, rel=0.05)
 
@@ -65,7 +65,7 @@ def test_moments_add_up():
             np.testing.assert_allclose(mine, other, rtol=0, atol=1e-5 * np.abs(other).max())
 
 
-def test_nothing_to_explain_has_no_r2():
+def test_r2_is_undefined_without_variance():
     some, none = moments(STREAM_BTD, PLANTED_BTE, ALL_BT), ~ALL_BT
     assert probe_r2(some, moments(STREAM_BTD, PLANTED_BTE, none)) is None
     assert probe_r2(moments(STREAM_BTD, PLANTED_BTE, none), some) is None

@@ -67,7 +67,7 @@ def test_every_form_of_ours_is_right_and_timed():
         assert row['seconds'] > 0 and (row['over'] == ALONE or row['flops_per_second'] > 0)
 
 
-def test_documents_and_slots_that_are_not_written(monkeypatch):
+def test_documents_and_unwritten_slots_are_checked(monkeypatch):
     """A rival is checked as if a row were one text; ours is given documents and the first slots."""
     monkeypatch.setitem(RIVALS, 'cudnn', attend)
     case = CASE._replace(documents=3, written=2)
@@ -102,7 +102,7 @@ def test_gradients_of_hidden_tokens_are_wrong():
         assert why in str(find_wrong((o, found), right, chosen))
 
 
-def test_work_and_bytes_are_those_counted_by_hand():
+def test_flops_and_bytes_equal_those_counted_by_hand():
     """N=64, K=8, H=64, L=64 at T = 4096."""
     case = Case(4096)
     assert flops(case, 0, False) == 4 * 64 * 64 * 4096**2 / 2

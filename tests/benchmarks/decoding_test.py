@@ -36,7 +36,7 @@ def test_filled_caches_have_the_shape_of_real_ones(which, models):
         assert layer.positions_BS.shape[1] == 24 and layer.lengths_B.tolist() == [10] * 3
 
 
-def test_caches_of_loops_have_the_bytes_of_the_formula():
+def test_cache_bytes_of_loops_follow_the_formula():
     """2 B S K H a block that runs, S the context, or of routed loops what their share may take."""
     batch, context = 2, 96
     dense, looped, mor = (

@@ -29,7 +29,7 @@ def test_no_form_moves_fewer_bytes_than_the_ideal():
             assert written or counts.backward - dq < 1.05 * backward
 
 
-def test_the_page_has_the_tables():
+def test_docs_have_the_printed_tables():
     """docs/depth_attention.md shows the rows that the command prints."""
     ((_, tables),) = on_paper.paper()
     page = read('docs/depth_attention.md')

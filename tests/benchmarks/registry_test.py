@@ -84,7 +84,7 @@ def test_depth_compares_flops_first(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_looped_model_takes_the_memory_of_its_activations_and_one_program(tmp_path):
+def test_a_looped_model_needs_only_the_memory_of_its_activations_and_one_program(tmp_path):
     """Whatever the number of loops; routed loops have a scan for each size."""
     small = ['--size=1x64', '--length=48', '--rows=2', '--repeats=1', '--counts=2,3,4']
     (result,), out, errors = bench(tmp_path, 'loops', *small, '--variants=looped,mor')

@@ -45,7 +45,7 @@ def bench(tmp_path):
     return Bench(tmp_path)
 
 
-def test_a_bad_case_costs_itself(bench):
+def test_a_bad_case_does_not_affect_others(bench):
     """A crash, a hang, a wrong result, an error and an unsupported case: one line each.
 
     A case whose package is missing runs again with the wheels in place.
@@ -137,7 +137,7 @@ def test_a_lost_device_ends_the_run(target, words, starts, tmp_path):
 
 
 @pytest.mark.parametrize('toy', [False, True])
-def test_the_list_is_complete(toy):
+def test_the_list_of_cases_is_complete(toy):
     """Names are unique, functions exist, times need what is checked, and it fits its visits."""
     cases = gpu_cases.cases(toy)
     names = [c.name for c in cases]
@@ -166,7 +166,7 @@ def gpu(*arguments, **env):
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
 
 
-def test_without_a_gpu_there_is_one_line(tmp_path, monkeypatch, capsys):
+def test_without_a_gpu_the_error_is_one_line(tmp_path, monkeypatch, capsys):
     """Exit status 1, and nothing is made."""
     monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
     monkeypatch.setattr(visit, '_set_environment', lambda toy: None)

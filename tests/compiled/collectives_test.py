@@ -82,7 +82,7 @@ def test_bytes_are_those_of_a_ring(line, sent_bytes):
     assert found.axes == (('data',) if kind == 'collective-permute' else ('fsdp', 'tensor'))
 
 
-def test_what_is_no_collective_and_what_is_unknown():
+def test_other_instructions_are_ignored_and_unknown_collectives_refused():
     """Groups of one device send nothing; an error names the kind or form that would be missed."""
     alone = '%a = f32[4,8] all-reduce(%p), replica_groups=[8,1]<=[8], to_apply=%add'
     to_itself = '%b = f32[4,8] collective-permute(%p), source_target_pairs={{0,0},{1,1}}'
@@ -210,7 +210,7 @@ print(json.dumps(found))
 """
 
 
-def test_programs_whose_collectives_are_known():
+def test_collectives_of_known_programs():
     """shard_map determines what is communicated: in nested scans, unknown loops, and branches.
 
     The arrays have 8 rows of 8 on a device, 256 bytes.

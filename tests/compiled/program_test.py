@@ -86,7 +86,7 @@ def test_loops_multiply_and_the_most_expensive_branch_counts(conditional, trips,
     }
 
 
-def test_texts_are_read_or_refused():
+def test_program_texts_are_parsed_or_refused():
     """Types of tuples, without layouts; a token is no array, a lowered program is not compiled."""
     text = '((bf16[2,3]{1,0:T(8,128)(2,1)}, s4[]), /*index=2*/pred[7]{0}, f8e4m3fn[1], token[])'
     assert arrays(text) == [(16, (2, 3)), (4, ()), (8, (7,)), (8, (1,))]

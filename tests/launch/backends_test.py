@@ -37,7 +37,7 @@ def written():
 
 @for_the_page
 @pytest.mark.parametrize('name', ['tiny', 'mod_moda', 'moda_700m'])
-def test_the_page_says_what_is_chosen(name):
+def test_the_page_shows_the_chosen_backends(name):
     """If this fails: python -m launch.backends --page=docs/backends.md."""
     found = rows(backends.table([name]))
     assert found and found == [row for row in rows(written()) if row[0] == name]
@@ -45,7 +45,7 @@ def test_the_page_says_what_is_chosen(name):
 
 @for_the_page
 @pytest.mark.slow
-def test_the_page_holds_the_table_of_all_configs():
+def test_the_page_has_the_table_of_all_configs():
     assert backends.table(list(listing.configs())) == written()
 
 

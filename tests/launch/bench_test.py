@@ -9,7 +9,7 @@ from tests.forked_commands import run_commands
 
 
 @pytest.mark.slow
-def test_runs_are_timed_in_turn_with_the_first(trained, hasty, tmp_path):
+def test_runs_are_timed_interleaved_with_the_first(trained, hasty, tmp_path):
     """One that learns from a teacher costs more FLOPs to train, and as many to evaluate."""
     taught = tmp_path / 'taught'
     shutil.copytree(trained / 'run', taught)

@@ -101,7 +101,7 @@ def test_a_bug_has_its_traceback(done, name, status, error):
         ('gpu', """raise RuntimeError("Unable to initialize backend 'rocm': it is not known")"""),
     ],
 )
-def test_a_platform_that_is_not_here_is_one_line(platform, raised, monkeypatch):
+def test_a_missing_platform_is_one_line(platform, raised, monkeypatch):
     """As JAX refuses it: by an assertion, or with another name; other assertions are bugs."""
     monkeypatch.setenv('JAX_PLATFORMS', platform)
     for file, words in (('jax/_src/xla_bridge.py', f'JAX_PLATFORMS={platform}: cannot'), ('x', '')):
@@ -161,7 +161,7 @@ EARLY = {
 }
 
 
-def test_what_is_wrong_is_refused_before_jax_is_imported(tmp_path):
+def test_errors_are_found_before_jax_is_imported(tmp_path):
     """The line comes in under a second; a run on several processes checks its folder later."""
     open_workdir(tmp_path / 'run', dataclasses.asdict(from_config(tiny.get_config())))
     few = 'launch.cli', 'launch.config_file'  # these import no JAX, as tests/hparams has it

@@ -75,12 +75,12 @@ def test_an_import_is_a_run_before_its_first_step(folder, imported):
     assert (note['name'], note['model_type'], note['dtype']) == ('hf', 'olmo2', 'float32')
 
 
-def test_its_tokenizer_is_that_of_the_files(folder, imported):
+def test_the_imported_tokenizer_is_that_of_the_files(folder, imported):
     tokenizer = tokenizer_of(imported.hparams.data, folder / 'W')
     assert tokenizer.vocab_size == 262 and tokenizer.decode(tokenizer.encode(b'to be')) == b'to be'
 
 
-def test_training_starts_from_it(folder, imported):
+def test_training_starts_from_an_import(folder, imported):
     """The start of launch.train takes checkpoint 0 as its own: same data, steps and versions."""
     hparams, _ = read_hparams(folder / 'W')
     tokenizer = tokenizer_of(hparams.data, folder / 'W')
@@ -97,7 +97,7 @@ def test_training_starts_from_it(folder, imported):
     assert not [line for line in news if 'python' in line or 'jax' in line]
 
 
-def test_the_export_is_what_was_imported(folder):
+def test_the_export_equals_the_import(folder):
     done = call('convert', '--workdir=W', '--to_hf=out', cwd=folder)
     assert (done.status, done.stderr) == (0, '')
     for name in ('model.safetensors', *COPIED):
@@ -107,7 +107,7 @@ def test_the_export_is_what_was_imported(folder):
 
 
 @pytest.mark.parametrize('fails', [True, False])
-def test_a_folder_is_complete_or_not_there(fails, tmp_path):
+def test_an_output_folder_is_complete_or_absent(fails, tmp_path):
     """What fails in the middle leaves nothing, and an empty folder that was there stays."""
     (tmp_path / 'new').mkdir()
     try:
@@ -121,7 +121,7 @@ def test_a_folder_is_complete_or_not_there(fails, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_routed_run_goes_out_and_comes_back_as_it_was(tiny_config, tmp_path):
+def test_a_routed_run_is_unchanged_by_export_and_import(tiny_config, tmp_path):
     """With a modelling file, knobs and averages; the second folder has the bytes of the first."""
     routed = {'model.routing.router': 'learned', 'model.depth.stream': 'moda'}
     save_run(tmp_path / 'run', from_config(tiny_config(**routed, **{'model.vocab_size': 260})))
@@ -147,7 +147,7 @@ def test_a_routed_run_goes_out_and_comes_back_as_it_was(tiny_config, tmp_path):
 
 
 @pytest.mark.slow
-def test_adapters_are_merged_on_the_way_out(folder):
+def test_adapters_are_merged_at_export(folder):
     """A run of the imported model with trained adapters is exported, and converted, as one model.
 
     Both have its held-out loss.
@@ -178,7 +178,7 @@ def test_adapters_are_merged_on_the_way_out(folder):
 
 
 @pytest.mark.slow
-def test_a_branch_that_decays_is_the_run_that_had_these_steps(tiny_config, tmp_path):
+def test_a_branch_equals_the_run_with_these_steps(tiny_config, tmp_path):
     """Begun after step 4 of 10 under wsd: 7 steps with the same warm-up, to the bit."""
     changes = {'optimizer.schedule': 'wsd', 'optimizer.decay_fraction': 0.4}
     changes |= {'optimizer.warmup_fraction': 0.25, 'data.source': f'{tmp_path}/text/?.txt'}

@@ -64,7 +64,7 @@ def done(trained, out, hasty):
     return dict(zip(LINES, finished, strict=True))
 
 
-def test_it_repeats_the_last_evaluation_of_the_run(trained, done):
+def test_evaluate_repeats_the_last_evaluation_of_the_run(trained, done):
     """The loss, top-C for comparison and each layer's routing are those of summary.json."""
     assert done['repeated'].stderr == ''
     report = json.loads(done['repeated'].stdout)
@@ -82,7 +82,7 @@ def test_it_repeats_the_last_evaluation_of_the_run(trained, done):
     assert 0 < report['dead_tokens'] == pytest.approx(dead, abs=1e-6)
 
 
-def test_a_rule_by_name_is_measured_alone(out, done):
+def test_a_named_rule_is_the_only_one_measured(out, done):
     """--routing=dense routes all; the tables show what the file says, n/a for no number."""
     stdout, report = done['dense'].stdout, json.loads((out / 'dense.json').read_text())
     assert (report['rule'], report['batches'], report['targets']) == ('dense', 1, 4 * LENGTH)
@@ -119,7 +119,7 @@ def test_text_that_has_changed_is_reported(done):
     assert re.search(r'precision and recall: of predictor', stdout)
 
 
-def test_each_domain_is_measured_as_it_would_be_alone(trained, out, done):
+def test_each_domain_is_measured_as_if_alone(trained, out, done):
     """Files, folders of files and prepared folders are domains; each has the numbers of --data.
 
     A domain without a window is skipped by name; the numbers of all are those of one text.

@@ -98,7 +98,7 @@ def test_lines_are_continued_one_by_one_on_a_terminal_and_together_from_a_pipe(
 
 
 @pytest.mark.slow
-def test_lines_of_a_chat_go_on_from_the_text_so_far(trained, hasty, run, tmp_path):
+def test_lines_of_a_chat_continue_the_text_so_far(trained, hasty, run, tmp_path):
     """Each line follows all before it, cut on the left to fit; only new text is printed.
 
     The last token of the text before and the line are read, until the text is cut.

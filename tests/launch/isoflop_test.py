@@ -124,7 +124,7 @@ def _parameters(hparams):
     'name, other, count, more',
     [('wider', 'moda', _parameters, 0.05), ('wider_mhc', 'mhc', train_step_flops, 0.15)],
 )
-def test_wider_models_have_as_many_parameters_or_flops_as_another(name, other, count, more):
+def test_wider_models_match_the_parameters_or_flops_of_another(name, other, count, more):
     config = StudyConfig('configs/moda.py', {}, 'steps')
     hparams = [from_config(config.config(each, '8x64', 9)) for each in (name, other, 'dense')]
     wider, matched, dense = map(count, hparams)

@@ -79,7 +79,7 @@ def finish(process):
     return process.returncode, out.splitlines(), err.splitlines()
 
 
-def test_processes_get_their_variables_and_end_well(local, tmp_path):
+def test_processes_get_their_variables_and_exit_cleanly(local, tmp_path):
     """Both know of each other and get fake devices; the output of the first one passes through."""
     status, out, err = finish(local('0,0', '--devices=3', XLA_FLAGS='--xla_dump_to=x'))
     assert (status, out) == (0, ['out 0'])
@@ -115,7 +115,7 @@ def test_a_process_that_lost_another_is_not_the_one_that_died(local):
     assert 'process 1: err 1' in err
 
 
-def test_all_are_restarted_as_often_as_given(local, tmp_path):
+def test_all_processes_restart_as_often_as_allowed(local, tmp_path):
     """A restart uses another address, and may end well; bad input would fail again."""
     status, _, err = finish(local('0,once', '--restarts=2'))
     assert status == 0

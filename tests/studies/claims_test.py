@@ -106,7 +106,7 @@ def only(losses, seeds, name='learned_beats_random'):
     return judged(name, losses, seeds=seeds)
 
 
-def test_planned_seeds_judge_and_no_others():
+def test_only_planned_seeds_judge():
     """Fewer give no verdict, more are left out, and one that a variant lacks does not count."""
     losses = {'mod': 2.0, 'random': 2.2}
     assert BY_ID['learned_beats_random'].spec.seeds == 16
@@ -189,7 +189,7 @@ def test_runs_that_do_not_count_give_no_verdict(changes, change, reason):
         (-0.3, lambda seed: -1.0 if seed == 5 else 0.0, UNDECIDED, 'the larger of two'),
     ],
 )
-def test_a_large_routing_gap_asks_that_both_losses_agree(causal, gap, verdict, text):
+def test_with_a_large_routing_gap_both_losses_must_agree(causal, gap, verdict, text):
     """Bits of one-byte tokens: under top-C the loss is lower by the gap over the log of 2."""
 
     def change(study):
@@ -204,7 +204,7 @@ def test_a_large_routing_gap_asks_that_both_losses_agree(causal, gap, verdict, t
     assert ('under top-C' in row['ours']) is (gap != 0.04)
 
 
-def test_runs_of_other_seeds_and_one_layer_as_the_smallest_model_void_nothing():
+def test_other_seeds_and_a_smallest_model_of_one_layer_do_not_prevent_a_verdict():
     def change(study):
         unplanned = [
             row | {'seed': 9, 'run': row['run'].replace('seed8', 'seed9'), 'steps': 10}
@@ -293,7 +293,7 @@ def over_budgets(name, losses_at):
 
 
 @pytest.mark.parametrize(('step', 'verdict'), [(-0.05, HOLDS), (0.05, FAILS), (0.0, UNDECIDED)])
-def test_a_gain_grows_by_its_slope_over_budgets(step, verdict):
+def test_falling_difference_is_judged_by_its_slope_over_budgets(step, verdict):
     row = over_budgets('gain_grows', lambda number: {'dense': 2.0, 'mod': 1.9 + step * number})
     assert row['verdict'] == verdict and '2e12, 6e12, 2e13 FLOPs' in row['ours'], row
 
@@ -358,7 +358,7 @@ def test_power_is_stated_before_the_runs():
         assert ('make study-' in row['reason']) is (claim.spec is not None)
 
 
-def test_accuracy_is_the_share_of_tokens_on_which_both_agree():
+def test_accuracy_is_the_share_of_tokens_on_which_rule_and_top_c_agree():
     generator = np.random.default_rng(0)
     right = generator.permutation(8000) < 1000
     taken = right ^ (generator.random(8000) < 0.05)
@@ -443,7 +443,7 @@ def test_measures_are_judged_by_their_interval(claim):
     assert judge(measures=lambda _: {})['reason'].startswith('not measured')
 
 
-def test_no_verdict_without_the_phenomenon():
+def test_without_the_phenomenon_there_is_no_verdict():
     """No sink in the dense model; fewer than three routed blocks."""
 
     def measures(study):
@@ -456,7 +456,7 @@ def test_no_verdict_without_the_phenomenon():
     assert row['reason'] == '2 routed blocks, 3 are needed'
 
 
-def test_a_study_of_ones_own_is_judged_by_its_seeds_at_its_largest_budget():
+def test_the_users_own_study_is_judged_by_its_seeds_at_its_largest_budget():
     spec = BY_ID['learned_beats_random'].spec._replace(seeds=5)
     losses = {'mod': 2.0, 'random': 2.2}
     small, large = (a_study(spec._replace(flops=flops), losses) for flops in (1e11, 3e11))
@@ -498,7 +498,7 @@ def full_evidence(generator):
 
 
 @pytest.mark.slow
-def test_blind_judges_find_little():
+def test_judges_rarely_decide_on_permuted_labels():
     """Labels permuted within seeds: at most the stated rates, to two standard errors."""
     committed = claims.read_evidence(ROOT / 'results', {})
     for evidence in (full_evidence(np.random.default_rng(0)), committed):
@@ -536,7 +536,7 @@ def test_variants_configs_and_studies_of_claims_exist():
     assert all(re.search(rf'^{study}\b.*:', makefile, re.MULTILINE) for study in STUDIES)
 
 
-def test_page_holds_each_claim_once_and_keeps_the_text_outside_its_markers():
+def test_page_has_each_claim_once_and_keeps_text_outside_the_markers():
     spec = BY_ID['mod_beats_dense'].spec
     evidence = Evidence({'s': a_study(spec, {'mod': 1.9, 'dense': 2.0})}, {}, {})
     rows = claims.fill(evidence)
@@ -556,7 +556,7 @@ def test_page_holds_each_claim_once_and_keeps_the_text_outside_its_markers():
             replace(broken)
 
 
-def test_numbers_of_what_was_learned_are_those_of_the_rows_they_link_to():
+def test_numbers_in_what_was_learned_equal_the_rows_they_link_to():
     """The page leads with lines written by hand: each says which rows of the table it rests on."""
     text, _, table = (ROOT / 'docs/claims.md').read_text().partition(claims.BEGIN)
     learned = text.split('## What was learned')[1].split('\n## ')[0]
@@ -595,7 +595,7 @@ def test_readme_has_the_counts_of_the_page():
     assert re.search(wanted, readme).groups() == counts
 
 
-def test_losses_of_a_study_are_of_the_seeds_that_judge():
+def test_losses_of_a_study_use_the_judging_seeds():
     """A variant that only the choosing seed has run is left out."""
     spec = BY_ID['mod_beats_dense'].spec
     study = a_study(spec, {'mod': 1.9, 'dense': 2.0}, noise=0.0)

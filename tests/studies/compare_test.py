@@ -64,7 +64,7 @@ def read(paths):
     return compare.group_by_config([compare.read_run(path) for path in paths])
 
 
-def test_runs_that_differ_in_their_seed_are_one_variant(paths):
+def test_runs_that_differ_only_in_seed_are_one_variant(paths):
     """In any order, and whatever the prompt of their samples was."""
     variants = read(paths[::-1])
     assert [variant.seeds for variant in variants] == [[0, 1, 2]] * 2
@@ -107,7 +107,7 @@ def test_flops_follow_the_stages(paths):
         ({}, {'model.num_layers': 3}, 'one seed'),
     ],
 )
-def test_what_cannot_be_compared_is_said(make_run, change, knobs, part):
+def test_runs_that_cannot_be_compared_have_a_warning(make_run, change, knobs, part):
     runs = make_run('one', 2.0), make_run('two', 2.1, knobs | {'seed': 1}, **change)
     assert any(part in line for line in compare.warnings(read(runs)))
 
