@@ -1,4 +1,4 @@
-"""The end of a run: true numbers, pictures, a sample, and three things to do next."""
+"""The report of a run: correct numbers, pictures, a sample, and three suggested next steps."""
 
 import dataclasses
 import io
@@ -195,7 +195,7 @@ def expert_knobs(**changes):
 
 
 def test_run_with_experts_shows_their_loads(printed):
-    """A line has the largest load and the shares. Token choice has one loss, and no gap."""
+    """One line has the largest load and the shares. Token choice has one loss and no gap."""
     out, workdir = printed('none', **expert_knobs(row_capacity=9))
     line = 'experts: largest load 2.00 of their mean (layer 00), no-op 0.42 (FLOPs are counted at '
     assert f'\n{line}0.25), dropped 0.06, 1 without a token\n' in out
@@ -212,7 +212,7 @@ def test_run_with_experts_shows_their_loads(printed):
 
 
 def test_run_of_experts_that_choose_has_a_gap(printed):
-    """They look ahead in training: both losses are printed, and the experts per token."""
+    """These experts look ahead in training: both losses and the experts per token are printed."""
     out, _ = printed('none', **expert_knobs(choice='expert', num_routed=4, num_noop=0))
     assert 'threshold (causal: the honest one)' in out and 'sees the future' in out
     assert 'routing gap +0.0040 nats: negligible' in out and 'A sample (threshold' in out
@@ -230,7 +230,7 @@ def test_run_of_experts_that_choose_has_a_gap(printed):
     ],
 )
 def test_the_suggested_run_differs_in_one_mechanism(tiny_config, changes, tmp_path):
-    """Its knobs are those of the run, overrides included, but for one, and are accepted."""
+    """It has all knobs of the run, including overrides, except for one, and is a valid config."""
     hparams = from_config(tiny_config(**changes))
     _, change = report._counterpart(hparams.model)
     knob, value = change.removeprefix('--config.').split('=')
@@ -245,7 +245,7 @@ def test_description_of_the_routing_gap():
     """0.01 nats or less is negligible, 0.05 or more invalidates a run."""
     gaps = (0.0099, -0.0099, 0.02, 0.05, -0.02, float('nan'))
     words = [report.describe_gap(gap).split()[0] for gap in gaps]
-    assert words == ['negligible', 'negligible', 'to', 'invalidates', 'the', 'no']
+    assert words == ['negligible', 'negligible', 'report', 'invalidates', 'the', 'undefined,']
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_sample_is_printed_as_text(printed, text, pieces):
 
 
 def test_prompt_and_sample_are_cut_to_the_context(tiny_config):
-    """Of 32 tokens: the separator and the knob, half of them at most; the sample has the rest."""
+    """Of 32 tokens, the separator and the prompt get at most half, and the sample gets the rest."""
 
     def tokens(prompt, sample_tokens):
         knobs = {'report.prompt': prompt, 'report.sample_tokens': sample_tokens}

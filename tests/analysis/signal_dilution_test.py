@@ -24,7 +24,7 @@ def _r2(y_BTE, counted_BT=ALL_BT):
 
 
 def test_planted_signal_is_recovered_and_noise_is_not():
-    """R^2 is 1 of what is linear in the stream, near 0 of noise, and a half of equal parts."""
+    """R^2 is 1 for linear functions of the stream, near 0 for noise, and 0.5 for equal parts."""
     assert _r2(PLANTED_BTE) == pytest.approx(1, abs=1e-3)
     assert _r2(NOISE_BTE) == pytest.approx(0, abs=0.05)
     assert _r2(MIXED_BTE) == pytest.approx(0.5, abs=0.05)
@@ -38,7 +38,7 @@ def test_tokens_outside_the_mask_do_not_count():
 
 
 def test_scales_and_unused_inputs_do_not_matter():
-    """An input in other units, a constant one and one that is there twice leave R^2 as it is."""
+    """R^2 does not change with the units of an input, a constant input, or a duplicate input."""
     copies = [STREAM_BTD * np.geomspace(1e-3, 1e3, D).astype(np.float32)]
     copies.append(np.concatenate([STREAM_BTD, STREAM_BTD[..., :1], 0 * STREAM_BTD[..., :1]], -1))
     for stream_BTD in copies:

@@ -100,7 +100,7 @@ def test_classes_of_prose():
     ],
 )
 def test_articles_and_prepositions_are_those_of_english_text(text, found):
-    """Not parts of names, nor Python's own words, nor what is in a string."""
+    """Parts of names, Python keywords and strings are not articles or prepositions."""
     assert [word for name, word in named(text) if name in ('article', 'preposition')] == found
 
 
@@ -130,7 +130,7 @@ def _held_out(texts, length, source='python_environment'):
 
 
 def _check(dataset, length, num_rows):
-    """What is inside a string or a docstring has that class; separators are starts of text."""
+    """Tokens inside a string or docstring have its class; separators are starts of text."""
     batches = [dataset.held_out_batch(i) for i in range(dataset.num_held_out_batches)]
     rows = np.concatenate([batch['tokens_BT'] for batch in batches])
     rows = rows[np.concatenate([batch['segment_ids_BT'] for batch in batches])[:, 0] > 0]
@@ -148,7 +148,7 @@ def _check(dataset, length, num_rows):
 
 
 def test_classes_are_those_of_the_documents():
-    """Whatever the windows' length."""
+    """For any window length."""
     for length in (3, 7, 20):
         _check(_held_out(TEXTS, length), length, 57 // length)
 

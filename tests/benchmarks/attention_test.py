@@ -42,7 +42,7 @@ def absent(q, k, v, **_):
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
-    """One rival is right and timed, one is wrong, one cannot run."""
+    """One rival is correct and timed, one is wrong, one fails."""
     for name, function in {'cudnn': attend, 'flash_attention_2': wrong, 'third': absent}.items():
         monkeypatch.setitem(RIVALS, name, function)
     result = attention.bench_case(CASE, RIVALS, 0.0)
@@ -68,7 +68,7 @@ def test_every_form_of_ours_is_right_and_timed():
 
 
 def test_documents_and_unwritten_slots_are_checked(monkeypatch):
-    """A rival is checked as if a row were one text; ours is given documents and the first slots."""
+    """A rival is checked with rows as one text; ours gets documents and only the first slots."""
     monkeypatch.setitem(RIVALS, 'cudnn', attend)
     case = CASE._replace(documents=3, written=2)
     rows = attention.bench_case(case, ['cudnn', 'xla'], 0.0, brief=True)['rows']
@@ -87,7 +87,7 @@ def test_documents_and_unwritten_slots_are_checked(monkeypatch):
 
 
 def test_gradients_of_hidden_tokens_are_wrong():
-    """A gradient where there must be none is found, though every checked number is right."""
+    """A nonzero gradient outside the checked queries is found, even if all checked ones agree."""
     inputs, chosen = make_inputs(CASE), np.array([0, 5, 23], np.int32)
     right = compute_expected(inputs, chosen, PLAIN)
     o, dq = (
@@ -115,7 +115,7 @@ def test_flops_and_bytes_equal_those_counted_by_hand():
 
 @pytest.mark.parametrize('length', [1, 96, 97, 65536])
 def test_checked_queries_span_the_sequence(length):
-    """First, second and last are among them, each once, and few of a long one."""
+    """They include the first, second and last position, without duplicates, and are few."""
     chosen = checked_queries(length)
     assert {0, min(1, length - 1), length - 1} <= set(chosen.tolist())
     assert (np.diff(chosen) > 0).all() and len(chosen) <= 96

@@ -26,7 +26,7 @@ def test_timed_forms_compute_the_same():
 
 
 def test_counted_flops_match_the_forms():
-    """Three products a pair, twice as many backward; blocks and the dense loop as they are."""
+    """Three products per pair, twice as many backward; blocks and the dense loop compute more."""
     result = experts.bench_experts([TOY], repeats=2)
     json.dumps(result)
     rows = {row['form']: row for row in result['rows']}

@@ -72,7 +72,7 @@ def rows():
 
 
 def test_page_has_every_number(rows):
-    """Tables of what was measured, a line for everything else, versions and commits."""
+    """Tables of measurements, a line for every other case, versions and commits."""
     page = report.page(rows, 'h200')
     for words in (
         'NVIDIA H200; jax 0.11.2; cuda 13000; commit aaaaaaaaaaaa (2026-11-22 to 2026-11-22)',
@@ -115,7 +115,7 @@ def test_files(rows, tmp_path):
 
 
 def test_claims_have_verdicts_on_both_sides(rows):
-    """Slower kernels and steps do not hold; toys and missing data judge nothing."""
+    """Claims fail for slower kernels and steps; toys and missing data give no verdict."""
     slow = rows | {'step/700m/mod': step('mod', 0.3, 4e13)}
     slow['time/flash_attention_2/64k'] = timed('flash_attention_2', 0.9, 65536, slots=0)
     verdicts = {row['id']: (row['ours'], row['verdict']) for row in report.judge_claims(slow)}

@@ -1,4 +1,4 @@
-"""Models are compared with the first one of the same rounds; one that fails stops no other."""
+"""Models are compared with the first model in the same rounds; a failure does not stop others."""
 
 import json
 

@@ -119,7 +119,7 @@ WIDENING = """
     ],
 )
 def test_widened_numbers_count_as_16_bits(operand, width):
-    """An array that was bfloat16 just before a float32 collective counts as such."""
+    """An array that was converted from bfloat16 just before a float32 collective counts 16 bits."""
     found = only(
         f'%x = {operand}',
         f'%c = (f32[4,8], f32[4,8]) all-reduce(%x, %p), {BY_FOUR}, to_apply=%add',
@@ -155,7 +155,7 @@ READ = '%v = f32[4,8] negate(%a)'
     ],
 )
 def test_sums_that_are_only_sliced_are_found(lines, sliced):
-    """Also through a fusion, and for one array of several; not if something else reads it."""
+    """Through a fusion, and for one of several arrays, but not if something else reads the sum."""
     plain = only(f'%a = f32[4,8] all-reduce(%p), {BY_FOUR}, to_apply=%add', *lines, extra=SLICING)
     assert plain.sliced_bytes == (192 if sliced else 0)
     both = only(

@@ -1,4 +1,4 @@
-"""What users get wrong on command lines, and words of the one line that each is answered with.
+"""Wrong command lines, and words that the one-line error message of each must contain.
 
 {'COMMAND and its first arguments': [('more arguments', [word, ...])]}; bad_inputs_test.py runs all.
 """

@@ -1,4 +1,4 @@
-"""A bad command line ends with status 2 and one line that says what is wrong, and no trace."""
+"""A bad command line ends with status 2 and a one-line message, and leaves no files."""
 
 import re
 import shlex
@@ -31,7 +31,7 @@ def check(table, run):
 
 
 def test_bad_input_to_the_shared_frame_is_one_line(tmp_path):
-    """Flags, --config, overrides and config files, as a toy command gets them."""
+    """Flags, --config, overrides and config files of a toy command."""
     toy = make_toy(tmp_path)
 
     def run(lines):

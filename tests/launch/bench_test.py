@@ -1,4 +1,4 @@
-"""launch.bench of runs; tests/benchmarks/ has the other benchmarks, which need none."""
+"""launch.bench runs; tests/benchmarks/ has the benchmarks that need no trained runs."""
 
 import json
 import shutil

@@ -102,7 +102,7 @@ def test_a_bug_has_its_traceback(done, name, status, error):
     ],
 )
 def test_a_missing_platform_is_one_line(platform, raised, monkeypatch):
-    """As JAX refuses it: by an assertion, or with another name; other assertions are bugs."""
+    """JAX raises an assertion or another error for it; other assertions are bugs."""
     monkeypatch.setenv('JAX_PLATFORMS', platform)
     for file, words in (('jax/_src/xla_bridge.py', f'JAX_PLATFORMS={platform}: cannot'), ('x', '')):
         with pytest.raises((AssertionError, RuntimeError)) as found:
@@ -188,7 +188,7 @@ def test_interrupt_is_one_line(folder):
 
 @pytest.mark.parametrize('name', ['help', 'short help', 'help first'])
 def test_help_shows_the_docstring_and_own_flags(done, name):
-    """With status 0, and without the flags of libraries."""
+    """The exit status is 0, and flags of libraries are not shown."""
     status, shown, stderr = done[name]
     assert (status, stderr) == (0, '')
     assert shown.startswith('A toy command.\n')
@@ -214,7 +214,7 @@ def test_fake_devices_get_two_threads_each(toy, nproc, expected, monkeypatch):
 
 
 def test_logs_of_libraries_are_quiet(done):
-    """Their notes and warnings are dropped; ours are not, and with --verbosity=0 none is."""
+    """Their notes and warnings are dropped, but not ours; --verbosity=0 shows all of them."""
     quiet, verbose = done['quiet'].stderr, done['verbose'].stderr
     assert 'quiet' not in quiet and quiet.count('to be seen') == 1
     assert verbose.count('quiet') == 3

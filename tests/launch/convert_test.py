@@ -1,4 +1,4 @@
-"""launch.convert: a Hugging Face checkpoint becomes a run, which is exported as it came."""
+"""launch.convert: a Hugging Face checkpoint becomes a run, which is exported unchanged."""
 
 import json
 import shutil
@@ -62,7 +62,7 @@ def imported(folder):
 
 
 def test_an_import_is_a_run_before_its_first_step(folder, imported):
-    """Its parameters are those of the files; its config names none of them by a path."""
+    """Its parameters are those of the files, and its config does not name their paths."""
     params, _ = import_params(folder / 'gone', imported.hparams)
     assert state_sha256(params) == state_sha256(imported.state.params)
     assert (imported.step, imported.num_steps) == (0, 2)
@@ -81,7 +81,7 @@ def test_the_imported_tokenizer_is_that_of_the_files(folder, imported):
 
 
 def test_training_starts_from_an_import(folder, imported):
-    """The start of launch.train takes checkpoint 0 as its own: same data, steps and versions."""
+    """launch.train resumes from checkpoint 0: same data, steps and versions."""
     hparams, _ = read_hparams(folder / 'W')
     tokenizer = tokenizer_of(hparams.data, folder / 'W')
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
@@ -108,7 +108,7 @@ def test_the_export_equals_the_import(folder):
 
 @pytest.mark.parametrize('fails', [True, False])
 def test_an_output_folder_is_complete_or_absent(fails, tmp_path):
-    """What fails in the middle leaves nothing, and an empty folder that was there stays."""
+    """A failure leaves nothing, and an empty folder that existed stays."""
     (tmp_path / 'new').mkdir()
     try:
         with first_checkpoint.atomic_folder('workdir', str(tmp_path / 'new')) as part:
@@ -122,7 +122,7 @@ def test_an_output_folder_is_complete_or_absent(fails, tmp_path):
 
 @pytest.mark.slow
 def test_a_routed_run_is_unchanged_by_export_and_import(tiny_config, tmp_path):
-    """With a modelling file, knobs and averages; the second folder has the bytes of the first."""
+    """With a modelling file, knobs and averages; both exported folders have the same bytes."""
     routed = {'model.routing.router': 'learned', 'model.depth.stream': 'moda'}
     save_run(tmp_path / 'run', from_config(tiny_config(**routed, **{'model.vocab_size': 260})))
     done = call('convert', '--workdir=run', '--to_hf=out', cwd=tmp_path)
@@ -179,7 +179,7 @@ def test_adapters_are_merged_at_export(folder):
 
 @pytest.mark.slow
 def test_a_branch_equals_the_run_with_these_steps(tiny_config, tmp_path):
-    """Begun after step 4 of 10 under wsd: 7 steps with the same warm-up, to the bit."""
+    """A wsd run branched after step 4 of 10 equals, to the bit, a run of 7 steps."""
     changes = {'optimizer.schedule': 'wsd', 'optimizer.decay_fraction': 0.4}
     changes |= {'optimizer.warmup_fraction': 0.25, 'data.source': f'{tmp_path}/text/?.txt'}
     changes |= {'training.checkpoint_every': 2, 'training.keep_checkpoints': 9}

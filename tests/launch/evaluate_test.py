@@ -83,7 +83,7 @@ def test_evaluate_repeats_the_last_evaluation_of_the_run(trained, done):
 
 
 def test_a_named_rule_is_the_only_one_measured(out, done):
-    """--routing=dense routes all; the tables show what the file says, n/a for no number."""
+    """--routing=dense selects all tokens; the tables agree with the file, with n/a for NaN."""
     stdout, report = done['dense'].stdout, json.loads((out / 'dense.json').read_text())
     assert (report['rule'], report['batches'], report['targets']) == ('dense', 1, 4 * LENGTH)
     assert 'loss_top_c' not in report and 'routing_gap' not in report
@@ -98,7 +98,7 @@ def test_a_named_rule_is_the_only_one_measured(out, done):
 
 
 def test_other_text_is_measured_completely(done):
-    """--data takes every text of a folder, nothing of it held back, in the run's windows."""
+    """--data reads every text of a folder completely, in windows of the run."""
     report = json.loads(done['other'].stdout)
     tokens = 4 * (1 + 5 * len('to be or not ')) + 1 + 64  # é has two bytes in UTF-8
     assert report['targets'] == (tokens - 1) // LENGTH * LENGTH
@@ -109,7 +109,7 @@ def test_other_text_is_measured_completely(done):
 
 
 def test_text_that_has_changed_is_reported(done):
-    """Held-out text of other files than the run's is measured, with a line that says so."""
+    """Held-out text that has changed since the run is measured, with a warning of one line."""
     stdout, stderr = done['changed'].stdout, done['changed'].stderr
     assert stderr.startswith('data fingerprint: corpus_sha256 was ')
     assert 'may have been trained on' in stderr and stderr.count('\n') == 1

@@ -56,7 +56,7 @@ def test_inspection_of_a_text(folder):
 
 @pytest.mark.slow
 def test_inspection_by_top_c_and_of_a_dense_run(folder):
-    """--routing and --max_tokens are obeyed; pictures of an earlier inspection are removed."""
+    """--routing and --max_tokens take effect; pictures of an earlier inspection are removed."""
     given = ('--text=hello, world', '--out=out')
     more = ('--routing=top_c', '--max_tokens=9', '--language=prose')
     done = call('inspect', '--workdir=trained', *given, *more, cwd=folder)

@@ -1,4 +1,4 @@
-"""launch.lm_eval prints a clean table, and keeps what was finished where a task has no data."""
+"""launch.lm_eval prints a clean table, and keeps finished tasks if another task has no data."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""launch.prepare as its users run it: the summary, kills, Ctrl-C, a full disk, two at once."""
+"""launch.prepare as a command: summary, kills, Ctrl-C, a full disk, two starts at once."""
 
 import contextlib
 import gzip
@@ -168,7 +168,7 @@ def test_two_preparations_at_once_are_refused(folder, tmp_path):
 
 @pytest.mark.slow
 def test_a_full_disk_is_reported_and_parts_are_kept(folder, whole, tmp_path):
-    """A limit on the size of files stands for the disk; without it the same command continues."""
+    """A limit on file sizes simulates a full disk; without it, the same command continues."""
     limited = ['bash', '-c', 'ulimit -f 480; exec "$@"', 'bash']  # KiB
     command = [*limited, *_command(folder, tmp_path / 'out', '--processes=1')]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -192,7 +192,7 @@ def _resident(process):
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_data(tmp_path):
-    """200 MB, some of it compressed, take less than 500 MB in all processes together."""
+    """200 MB, partly compressed, need less than 500 MB of memory in all processes together."""
     draw = random.Random(0)
     words = [draw.randbytes(draw.randrange(1, 5)).hex() for _ in range(20000)]
     (tmp_path / 'in').mkdir()

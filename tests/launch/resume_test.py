@@ -1,4 +1,4 @@
-"""A run that was killed or stopped and started again ends bit-equal to an unbroken one."""
+"""A run that was killed or stopped resumes and ends bit-equal to an uninterrupted run."""
 
 import random
 import re

@@ -58,7 +58,7 @@ def on_two(name, *arguments, cwd):
 
 
 def test_any_devices_evaluate_as_the_run_did(folder):
-    """A quiet --json=-: one JSON object, and the losses of the run's own evaluation."""
+    """--json=- prints one JSON object with the losses of the run's own evaluation."""
     mesh = f'--mesh={MESHES[0]}'
     runs = [call(*EVALUATE, f'--mesh={mesh}', '--json=-', cwd=folder, **FAKE) for mesh in MESHES]
     runs += [

@@ -1,4 +1,4 @@
-"""Every judge gives each of its verdicts, and none without its seeds; the table of claims."""
+"""Every judge can give each verdict, and gives none without its seeds; the table of claims."""
 
 import functools
 import inspect
@@ -90,7 +90,7 @@ def names_of(claim):
 
 @pytest.mark.parametrize('claim', COMPARED[::3], ids=lambda claim: claim.id)
 def test_differences_are_judged_in_pairs(claim):
-    """A difference far below the spread of the seeds is decided, since pairs share that."""
+    """A difference far below the spread over seeds is decided, because pairs share the spread."""
     cost = claim.args.get('least_cost'), claim.args.get('most_cost')
     bound = 2.0 * claim.args.get('margin', 0.0)
     for difference, verdict in ((-0.2, HOLDS), (0.2, FAILS), (1e-5, UNDECIDED)):
@@ -107,7 +107,7 @@ def only(losses, seeds, name='learned_beats_random'):
 
 
 def test_only_planned_seeds_judge():
-    """Fewer give no verdict, more are left out, and one that a variant lacks does not count."""
+    """Fewer seeds give no verdict, and extra seeds or seeds that a variant lacks do not count."""
     losses = {'mod': 2.0, 'random': 2.2}
     assert BY_ID['learned_beats_random'].spec.seeds == 16
     assert only(losses, range(16))['verdict'] == HOLDS
@@ -150,7 +150,7 @@ def _diverge(study):
 
 
 def _diverge_first(study, variant):
-    """At every size, so that no seed has chosen among them."""
+    """One size, so that no seed has chosen among sizes."""
     for row in study['runs']:
         if row['variant'] == variant and row['seed'] == 0:
             row |= dict.fromkeys(('loss', 'bits_per_byte', 'routing_gap'))
@@ -329,7 +329,7 @@ def test_depth_not_width_by_the_optima_of_each_budget(mod, steps, verdict, text)
 
 
 def test_verdicts_survive_holm_over_all_claims():
-    """p of 0.01 decides a claim alone, not one of a hundred; the row says what would decide it."""
+    """p = 0.01 decides a single claim, but not one of a hundred; the row says what would."""
     spec = BY_ID['learned_beats_random'].spec
     study = a_study(spec, {'mod': 2.0, 'random': 2.0}, noise=0.0)
     differences = np.random.default_rng(0).standard_normal(spec.seeds)
@@ -350,7 +350,7 @@ def test_verdicts_survive_holm_over_all_claims():
 
 
 def test_power_is_stated_before_the_runs():
-    """By the guessed spread, of every comparison of losses that is planned."""
+    """Every planned comparison of losses states its power, by the guessed spread."""
     for row in claims.fill(Evidence({}, {}, {})):
         claim = BY_ID[row['id']]
         planned = claim.judge in claims.OF_A_DIFFERENCE
@@ -375,7 +375,7 @@ def test_the_sink_is_a_share_of_the_attention_on_the_sequence():
 
 
 def test_counted_claims_need_no_run():
-    """By the count that is nearest to the paper's; a shape that it does not give is undecided."""
+    """The count nearest to the paper's decides; shapes not in the paper are undecided."""
     for moda, verdict in ((1.0434, HOLDS), (1.0437, FAILS), (1.0363, FAILS)):
         way = 'all pairs and slots'
         counted = {'dense': {way: 1}, 'moda': {way: moda}, 'length': 4096}
@@ -499,7 +499,7 @@ def full_evidence(generator):
 
 @pytest.mark.slow
 def test_judges_rarely_decide_on_permuted_labels():
-    """Labels permuted within seeds: at most the stated rates, to two standard errors."""
+    """The rates are at most the stated ones, within two standard errors."""
     committed = claims.read_evidence(ROOT / 'results', {})
     for evidence in (full_evidence(np.random.default_rng(0)), committed):
         found = blind_check(evidence, 200)
@@ -524,7 +524,7 @@ def test_every_claim_has_a_judge_with_its_arguments_or_a_command():
 
 
 def test_variants_configs_and_studies_of_claims_exist():
-    """A misspelt variant would never be run."""
+    """A misspelt variant would never run."""
     names = {BEST_DENSE}
     for claim in CLAIMS:
         args = [claim.args.get(name, []) for name in ('first', 'second', 'others', 'variants')]
@@ -557,7 +557,7 @@ def test_page_has_each_claim_once_and_keeps_text_outside_the_markers():
 
 
 def test_numbers_in_what_was_learned_equal_the_rows_they_link_to():
-    """The page leads with lines written by hand: each says which rows of the table it rests on."""
+    """The page begins with handwritten lines that link to the rows on which they rest."""
     text, _, table = (ROOT / 'docs/claims.md').read_text().partition(claims.BEGIN)
     learned = text.split('## What was learned')[1].split('\n## ')[0]
     found = dict(re.findall(r'^\| \[.*?\]\(#(\w+)\)(.*)$', table, re.MULTILINE))
@@ -572,7 +572,7 @@ def test_numbers_in_what_was_learned_equal_the_rows_they_link_to():
 
 
 def test_links_to_a_claim_show_the_numbers_of_its_row():
-    """In any page: `[-3.5% (-4.2% to -2.9%)](claims.md#id)`, bold if and only if it is decided."""
+    """On any page: `[-3.5% (-4.2% to -2.9%)](claims.md#id)`, bold if and only if decided."""
     table = (ROOT / 'docs/claims.md').read_text().partition(claims.BEGIN)[2]
     rows = dict(re.findall(r'^\| \[.*?\]\(#(\w+)\)(.*)$', table, re.MULTILINE))
     pages = [ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')]
@@ -587,7 +587,7 @@ def test_links_to_a_claim_show_the_numbers_of_its_row():
 
 
 def test_readme_has_the_counts_of_the_page():
-    """Regression: README had counted 74 runs of a study, its page 72."""
+    """Regression: README counted 74 runs of a study, and its page 72."""
     pages = (ROOT / name for name in ('docs/claims.md', 'README.md'))
     page, readme = (' '.join(path.read_text().split()) for path in pages)
     counts = re.search(r'Of (\d+) claims: (\d+) hold, (\d+) do not', page).groups()
@@ -596,7 +596,7 @@ def test_readme_has_the_counts_of_the_page():
 
 
 def test_losses_of_a_study_use_the_judging_seeds():
-    """A variant that only the choosing seed has run is left out."""
+    """A variant that ran only with the choosing seed is left out."""
     spec = BY_ID['mod_beats_dense'].spec
     study = a_study(spec, {'mod': 1.9, 'dense': 2.0}, noise=0.0)
     once = [row | {'variant': 'random'} for row in study['runs'] if row['seed'] == 0]

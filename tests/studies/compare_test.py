@@ -1,4 +1,4 @@
-"""Runs made by hand: how they are grouped, compared, and warned about."""
+"""Constructed runs are grouped and compared, with warnings."""
 
 import json
 import math
@@ -65,14 +65,14 @@ def read(paths):
 
 
 def test_runs_that_differ_only_in_seed_are_one_variant(paths):
-    """In any order, and whatever the prompt of their samples was."""
+    """In any order, and with any prompt of the sample."""
     variants = read(paths[::-1])
     assert [variant.seeds for variant in variants] == [[0, 1, 2]] * 2
     assert compare.differing_knobs(variants) == {'model.routing.router': ['none', 'learned']}
 
 
 def test_equal_seeds_are_compared_in_pairs(paths):
-    """By the t interval of scipy; other seeds are compared by Welch's."""
+    """The interval is scipy's t interval; unequal seeds are compared by Welch's test."""
     mod, dense = read(paths)
     found, how = dense.minus(mod)
     pairs = scipy.stats.ttest_rel(LOSSES['dense'], LOSSES['mod']).confidence_interval()

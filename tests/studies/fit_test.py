@@ -1,4 +1,4 @@
-"""Optima are those of the parabola if it has a minimum among the sizes that were run."""
+"""Optima are those of the parabola if its minimum lies among the sizes that ran."""
 
 import math
 
@@ -26,7 +26,7 @@ def test_fit_recovers_a_known_parabola():
 
 
 def test_only_the_first_seed_chooses_sizes_and_parabola():
-    """Other seeds run where it was best: they move its level, not its place or the best size."""
+    """Other seeds shift the level of the parabola, but not its minimum or the best size."""
     rows = [_row(n) for n in (90_000, 200_000, 500_000)]
     others = [_row(200_000, seed, rows[1]['loss'] + 0.5) for seed in (1, 2)]
     found, alone = fit.fit(others + rows), fit.fit(rows)

@@ -1,4 +1,4 @@
-"""Which runs a study has, and when their losses decide the next ones."""
+"""The runs of a study, and how losses determine the next runs."""
 
 import dataclasses
 
@@ -142,7 +142,7 @@ def test_a_control_differs_only_in_the_choice_of_tokens(control, routed, router)
 
 @pytest.mark.parametrize('file', ['study', 'moda', 'moe'])
 def test_variants_of_a_seed_read_the_same_batches_and_train_alike(file):
-    """All but the model is equal: batches are a function of these knobs, the seed and the step."""
+    """Everything but the model is equal: batches depend on these knobs, the seed and the step."""
     config, found = (
         StudyConfig(f'configs/{file}.py', {}, 'steps' if file == 'moda' else 'flops'),
         [],

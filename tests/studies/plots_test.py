@@ -1,4 +1,4 @@
-"""Figures show every variant, seed and budget of a study, are reproducible, and never fail."""
+"""Figures show every variant, seed and budget of a study, and are reproducible."""
 
 import matplotlib
 import matplotlib.image

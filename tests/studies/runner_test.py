@@ -1,4 +1,4 @@
-"""Which runs a study trains, in which process, and what it writes; training itself is replaced."""
+"""Which runs a study trains in which process, and what it writes; training is replaced."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Intervals, p-values and power are those of scipy, of textbooks, and of simulated studies."""
+"""Intervals, p-values and power agree with scipy, textbooks and simulated studies."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The directory of a study: what belongs to it, how far it is, what study.json holds."""
+"""The directory of a study: its content, its progress, and study.json."""
 
 import dataclasses
 import json
@@ -81,7 +81,7 @@ def test_study_json_does_not_depend_on_the_order_of_the_runs(tmp_path, hparams_o
 
 
 def test_a_study_continues_from_its_results_without_its_runs(tmp_path, hparams_of):
-    """Half of the runs are known by the folder of results alone; study.json does not tell."""
+    """Half of the runs are only in the folder of results; study.json is the same."""
     finish_all(tmp_path / 'uninterrupted', hparams_of)
     expected = store.collect(tmp_path / 'uninterrupted', PLAN, DESCRIPTION, hparams_of)
     half = store.progress(tmp_path, PLAN).missing[::2]
