@@ -24,6 +24,7 @@ from absl import flags
 
 from launch import cli
 from moddepth_jax.benchmarks.registry import MODULES, benchmarks, flag_texts
+from moddepth_jax.hparams.checks import one_of
 from moddepth_jax.training.tables import print_table
 
 JSON = flags.DEFINE_string('json', None, 'File for the results; - for stdout.')
@@ -54,9 +55,7 @@ def _parse(flag, text, annotation):
     kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
     kind = kinds[0] if type(None) in typing.get_args(annotation) else annotation  # T of T | None
     if typing.get_origin(kind) is typing.Literal:
-        if text not in typing.get_args(kind):
-            right = ', '.join(typing.get_args(kind))
-            raise ValueError(f'--{flag}={text}: must be one of {right}')
+        one_of(f'--{flag}', text, typing.get_args(kind))
         return text
     words, least = text.split(','), 0 if flag in ZERO_ALLOWED else 1
     if kind in (int, list[int]):

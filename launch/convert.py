@@ -266,26 +266,27 @@ def main(_):
         found = ', '.join(f'--{name}' for name in given) or 'nothing'
         right = f'needs --workdir and one of {", ".join(f"--{name}" for name in actions)}'
         raise ValueError(f'{right}; {found} was given')
-    if given != ['to_hf']:
-        first_checkpoint.check_source(given[0], flags.FLAGS[given[0]].value)
+    (action,) = given
+    if action != 'to_hf':
+        first_checkpoint.check_source(action, flags.FLAGS[action].value)
         if cli.is_alone():
             sources.check_source(CONFIG.value.data.source)
-    defaulted = flags.FLAGS['config'].config_filename == flags.FLAGS['config'].left_out
-    if given == ['from_workdir'] and defaulted:
+    has_config = flags.FLAGS['config'].config_filename != flags.FLAGS['config'].left_out
+    if action == 'from_workdir' and not has_config:
         wanted = f'--config={FROM_WORKDIR.value}/config.json and the knobs that change'
         raise ValueError(f'--from_workdir={FROM_WORKDIR.value}: needs {wanted}')
-    if given != ['from_workdir'] and LAYERS.value is not None:
+    if action != 'from_workdir' and LAYERS.value is not None:
         raise ValueError(f'--from_layers={LAYERS.value}: belongs to --from_workdir')
-    if given != ['to_hf']:
+    if action != 'to_hf':
         first_checkpoint.check_new_folder('workdir', workdir)
         if DTYPE.value is not None:
             raise ValueError(f'--dtype={DTYPE.value}: belongs to --to_hf; parameters are float32')
-        if given == ['from_hf'] and flags.FLAGS.step is not None:
-            raise ValueError(f'--step={flags.FLAGS.step}: belongs to a run, and not to --from_hf')
-    if given[0] in ('to_hf', 'branch') and (list(config_file.overrides()) or not defaulted):
-        raise ValueError(f'--config: does not belong to --{given[0]}, which changes no knob')
-    actions[given[0]]()
-    if given != ['to_hf']:
+    if action == 'from_hf' and flags.FLAGS.step is not None:
+        raise ValueError(f'--step={flags.FLAGS.step}: does not belong to --from_hf, only to runs')
+    if action in ('to_hf', 'branch') and (list(config_file.overrides()) or has_config):
+        raise ValueError(f'--config: does not belong to --{action}, which changes no knob')
+    actions[action]()
+    if action != 'to_hf':
         config, quoted = shlex.quote(f'{workdir}/config.json'), shlex.quote(workdir)
         print(f'train on it: python -m launch.train --config={config} --workdir={quoted}')
 

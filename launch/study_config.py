@@ -9,7 +9,7 @@ from moddepth_jax.hparams import Hparams, from_config
 from moddepth_jax.studies.plan import (
     LOOPED_VARIANTS,
     VARIANTS,
-    Planned,
+    PlannedRun,
     base_name,
     blocks_of_loops,
     nearest_depth,
@@ -52,7 +52,7 @@ class StudyConfig:
             if name in overrides:
                 raise ValueError(f'--config.{name}={overrides[name]}: a study sets it; use {flag}')
 
-    def hparams(self, run: Planned) -> Hparams:
+    def hparams(self, run: PlannedRun) -> Hparams:
         """Return the Hparams of a planned run. Raises ValueError if size or knobs do not fit."""
         config = self.config(run.variant, run.trained, run.budget)
         config.seed = run.seed

@@ -60,7 +60,7 @@ def depth_mass(variables, hparams: Hparams, batch, routing: str) -> DepthMass | 
 def _names(model: ModelHparams):
     """Names of the layers that read, and of the slots that attention sees."""
     letters = {'attention': 'a', 'attention+ffn': 'af'}.get(model.depth.slots, 'b')
-    if not model.depth.stream_class.attends:  # `value_residual` has slots for its values alone
+    if not model.depth.stream_class.attends:  # in `value_residual`, slots only carry values
         letters = ''
     layers, slots = [], []
     for kind in layer_kinds(model):

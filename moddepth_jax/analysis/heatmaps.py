@@ -19,7 +19,7 @@ DENSE, SKIPPED, LOOKAHEAD, SELECTED = range(4)
 MAX_LETTERS = 12  # of the label of a token
 _VISIBLE = {'\n': '↵', ' ': '·', '\t': '→', '\ufffd': '□'}
 _ROUTING_COLOURS = ('#c9ced6', '#f3f1ec', '#f2b28a', '#1f5f8b')
-_TOP_C = 'skips, but is in the top C of the whole row'
+_TOP_C = 'skips, but is in the top C of the row'
 _ROUTING_LABELS = ('dense block: every token', 'skips', _TOP_C, 'selected')
 
 _LOAD_MAP = LinearSegmentedColormap.from_list(

@@ -26,7 +26,7 @@ from moddepth_jax.model.streams import LayerKind, layer_kinds
 from moddepth_jax.model.transformer import causal_sizes, token_info
 
 
-class Seen(NamedTuple):
+class ObservedLayer(NamedTuple):
     """What can be observed of one layer."""
 
     kind: LayerKind
@@ -48,10 +48,10 @@ def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, o
       tokens_BT: int32 ids.
       segment_ids_BT: documents of the tokens; 0 is padding.
       routing: the routing rule.
-      observe: traceable function of Seen.
+      observe: traceable function of ObservedLayer.
 
     Returns:
-      A list of (LayerKind, observe(Seen)), and x_BTD as the final norm reads it.
+      A list of (LayerKind, observe(ObservedLayer)), and x_BTD as the final norm reads it.
 
     Raises:
       ValueError: the model cannot run this routing.
@@ -124,7 +124,7 @@ def _visit(params, carry, count, tokens, layer_args, embedded_BTD, *, stack, kin
         )
     carry = (output.x_BTD, *put_slots(slots, valid_LBT, output.written, count))
     sown = sown.get('intermediates', {})
-    return carry, observe(Seen(kind, tokens, output.records, caught, sown))
+    return carry, observe(ObservedLayer(kind, tokens, output.records, caught, sown))
 
 
 class LayerDeltas(NamedTuple):

@@ -10,6 +10,7 @@ from moddepth_jax.benchmarks.attention import bench_case, device_ceilings
 from moddepth_jax.benchmarks.attention_cases import LENGTHS, Case
 from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PLAIN, RIVALS
 from moddepth_jax.benchmarks.models import Dtype
+from moddepth_jax.hparams.checks import one_of
 from moddepth_jax.studies.plot_style import new_figure
 from moddepth_jax.training.summary import versions
 from moddepth_jax.training.tables import Table, pivot
@@ -128,8 +129,7 @@ def attention(
     """
     known, on_gpu = (*RIVALS, *IMPLEMENTATIONS), jax.default_backend() == 'gpu'
     for name in implementations or ():
-        if name not in known:
-            raise ValueError(f'--implementations={name}: must be one of {", ".join(known)}')
+        one_of('--implementations', name, known)
     sizes = [tuple(LENGTHS.values()), (64,), (8,), (64,), (64,)]
     sizes = sizes if on_gpu else [(48,), (4,), (2,), (16,), (5,)]
     given = (lengths, heads, kv_heads, widths, slots)

@@ -13,6 +13,7 @@ from moddepth_jax.benchmarks.attention import bench_case
 from moddepth_jax.benchmarks.attention_cases import Case
 from moddepth_jax.benchmarks.attention_forms import BOTH, PLAIN
 from moddepth_jax.benchmarks.attention_report import failures, find
+from moddepth_jax.hparams.checks import one_of
 from moddepth_jax.training.summary import versions
 from moddepth_jax.training.tables import Table
 
@@ -60,8 +61,7 @@ def authors(*, implementations: list[str] | None = None, seconds: int = 20):
     known = [name for name in IMPLEMENTATIONS if name != 'reference']
     names = implementations or ['mosaic_gpu_fused', 'mosaic_gpu', 'pallas', 'xla']
     for name in names:
-        if name not in known:
-            raise ValueError(f'--implementations={name}: must be one of {", ".join(known)}')
+        one_of('--implementations', name, known)
     if jax.default_backend() != 'gpu':
         raise ValueError(f'authors: needs a GPU, but JAX has a {jax.default_backend()}')
     yield {'versions': versions(), 'device': jax.devices()[0].device_kind}, []

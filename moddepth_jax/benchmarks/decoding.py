@@ -30,10 +30,6 @@ def cache_sizes(hparams: Hparams) -> dict:
     return how | {'capacity': context, 'routed_capacity': routed}
 
 
-def _prefill(hparams, unrolled, tokens_BT):
-    return prefill(unrolled, tokens_BT, jnp.ones_like(tokens_BT), **cache_sizes(hparams))
-
-
 def filled_cache(hparams: Hparams, unrolled, batch: int, length: int) -> Cache:
     """Return the cache after `length` tokens in each row; routed blocks hold the selected share.
 
@@ -143,11 +139,11 @@ def bench_decoding(dense: Hparams, other: Hparams, batches, prompt: int, repeats
 def _first_token(models, unrolled, prompt, repeats):
     tokens_BT = np.random.default_rng(0).integers(0, 256, (1, prompt)).astype(np.int32)
 
-    def first(name, hparams):
-        run = jax.jit(functools.partial(_prefill, hparams))
-        return lambda: run(unrolled[name], tokens_BT)
-
-    seconds = time_interleaved({name: first(name, h) for name, h in models.items()}, repeats)
+    calls = {}
+    for name, hparams in models.items():
+        run = jax.jit(functools.partial(prefill, **cache_sizes(hparams)))
+        calls[name] = functools.partial(run, unrolled[name], tokens_BT, np.ones_like(tokens_BT))
+    seconds = time_interleaved(calls, repeats)
     return {name: float(np.median(values)) for name, values in seconds.items()}
 
 

@@ -115,7 +115,7 @@ class Child:
 
 
 @dataclasses.dataclass
-class Run:
+class CaseRunner:
     """One pass over a list of cases."""
 
     results: Results  # gets one row for each case

@@ -107,7 +107,7 @@ def visit(
     args = ({case.name: case for case in todo}, not toy)
     start = functools.partial(runner.Child, worker.serve, args, out / 'log.txt')
     say = functools.partial(print, flush=True)
-    run = runner.Run(store, start, stamp | code, seconds_left, say)
+    run = runner.CaseRunner(store, start, stamp | code, seconds_left, say)
     try:
         later = run.run(todo)
     except runner.LostError as error:

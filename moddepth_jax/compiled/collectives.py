@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moddepth_jax.compiled.program import Program, Run, arrays
+from moddepth_jax.compiled.program import Occurrence, Program, arrays
 
 # Bytes that a device sends in a ring of n devices, relative to the bytes of its result.
 _SENT = {
@@ -39,8 +39,8 @@ class Collective(NamedTuple):
     sliced_bytes: float = 0.0  # part of sent_bytes: sums of which a device uses only its own slice
 
 
-def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Run]:
-    """Return the Collectives of a program as Runs; `mesh_shape` is that of its mesh.
+def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Occurrence]:
+    """Return the Collectives of a program as Occurrences; `mesh_shape` is that of its mesh.
 
     Raises:
       ValueError: an unknown kind of collective, or an unknown notation for its groups.
@@ -180,7 +180,7 @@ def _sliced(instruction, computation, program):
     return [bool(names) and all(only_sliced(n, computation) for n in names) for names in parts]
 
 
-def by_axes(runs: list[Run]) -> list[dict]:
+def by_axes(runs: list[Occurrence]) -> list[dict]:
     """Sum the collectives by mesh axes (such as data+fsdp) and kind, most bytes first.
 
     Fields of each row, besides `axes` and `kind`:

@@ -15,7 +15,7 @@ import jax
 
 from kernels_pallas.xla import sequence
 from moddepth_jax.compiled.collectives import by_axes, collectives
-from moddepth_jax.compiled.program import Program, Run, product_flops
+from moddepth_jax.compiled.program import Occurrence, Program, product_flops
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import dot_general_flops
 from moddepth_jax.training.mesh import (
@@ -158,7 +158,7 @@ def bandwidth(group: tuple[int, ...], hardware: Hardware) -> float:
     return min(hardware.within, hardware.across * len(group) / len(nodes))
 
 
-def estimate(flops: float, runs: list[Run], hardware: Hardware) -> dict:
+def estimate(flops: float, runs: list[Occurrence], hardware: Hardware) -> dict:
     """Estimate the seconds of a step from the vendor's numbers, which no real step reaches.
 
     Returns:

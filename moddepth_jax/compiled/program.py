@@ -51,7 +51,7 @@ class Instruction(NamedTuple):
         return [name.strip(' %') for name in found.split(',') if name.strip(' %')]
 
 
-class Run(NamedTuple):
+class Occurrence(NamedTuple):
     """A search result in a program, and how often it runs."""
 
     found: Any  # result of the search function
@@ -85,7 +85,7 @@ class Program:
                 found.setdefault(operand, []).append(instruction)
         return found
 
-    def runs(self, search, cost) -> list[Run]:
+    def runs(self, search, cost) -> list[Occurrence]:
         """Search the instructions that run, and return the results with their numbers of runs.
 
         Args:
@@ -103,7 +103,7 @@ class Program:
             for instruction in self.computations[name].values():
                 here = search(instruction, name)
                 if here is not None:
-                    found.append(Run(here))
+                    found.append(Occurrence(here))
                 elif instruction.op == 'while':
                     found += loop(instruction)
                 elif called := [inside(name) for name in instruction.called()]:

@@ -18,7 +18,7 @@ COMPARING = (
 )
 
 
-class Blind(NamedTuple):
+class BlindResult(NamedTuple):
     """Errors of the judges on evidence without differences. Both shares should not exceed LEVEL."""
 
     tables: int  # number of judged tables
@@ -35,7 +35,7 @@ class Blind(NamedTuple):
         )
 
 
-def blind_check(evidence: Evidence, tables: int, seed: int = 0) -> Blind:
+def blind_check(evidence: Evidence, tables: int, seed: int = 0) -> BlindResult:
     """Judge the whole table on permuted evidence and count verdicts on comparisons of losses.
 
     This tests the judges, but not whether differences are normally distributed: permuted ones are
@@ -55,7 +55,7 @@ def blind_check(evidence: Evidence, tables: int, seed: int = 0) -> Blind:
         found = [table[number] for number in tested]
         wrong_tables += any(judged.verdict != UNDECIDED for judged in found)
         decided += sum(judged.p <= LEVEL for judged in found)
-    return Blind(tables, len(tested), wrong_tables / tables, decided / tables / len(tested))
+    return BlindResult(tables, len(tested), wrong_tables / tables, decided / tables / len(tested))
 
 
 def _is_tested(claim):

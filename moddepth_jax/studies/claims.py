@@ -10,7 +10,7 @@ import numpy as np
 
 from moddepth_jax.studies import fit, judges, places
 from moddepth_jax.studies.folders import find_studies
-from moddepth_jax.studies.judges import FAILS, HOLDS, NOTHING, UNDECIDED, Finding
+from moddepth_jax.studies.judges import FAILS, HOLDS, NO_VALUE, UNDECIDED, Finding
 from moddepth_jax.studies.places import Evidence, NotMeasured, Spec
 from moddepth_jax.studies.run_numbers import numbers_within
 from moddepth_jax.studies.statistics import (
@@ -114,9 +114,9 @@ class Claim:
             spreads, known = [self.spec.spread], 'guessed'
             seeds = finding.planned if finding else self.spec.seeds - (not self.spec.size)
         else:
-            return NOTHING
+            return NO_VALUE
         if not seeds:
-            return NOTHING
+            return NO_VALUE
         counts = finding.counts if finding else 'seeds'
         shown = [f'{detectable(spread, seeds, level):.2g}' for spread in spreads]
         listed = ', '.join(f'{spread:.2g}' for spread in spreads)
@@ -218,7 +218,7 @@ def _row(judged, strictest):
     claim, finding = judged.claim, judged.finding
     names = ('id', 'topic', 'claim', 'source', 'paper', 'rule')
     row = {name: getattr(claim, name) for name in names}
-    row |= {name: getattr(finding, name, NOTHING) for name in ('ours', 'spread', 'setting')}
+    row |= {name: getattr(finding, name, NO_VALUE) for name in ('ours', 'spread', 'setting')}
     row |= {'verdict': judged.verdict, 'reason': _reason(judged, strictest)}
     return row | {'power': claim.power(finding, strictest)}
 
@@ -305,7 +305,7 @@ def markdown(rows: list[dict], evidence: Evidence) -> str:
     for row in rows:
         title = f'**{row["claim"]}** ({row["source"]}): {row["verdict"]}'
         lines += [f'<a id="{row["id"]}"></a>{title}', '']
-        details = [name for name in _DETAILS if row[name] != NOTHING]
+        details = [name for name in _DETAILS if row[name] != NO_VALUE]
         lines += [f'- {name}: {_with_code(row[name])}' for name in details]
         lines.append('')
     lines += ['## What a number of seeds can show', '', *_seeds(family), '']

@@ -10,7 +10,7 @@ import numpy as np
 from flax import traverse_util
 from matplotlib import rc_context
 
-from moddepth_jax.studies.plot_style import SETTINGS, new_figure, scientific
+from moddepth_jax.studies.plot_style import SETTINGS, new_figure, scientific, set_y_limits
 from moddepth_jax.studies.statistics import INVALID_GAP, Interval, interval
 from moddepth_jax.training.metrics import METRICS_FILE, read_metrics
 from moddepth_jax.training.progress import format_count
@@ -282,5 +282,4 @@ def _zoom(axes):
     values = np.concatenate([np.asarray(part, float) for part in late]) if late else np.zeros(0)
     values = values[np.isfinite(values)]
     if len(values):
-        room = 0.05 * (values.max() - values.min()) or 0.1
-        axes.set_ylim(values.min() - room, values.max() + room)
+        set_y_limits(axes, values)

@@ -20,7 +20,7 @@ from moddepth_jax.studies.statistics import (
 )
 
 HOLDS, FAILS, UNDECIDED = 'holds', 'does not hold', 'cannot tell here'
-NOTHING = '-'  # where a row has no number, spread or setting
+NO_VALUE = '-'  # where a row has no number, spread or setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Finding:
     """The numbers that were found for a claim."""
 
     ours: str  # our number
-    spread: str = NOTHING  # the number of each seed
-    setting: str = NOTHING  # study, budget and data
+    spread: str = NO_VALUE  # the number of each seed
+    setting: str = NO_VALUE  # study, budget and data
     samples: tuple[Sample, ...] = ()  # the claim holds if all lie within their bounds
     problem: str = ''  # why no verdict may rest on the samples
     verdict: str = ''  # verdict on a counted number, which needs no samples

@@ -85,7 +85,7 @@ def _budgets(study):
         dense, shallow = (fit.optimum(fit.select(study, v, budget)) for v in (base, 'shallow'))
         if dense and shallow and shallow.loss < dense.loss:
             better = f'the shallower dense control is better than "{labels[base]}"'
-            yield f'{where} {better}: a routed model may gain from fewer layers alone.'
+            yield f'{where} {better}: the gain of a routed model may come from fewer layers.'
 
 
 def _rates(study):

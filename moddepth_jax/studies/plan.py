@@ -192,18 +192,15 @@ LOOPED_VARIANTS = {
     ),
 }
 _PLACEMENTS = {'post': 'post-norm', 'reordered': "OLMo2's norm"}
+# Looks of the variants by capacity.
+_SKY = {0.0625: 'sky <', 0.25: 'sky ^', 0.5: 'sky v', 0.75: 'sky >', 0.95: 'sky h'}
+_GREEN = {0.125: 'green ^', 0.25: 'green <', 0.5: 'green v', 0.75: 'green >'}
 VARIANTS = {
     'dense': STREAM_VARIANTS['dense'],
     'shallow': Variant("dense, shallower: MoD's FLOPs per forward", _PLAIN, 'grey s'),
     'mod': Variant('MoD 12.5%, every other block', _mod(), 'blue D'),
-    **_capacities(
-        *('mod', 'every other block', 'every:2'),
-        {0.0625: 'sky <', 0.25: 'sky ^', 0.5: 'sky v', 0.75: 'sky >', 0.95: 'sky h'},
-    ),
-    **_capacities(
-        *('every', 'every block', 'every:1'),
-        {0.125: 'green ^', 0.25: 'green <', 0.5: 'green v', 0.75: 'green >'},
-    ),
+    **_capacities('mod', 'every other block', 'every:2', _SKY),
+    **_capacities('every', 'every block', 'every:1', _GREEN),
     'random': Variant('random 12.5%, every other block', _mod('random'), 'red X'),
     'random_every_0.5': Variant('random 50%, every block', _mod('random', 'every:1', 0.5), 'red v'),
     'position': Variant('by position 12.5%, every other block', _mod('position'), 'orange P'),
@@ -294,7 +291,7 @@ class Study:
         return tuple(name for name in self.variants if name in SIZED) or self.variants[:1]
 
 
-class Planned(NamedTuple):
+class PlannedRun(NamedTuple):
     """One planned run."""
 
     variant: str
@@ -330,7 +327,7 @@ class Plan:
         self.study = study
         self._shallower = shallower
 
-    def tuning(self) -> list[Planned]:
+    def tuning(self) -> list[PlannedRun]:
         """Return the runs that tune the learning rate of each width, [] if there is only one rate.
 
         The dense model (or the first variant) runs at the smallest budget and the first size of
@@ -358,7 +355,7 @@ class Plan:
             rates[width(run.size)] = run.learning_rate
         return rates
 
-    def runs(self, losses: dict[str, float]) -> tuple[list[Planned], bool]:
+    def runs(self, losses: dict[str, float]) -> tuple[list[PlannedRun], bool]:
         """Return the runs that follow from `losses` (by run name), and whether these are all runs.
 
         The stages are: tuning runs; all sizes with the first seed; then the other variants at the
@@ -403,7 +400,7 @@ class Plan:
             budgets[run.name, run.variant * apart] = run.budget
         return collections.Counter(budgets.values())
 
-    def examples(self) -> list[Planned]:
+    def examples(self) -> list[PlannedRun]:
         """Return one run of every variant, size and budget, even if it will not be trained."""
         study = self.study
         return [
@@ -423,7 +420,7 @@ class Plan:
     def _run(self, variant, size, budget, rate):
         """The run with the first seed."""
         trained = self._shallower(size) if variant == 'shallow' else size
-        return Planned(variant, size, trained, budget, rate, self.study.seeds[0])
+        return PlannedRun(variant, size, trained, budget, rate, self.study.seeds[0])
 
 
 def nearest_depth(flops_by_depth: dict[int, float], flops: float) -> int:

@@ -10,7 +10,7 @@ from matplotlib.ticker import EngFormatter
 from moddepth_jax.studies import fit, plot_style
 from moddepth_jax.studies.plot_style import INK, PAPER, budget_name, style
 
-NOTHING = 'No run of this study has finished yet: there is nothing to draw.'
+NO_RUNS = 'No run of this study has finished yet: there is nothing to draw.'
 _ROOM_ABOVE = 0.7  # losses further above, in ranges of the sized variants, are only named
 _CURVES = ('dense', 'shallow', 'mod', 'random')  # training curves of a study at equal FLOPs
 _MAX_CURVES = 6  # training curves of other studies
@@ -25,7 +25,7 @@ def draw(study: dict, directory):
     nothing = dict.fromkeys(('Date', 'Creator', 'Format', 'Type'))
     with matplotlib.rc_context(plot_style.SETTINGS):
         for name, make in FIGURES.items():
-            figure = make(study) if fit.budgets(study) else plot_style.sentence(NOTHING)
+            figure = make(study) if fit.budgets(study) else plot_style.sentence(NO_RUNS)
             figure.savefig(directory / f'{name}.png', metadata={'Software': None})
             figure.set_layout_engine('none')  # keep the layout: computing it again is slow
             figure.savefig(directory / f'{name}.svg', metadata=nothing)

@@ -15,7 +15,7 @@ from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.studies.folders import PLAN_FILE, RUNS, STUDY_FILE, check_folder
-from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, Planned, width
+from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, PlannedRun, width
 from moddepth_jax.training.metrics import read_metrics
 from moddepth_jax.training.run_dir import check_config, write_atomically
 from moddepth_jax.training.saved_run import load_run
@@ -106,7 +106,7 @@ def final_loss(directory, name: str) -> float | None:
     return DIVERGED if loss is None else loss
 
 
-class Earlier(NamedTuple):
+class EarlierRuns(NamedTuple):
     """Finished runs in a folder of results, whose own directories may be gone."""
 
     content: dict  # of study.json
@@ -115,17 +115,17 @@ class Earlier(NamedTuple):
     measures: dict[str, dict]  # content of measures.json
 
 
-NOTHING = Earlier({}, {}, {}, {})
+NO_RESULTS = EarlierRuns({}, {}, {}, {})
 
 
-def read_earlier(results, description: dict) -> Earlier:
+def read_earlier(results, description: dict) -> EarlierRuns:
     """Read the finished runs from a folder written by `copy_results`: they are not trained again.
 
-    Returns NOTHING if `results` is None or holds no study. Raises ValueError if that study has
+    Returns NO_RESULTS if `results` is None or holds no study. Raises ValueError if that study has
     another `description`.
     """
     if results is None or not (file := pathlib.Path(results) / STUDY_FILE).exists():
-        return NOTHING
+        return NO_RESULTS
     content = read_json(file, '')
     for name, value in json.loads(json.dumps(description)).items():
         if content.get(name) != value:
@@ -137,10 +137,10 @@ def read_earlier(results, description: dict) -> Earlier:
     losses = {name: loss for name, loss in losses.items() if loss is not None}
     losses |= dict.fromkeys(content['diverged'], DIVERGED)
     measures = directory_lib.read_json(file.with_name(MEASURES_FILE), 'remove it') or {}
-    return Earlier(content, losses, rows, measures)
+    return EarlierRuns(content, losses, rows, measures)
 
 
-def check_earlier(earlier: Earlier, run: Planned, hparams: Hparams, steps: int):
+def check_earlier(earlier: EarlierRuns, run: PlannedRun, hparams: Hparams, steps: int):
     """Raise ValueError if earlier runs of this model and budget differ from the plan.
 
     Only steps, FLOPs and the data source are compared: study.json has no other knobs.
@@ -167,13 +167,13 @@ def check_earlier(earlier: Earlier, run: Planned, hparams: Hparams, steps: int):
 class Progress(NamedTuple):
     """Progress of a study."""
 
-    runs: list[Planned]  # the runs that follow from the known losses
+    runs: list[PlannedRun]  # the runs that follow from the known losses
     losses: dict[str, float]  # losses of the finished runs, by name
-    missing: list[Planned]  # runs that are not finished, without duplicates
+    missing: list[PlannedRun]  # runs that are not finished, without duplicates
     complete: bool  # whether `runs` holds all runs of the study
 
 
-def progress(directory, plan: Plan, earlier: Earlier = NOTHING) -> Progress:
+def progress(directory, plan: Plan, earlier: EarlierRuns = NO_RESULTS) -> Progress:
     """Read the progress of a study from its directory; `earlier` runs count as finished."""
     losses, runs, complete = {}, [], False
     while True:
@@ -187,13 +187,13 @@ def progress(directory, plan: Plan, earlier: Earlier = NOTHING) -> Progress:
         runs, complete = plan.runs(losses)
 
 
-def check_run(directory, run: Planned, hparams: Hparams):
+def check_run(directory, run: PlannedRun, hparams: Hparams):
     """Raise ValueError if the config of a finished run differs from the planned one."""
     check_config(run_directory(directory, run.name), dataclasses.asdict(hparams), MAY_DIFFER)
 
 
 def collect(
-    directory, plan: Plan, description: dict, hparams_of, earlier: Earlier = NOTHING
+    directory, plan: Plan, description: dict, hparams_of, earlier: EarlierRuns = NO_RESULTS
 ) -> dict:
     """Return the content of study.json: the description and the finished runs (docs/isoflop.md).
 
@@ -301,7 +301,7 @@ def measured_runs(study: dict) -> list[str]:
     return list(dict.fromkeys(row['run'] for row in rows if row['budget'] == largest))
 
 
-def write_measures(directory, study: dict, earlier: Earlier = NOTHING):
+def write_measures(directory, study: dict, earlier: EarlierRuns = NO_RESULTS):
     """Write measures.json, {run name: measures}, and measure the runs that are not in it.
 
     Measures in the file or in `earlier` are kept. An earlier run without a directory cannot be

@@ -1,4 +1,4 @@
-"""The page holds the data of its JSON, whatever the text, and shows no text as markup."""
+"""For any text, the page has the data of its JSON and shows no text as markup."""
 
 import html.parser
 import json

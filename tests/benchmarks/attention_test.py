@@ -59,7 +59,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 
 
 def test_every_form_of_ours_is_right_and_timed():
-    """xla: with and without slots, and slots alone."""
+    """xla: without slots, with slots, and only slots."""
     result = attention.bench_case(CASE, ['xla'], 0.0)
     assert not [row for row in result['rows'] if 'failed' in row]
     assert len(result['rows']) == len(attention_forms.forms('xla', CASE)) == 6

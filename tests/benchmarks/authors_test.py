@@ -36,5 +36,5 @@ def test_authors_benchmark_needs_a_gpu():
     """In one line."""
     with pytest.raises(ValueError, match='authors: needs a GPU, but JAX has a cpu'):
         list(authors.authors())
-    with pytest.raises(ValueError, match='implementations=cudnn: must be one of'):
+    with pytest.raises(ValueError, match="implementations='cudnn': must be one of"):
         list(authors.authors(implementations=['cudnn']))

@@ -33,7 +33,7 @@ class Bench:
     def run(self, cases, seconds=1e9):
         end = time.monotonic() + seconds
         left = lambda: end - time.monotonic()  # noqa: E731
-        run = runner.Run(self.results, self.start, STAMP, left, self.lines.append)
+        run = runner.CaseRunner(self.results, self.start, STAMP, left, self.lines.append)
         return run.run(cases)
 
     def rows(self):

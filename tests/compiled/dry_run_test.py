@@ -5,7 +5,7 @@ import pytest
 
 from moddepth_jax.compiled.collectives import Collective
 from moddepth_jax.compiled.dry_run import Hardware, bandwidth, dry_run, estimate, warnings_of
-from moddepth_jax.compiled.program import Run
+from moddepth_jax.compiled.program import Occurrence
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training.mesh import make_mesh
@@ -66,8 +66,10 @@ def test_the_slowest_link_of_a_ring_counts(group, rate):
 
 def test_an_estimate_is_a_division():
     """FLOPs and bytes are divided by the vendor's numbers; reduce-scatters save half."""
-    near = Run(Collective('all-gather', ('fsdp',), (0, 1), sent_bytes=500.0), times=4)
-    far = Run(Collective('all-reduce', ('data',), (0, 4), sent_bytes=300.0, sliced_bytes=200.0))
+    near = Occurrence(Collective('all-gather', ('fsdp',), (0, 1), sent_bytes=500.0), times=4)
+    far = Occurrence(
+        Collective('all-reduce', ('data',), (0, 4), sent_bytes=300.0, sliced_bytes=200.0)
+    )
     found = estimate(2e6, [near, far, near], MADE_UP)
     assert found == {
         'compute': 2.0,

@@ -222,7 +222,7 @@ COMMANDS = {
     'bench': [
         ('', ['no benchmark', 'step, decode, prompts, depth, loops, experts']),
         ('dekode', ['dekode', 'step, decode, prompts, depth, loops, experts']),
-        ('attention --implementations=cudn', ['--implementations=cudn', 'cudnn']),
+        ('attention --implementations=cudn', ["--implementations='cudn'", 'did you mean cudnn?']),
         ('attention --heads=6 --kv_heads=4', ['--kv_heads=4', '--heads=6']),
         ('experts --shapes=64x32x16x4x5', ['--shapes=64x32x16x4x5', 'five numbers', 'last']),
         ('experts --size=6x128', ['--size', 'experts has no use']),

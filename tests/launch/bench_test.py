@@ -10,7 +10,7 @@ from tests.forked_commands import run_commands
 
 @pytest.mark.slow
 def test_runs_are_timed_interleaved_with_the_first(trained, hasty, tmp_path):
-    """One that learns from a teacher costs more FLOPs to train, and as many to evaluate."""
+    """A run with a teacher costs more training FLOPs and equal evaluation FLOPs."""
     taught = tmp_path / 'taught'
     shutil.copytree(trained / 'run', taught)
     config = json.loads((taught / 'config.json').read_text())

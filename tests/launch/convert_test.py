@@ -38,7 +38,7 @@ COPIED = ('tokenizer.json', 'tokenizer_config.json', 'generation_config.json')
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-    """hf: a model with a tokenizer of its own; text; W: the run that it became, hf being gone."""
+    """Folders: hf, a model with its own tokenizer (later removed); text; W, the imported run."""
     folder = tmp_path_factory.mktemp('convert')
     texts = write_words(folder / 'text')
     shutil.copytree(GOLDEN / 'olmo2', folder / 'hf')

@@ -143,7 +143,7 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(folder, whole, tmp_path)
 
 
 def test_ctrl_c_ends_all_processes_in_one_line(folder, tmp_path):
-    """SIGINT comes to the whole group, as from a terminal."""
+    """SIGINT goes to the whole process group, as from a terminal."""
     # Started processes receive it also if these tests run in a shell's background.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with _started(folder, tmp_path / 'out', '--processes=2') as process:

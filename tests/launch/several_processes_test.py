@@ -95,7 +95,7 @@ class SpreadRuns(Runs):
 def test_a_run_resumes_with_other_numbers_of_processes(tmp_path):
     """Two processes, one, two: every sample once, and the losses of an unbroken run.
 
-    The first two split parameters and heads, the last two rows alone.
+    The first two meshes split parameters and heads, the last two only rows.
     """
     runs = SpreadRuns(tmp_path)
     runs.run_here('unbroken')

@@ -150,7 +150,7 @@ def _diverge(study):
 
 
 def _diverge_first(study, variant):
-    """One size, so that no seed has chosen among sizes."""
+    """Let the first seed diverge at every size, so that it cannot choose among sizes."""
     for row in study['runs']:
         if row['variant'] == variant and row['seed'] == 0:
             row |= dict.fromkeys(('loss', 'bits_per_byte', 'routing_gap'))

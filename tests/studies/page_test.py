@@ -128,7 +128,7 @@ def test_means_are_shown_with_their_spread(page_of):
 
 
 def test_differences_are_paired_by_seed(page_of):
-    """The seed that chose among sizes is left out: here it alone is far off."""
+    """The seed that chose among sizes is left out; in this study only that seed is far off."""
     study = made_up(budgets=(6e11,), variants=('dense', 'mod'), seeds=(0, 1, 2, 3))
     for row in study['runs']:
         shift = {'dense': 0.0, 'mod': -0.1 - 0.001 * row['seed'] - 5 * (row['seed'] == 0)}

@@ -7,7 +7,7 @@ import pytest
 from configs import base
 from launch.study_config import StudyConfig
 from moddepth_jax.hparams import from_config
-from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, Planned, Study, nearest_depth
+from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, PlannedRun, Study, nearest_depth
 
 STUDY = Study(
     kind='flops',
@@ -148,7 +148,7 @@ def test_variants_of_a_seed_read_the_same_batches_and_train_alike(file):
         [],
     )
     for variant in ('dense', 'mod', 'moda_projection', 'average', 'random', 'moda_post', 'staged'):
-        run = Planned(variant, '4x64', '4x64', 2e12 if file != 'moda' else 600, 0.006, 7)
+        run = PlannedRun(variant, '4x64', '4x64', 2e12 if file != 'moda' else 600, 0.006, 7)
         found.append(dataclasses.replace(config.hparams(run), model=None))
     assert found[1:] == found[:-1] and found[0].seed == 7
 

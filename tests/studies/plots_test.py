@@ -7,7 +7,7 @@ import pytest
 from matplotlib.colors import to_rgba
 
 from moddepth_jax.studies import fit, plot_style
-from moddepth_jax.studies.plots import FIGURES, NOTHING, draw
+from moddepth_jax.studies.plots import FIGURES, NO_RUNS, draw
 from tests.studies.made_up_study import SIZED, made_up
 
 MODA = tuple(f'{name}{norm}' for norm in ('', '_post') for name in ('dense', 'wider', 'moda'))
@@ -139,7 +139,7 @@ def test_figures_of_a_study_without_a_finite_loss_say_so(tmp_path):
     study = made_up(budgets=(6e11,), sizes=('4x64',), variants=('dense',), seeds=(0,))
     study['runs'][0]['loss'] = None
     draw(study, tmp_path)
-    assert plot_style.sentence(NOTHING).texts[0].get_text() == NOTHING
+    assert plot_style.sentence(NO_RUNS).texts[0].get_text() == NO_RUNS
     heights = {matplotlib.image.imread(tmp_path / f'{name}.png').shape for name in FIGURES}
     assert heights == {(180, 960, 4)}
 

@@ -87,7 +87,7 @@ def test_a_study_continues_from_its_results_without_its_runs(tmp_path, hparams_o
     half = store.progress(tmp_path, PLAN).missing[::2]
     for run in half:
         finish(tmp_path / 'first', run, hparams_of(run), 1.0 + 0.1 * (run.size == '2x64'))
-    assert store.read_earlier(tmp_path / 'results', DESCRIPTION) == store.NOTHING
+    assert store.read_earlier(tmp_path / 'results', DESCRIPTION) == store.NO_RESULTS
     content = store.collect(tmp_path / 'first', PLAN, DESCRIPTION, hparams_of)
     (tmp_path / 'first' / store.STUDY_FILE).write_text(json.dumps(content))
     (tmp_path / 'first' / store.MEASURES_FILE).write_text('{"mod": {}}')
