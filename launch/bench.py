@@ -80,7 +80,8 @@ def main(argv):
         if flags.FLAGS[flag].value is None:
             continue
         if name not in owners:
-            raise ValueError(f'--{flag}: {name} has no such flag, only {" and ".join(owners)}')
+            right = f'only {", ".join(owners)} {"has" if len(owners) == 1 else "have"} it'
+            raise ValueError(f'--{flag}: {name} has no such flag; {right}')
         arguments[flag] = _parse(flag, flags.FLAGS[flag].value, parameters[flag].annotation)
     results, width = [], None if sys.stdout.isatty() else 160
     with cli.open_json(JSON.value) as file:

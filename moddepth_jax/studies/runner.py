@@ -31,7 +31,7 @@ class StudyRunner:
     Args:
       workdir: directory of the study.
       plan: the runs.
-      hparams_of: function from a PlannedRun run to its Hparams.
+      hparams_of: function from a PlannedRun to its Hparams.
       description: the first fields of plan.json and study.json.
       before_run: is called with the Hparams of each run before it trains.
       results: optional folder that also gets study.json, measures.json and the figures. Finished

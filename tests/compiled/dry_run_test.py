@@ -67,10 +67,8 @@ def test_the_slowest_link_of_a_ring_counts(group, rate):
 def test_an_estimate_is_a_division():
     """FLOPs and bytes are divided by the vendor's numbers; reduce-scatters save half."""
     near = Occurrence(Collective('all-gather', ('fsdp',), (0, 1), sent_bytes=500.0), times=4)
-    far = Occurrence(
-        Collective('all-reduce', ('data',), (0, 4), sent_bytes=300.0, sliced_bytes=200.0)
-    )
-    found = estimate(2e6, [near, far, near], MADE_UP)
+    far = Collective('all-reduce', ('data',), (0, 4), sent_bytes=300.0, sliced_bytes=200.0)
+    found = estimate(2e6, [near, Occurrence(far), near], MADE_UP)
     assert found == {
         'compute': 2.0,
         'collectives': {'fsdp': 4.0, 'data': 3.0},

@@ -104,7 +104,7 @@ def test_a_bug_has_its_traceback(done, name, status, error):
 def test_a_missing_platform_is_one_line(platform, raised, monkeypatch):
     """JAX raises an assertion or another error for it; other assertions are bugs."""
     monkeypatch.setenv('JAX_PLATFORMS', platform)
-    for file, words in (('jax/_src/xla_bridge.py', f'JAX_PLATFORMS={platform}: cannot'), ('x', '')):
+    for file, words in (('jax/_src/xla_bridge.py', f'JAX_PLATFORMS={platform}: is not'), ('x', '')):
         with pytest.raises((AssertionError, RuntimeError)) as found:
             exec(compile(raised, file, 'exec'))
         assert cli._one_line(found.value).startswith(words)
@@ -152,7 +152,7 @@ EARLY = {
     'compare': 'RUN: missing',
     'compare nope': 'nope: holds no config.json',
     'compare {}/run': 'run: has not finished (no summary.json); finish it: python -m launch.train',
-    f'{STUDY} --budgets=1e9 --workdir=configs': 'but no plan.json, so it is no study',
+    f'{STUDY} --budgets=1e9 --workdir=configs': 'but no plan.json, so it is not a study',
     f'{STUDY.replace("study", "tiny")} --budgets=1e9': 'a study needs a config that takes size=',
     f'{STUDY} --budgets=few': '--budgets=few: must be numbers',
     f'{STUDY} --budgets=1e9 --shard=3': '--shard=3: must be I/N',

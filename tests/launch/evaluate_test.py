@@ -92,7 +92,7 @@ def test_a_named_rule_is_the_only_one_measured(out, done):
     loss = rf'dense +│ +{report["loss"]:.4f} │ +{report["bits_per_byte"]:.4f}'
     assert re.search(loss, stdout)
     assert re.search(r'00 +│ +1\.000 │ +0\.250 │ +1\.000', stdout)
-    assert re.search(r'dead tokens, .*: 0\.000', stdout)
+    assert re.search(r'dead tokens \(.*\): 0\.000', stdout)
     assert f'128 targets in 1 of {report["all_batches"]} batches' in stdout
     assert 'the held-out text of' in stdout and done['dense'].stderr == ''
 
@@ -116,7 +116,7 @@ def test_text_that_has_changed_is_reported(done):
     causal, top_c = stdout.index('predictor'), stdout.index('top-C (')
     assert causal < top_c
     assert re.search(r'routing gap [-+]\d\.\d{4} nats', stdout)
-    assert re.search(r'precision and recall: of predictor', stdout)
+    assert re.search(r'precision and recall: predictor against', stdout)
 
 
 def test_each_domain_is_measured_as_if_alone(trained, out, done):
