@@ -84,7 +84,7 @@ class Claim:
                 return self._find_at(self._place(evidence))
         except NotMeasured:
             pass
-        reason = 'not measured' if self.judge else 'out of reach of a study'
+        reason = 'not measured' if self.judge else 'beyond the studies here'
         raise NotMeasured(f'{reason}; needs {self.spec.run if self.spec else self.needs}')
 
     def _find_at(self, place):
@@ -121,8 +121,8 @@ class Claim:
         shown = [f'{detectable(spread, seeds, level):.2g}' for spread in spreads]
         listed = ', '.join(f'{spread:.2g}' for spread in spreads)
         return (
-            f'{seeds} {counts} show a difference of {", ".join(shown)} with a chance of '
-            f'{POWER:.0%} at p < {level:.1g}, for a standard deviation of {listed} ({known})'
+            f'{seeds} {counts} detect a difference of {", ".join(shown)} with a probability of '
+            f'{POWER:.0%} at p < {level:.1g}, if the standard deviation is {listed} ({known})'
         )
 
 
@@ -231,18 +231,17 @@ def _reason(judged, strictest):
     if finding.problem or finding.reason:
         return finding.problem or finding.reason
     if finding.missing > 0:
-        return (
-            f'{finding.planned - finding.missing} of the {finding.planned} seeds planned were run'
-        )
+        ran = finding.planned - finding.missing
+        return f'{ran} of the {finding.planned} planned seeds were run'
     if not finding.agree:
-        return f'{finding.gap}, and the losses under top-C are in favour of the other verdict'
-    found, level = f'p = {judged.p:.2g}', f'Holm asks for {judged.level:.2g}'
+        return f'{finding.gap}, and the losses under top-C favour the other verdict'
+    found, level = f'p = {judged.p:.2g}', f'Holm requires {judged.level:.2g}'
     if finding.gap:
-        found += f', the larger of two: {finding.gap}, so that the losses under top-C must agree'
+        found += f' (the larger of two: {finding.gap}, so the losses under top-C must agree)'
     if judged.adjusted <= LEVEL:
         return f'{found}; {level}'
-    alone = ', decided alone but not' if judged.p <= LEVEL else ', decided neither alone nor'
-    return f'{found}{alone} among all claims ({level}); {_would_decide(finding, strictest)}'
+    alone = 'significant alone, but not' if judged.p <= LEVEL else 'significant neither alone nor'
+    return f'{found}: {alone} among all claims ({level}); {_would_decide(finding, strictest)}'
 
 
 def _would_decide(finding, strictest):
@@ -250,12 +249,12 @@ def _would_decide(finding, strictest):
     samples = finding.samples + finding.under_top_c
     needed = [seeds_needed(sample.margin, sample.spread, strictest) for sample in samples]
     if None in needed:
-        return f'no {MOST_SEEDS:,} {finding.counts} would decide a difference as small as this'
+        return f'{MOST_SEEDS:,} {finding.counts} would not decide so small a difference'
     seeds = max(needed)
     if not finding.flops:
         return f'{seeds} {finding.counts} would decide a difference of this size'
     flops = f'{max(1, seeds - finding.planned) * finding.flops:.1g}'.replace('e+', 'e')
-    return f'{seeds} seeds would decide a difference of this size ({flops} FLOPs more)'
+    return f'{seeds} seeds would decide a difference of this size ({flops} more FLOPs)'
 
 
 def read_evidence(directory, counted: dict[str, dict]) -> Evidence:
@@ -301,14 +300,14 @@ def markdown(rows: list[dict], evidence: Evidence) -> str:
         ]
         heads = ('claim', "the paper's number", 'ours', 'verdict')
         lines += [f'## {topic}', '', *markdown_rows(heads, *cells), '']
-    lines += ['## How each was judged', '']
+    lines += ['## How each claim was judged', '']
     for row in rows:
         title = f'**{row["claim"]}** ({row["source"]}): {row["verdict"]}'
         lines += [f'<a id="{row["id"]}"></a>{title}', '']
         details = [name for name in _DETAILS if row[name] != NO_VALUE]
         lines += [f'- {name}: {_with_code(row[name])}' for name in details]
         lines.append('')
-    lines += ['## What a number of seeds can show', '', *_seeds(family), '']
+    lines += ['## Differences that seeds can detect', '', *_seeds(family), '']
     return '\n'.join([*lines, '## Studies', '', *_studies(evidence)])
 
 
@@ -321,8 +320,8 @@ def _seeds(family):
         for name, level in levels.items()
     ]
     text = (
-        f'The difference that is shown with a chance of {POWER:.0%}, as a multiple of the standard '
-        'deviation of the paired differences, by the number of seeds that judge:'
+        f'The difference that is detected with a probability of {POWER:.0%}, as a multiple of the '
+        'standard deviation of the paired differences, by the number of judging seeds:'
     )
     return [text, '', *markdown_rows(('', *map(str, seeds)), *rows)]
 
@@ -366,5 +365,5 @@ def _losses(evidence, name):
         rows.append((f'`{variant}`', size, str(len(losses)), f'{mean:.3f}', difference))
     rows.sort(key=lambda row: row[3])
     each = f'{budget:g} steps' if study['kind'] == 'steps' else places.budget_text(budget)
-    heads = ('variant', 'size', 'seeds', 'bits a byte', f'less `{reference}`, in pairs')
+    heads = ('variant', 'size', 'seeds', 'bits a byte', f'minus `{reference}`, paired')
     return ['', f'**{name}**, {each}', '', *markdown_rows(heads, *rows)]

@@ -197,12 +197,12 @@ def depth_not_width(place: Place, near: float, budgets: list[float]) -> Finding:
     ratios = {budget: _ratios(_at_budget(place, budget).study, budget) for budget in budgets}
     inside = {budget: each for budget, each in ratios.items() if each}
     if not inside:
-        return Finding('-', problem='no budget has both optima inside the sizes that were run')
+        return Finding('-', problem='no budget has both optima inside the sizes that ran')
     parameters, flops = (Sample(logs) for logs in np.log(list(inside.values())).T)
     means = [math.exp(sample.interval.mean) for sample in (parameters, flops)]
     few = f'{len(inside)} budgets have both optima inside, {MIN_SEEDS} are needed'
     return Finding(
-        '{:.2f} x the parameters, {:.2f} x the FLOPs per forward'.format(*means),
+        '{:.2f} x the parameters, {:.2f} x the FLOPs per forward pass'.format(*means),
         '; '.join('{:.0e}: {:.2f} x, {:.2f} x'.format(b, *r) for b, r in inside.items()),
         f'{place.spec.study}: {_budgets(budgets)}, first seed',
         (
@@ -246,7 +246,7 @@ def perplexity(place: Place, first: str, second: str, margin: float, saved: floa
         return found_at(place, groups, ours, [], **counted)
     problem = ''
     if sample.margin > 0:
-        problem = 'the claim is of perplexity per token, which differs by more'
+        problem = 'the claim is about perplexity per token, which differs by more'
     return found_at(place, groups, ours, [sample], problem, gap=gap)
 
 
@@ -273,7 +273,7 @@ def counted_cost(
         found |= {'verdict': UNDECIDED}
         found |= {'reason': 'the paper does not give this shape; ours is a guess'}
     others = ', '.join(f'{way}: {share:+.2%}' for way, share in ways.items())
-    setting = f'configs/{shape}.py, rows of {counted["length"]} tokens, counted, no run'
+    setting = f'configs/{shape}.py, rows of {counted["length"]} tokens, counted without a run'
     return Finding(f'{ways["all pairs and slots"]:+.1%}', others, setting, **found)
 
 
@@ -283,7 +283,7 @@ def counted_saving(evidence: Evidence, capacity: float, stated: float, margin: f
     if counted is None:
         raise NotMeasured
     saved = 1 - counted[f'{capacity:g}'] / counted['dense']
-    setting = f'7B, rows of {counted["length"]} tokens, counted, no run'
+    setting = f'7B, rows of {counted["length"]} tokens, counted without a run'
     return Finding(f'{saved:.0%}', setting=setting, **_counted(saved, stated, margin))
 
 

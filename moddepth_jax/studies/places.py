@@ -46,7 +46,7 @@ class Spec(NamedTuple):
     @property
     def run(self) -> str:
         """The command that trains the runs, and their number and budget."""
-        return f'make {self.study} ({self.seeds} seeds of {self._each} a run)'
+        return f'make {self.study} ({self.seeds} seeds, {self._each} per run)'
 
     @property
     def _each(self):
@@ -183,7 +183,7 @@ class Place(NamedTuple):
         if steps < MIN_STEPS:
             return f'{what} has {steps} steps, {MIN_STEPS} are needed'
         if at_edge:
-            return f'{what} is the smallest or largest of the sizes that were run'
+            return f'{what} is the smallest or largest of the sizes that ran'
         return ''
 
     def gap(self, groups) -> str:
@@ -202,7 +202,7 @@ class Place(NamedTuple):
         budget = f'{budget_text(self.spec.budget)}, ' if study['kind'] == 'flops' else ''
         length, epochs = study['sequence_length'], max(row['epochs'] for row in rows)
         tokens = f'{study["batch_tokens"]} tokens in rows of {length}, {study["corpus"]}'
-        return f'{self.name}: {budget}{span} steps of {tokens}, {epochs:.2g} epochs at most'
+        return f'{self.name}: {budget}{span} steps of {tokens}, at most {epochs:.2g} epochs'
 
 
 def find_place(evidence: Evidence, spec: Spec) -> Place:

@@ -212,7 +212,7 @@ COMMANDS = {
     ],
     'claims': [
         ('study', ['study: unexpected', 'mean --workdir=study?']),
-        ('--workdir=nothing', ['no study.json in it, nor 3 levels down']),
+        ('--workdir=nothing', ['no study.json in it or up to 3 levels below']),
         ('--workdir=study --page=page.md', ['page without its markers: must hold <!-- claims:']),
     ],
     'gpu': [

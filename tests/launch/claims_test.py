@@ -36,7 +36,7 @@ def test_writes_the_table_and_fills_the_page(tmp_path):
     assert all(list(row) == names and all(row.values()) for row in rows)
     assert len(rows) == len(claims.CLAIMS)
     row = next(row for row in rows if row['id'] == 'causal_routing_costs')
-    assert row['reason'].startswith('not measured; needs make study-gates (12 seeds of 2e12')
+    assert row['reason'].startswith('not measured; needs make study-gates (12 seeds, 2e12')
     table = (new / 'claims.md').read_text()
     assert 'cpu/study' in table and table.split('\n\n', 1)[1].strip() in page.read_text()
     assert _outside(PAGE) == _outside(page)

@@ -111,7 +111,7 @@ def test_only_planned_seeds_judge():
     losses = {'mod': 2.0, 'random': 2.2}
     assert BY_ID['learned_beats_random'].spec.seeds == 16
     assert only(losses, range(16))['verdict'] == HOLDS
-    assert only(losses, range(15))['reason'].startswith('15 of the 16 seeds')
+    assert only(losses, range(15))['reason'].startswith('15 of the 16 planned seeds')
     more = only(losses, range(20))
     assert more['verdict'] == HOLDS and more['spread'].count(',') == 2 * 15
 
@@ -183,8 +183,8 @@ def test_runs_that_do_not_count_give_no_verdict(changes, change, reason):
         (-0.3, 0.06, HOLDS, 'must agree'),
         (-0.3, -0.06, HOLDS, 'mod 4x64 has a routing gap of -0.06 nats'),
         (0.3, -0.06, FAILS, 'under top-C mod'),
-        (-0.05, -0.06, UNDECIDED, 'in favour of the other verdict'),
-        (0.05, 0.06, UNDECIDED, 'in favour of the other verdict'),
+        (-0.05, -0.06, UNDECIDED, 'favour the other verdict'),
+        (0.05, 0.06, UNDECIDED, 'favour the other verdict'),
         (0.0607, 0.04, FAILS, 'Holm'),
         (-0.3, lambda seed: -1.0 if seed == 5 else 0.0, UNDECIDED, 'the larger of two'),
     ],
@@ -344,7 +344,7 @@ def test_verdicts_survive_holm_over_all_claims():
             if row['id'] == 'learned_beats_random'
         ]
         assert row['verdict'] == verdict, row
-        assert ('decided alone but not' in row['reason']) is (verdict == UNDECIDED)
+        assert ('significant alone, but not' in row['reason']) is (verdict == UNDECIDED)
         assert ('seeds would decide' in row['reason']) is (verdict == UNDECIDED)
         assert row['power'].startswith('16 seeds show a difference of 0.01')
 
@@ -439,7 +439,7 @@ def test_measures_are_judged_by_their_interval(claim):
         row = judge(measures=measures(shift))
         assert row['verdict'] == verdict, row
     seeds = claim.spec.seeds
-    assert judge(measures=measures(0.0, 3))['reason'].startswith(f'3 of the {seeds} seeds')
+    assert judge(measures=measures(0.0, 3))['reason'].startswith(f'3 of the {seeds} planned seeds')
     assert judge(measures=lambda _: {})['reason'].startswith('not measured')
 
 
