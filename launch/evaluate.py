@@ -39,7 +39,7 @@ NUM_BATCHES = flags.DEFINE_integer(
     'num_batches', None, '0: all. Default: evaluation.final_batches of the run.', lower_bound=0
 )
 PER_LAYER = flags.DEFINE_boolean('per_layer', False, 'Also the routing gap of each routed block.')
-MESH = cli.define_mesh('As in launch.train. Default: the data axis that divides rows.', default='')
+MESH = cli.define_mesh('As in launch.train. Default: data=N, where N divides the rows.', default='')
 JSON = flags.DEFINE_string('json', None, 'File for the result; -: only the result, on stdout.')
 
 

@@ -18,7 +18,7 @@ from moddepth_jax.training.tables import column_per_row, fixed
 
 # Exit thresholds so small that no token leaves the loops, or so large that all leave at once.
 EXIT_THRESHOLDS = {'no token leaves': 1e-9, 'all leave after a loop': 1e9}
-AGAINST = {'mod': ('shape',), 'exits': tuple(EXIT_THRESHOLDS)}  # comparisons, by model
+AGAINST = {'mod': ('shape',), 'exits': tuple(EXIT_THRESHOLDS)}  # others: parameters, depth
 WARMUP = 4  # steps before the timed ones
 
 

@@ -83,7 +83,7 @@ def read_study(directory) -> dict:
 
 
 def read_json(file, missing: str) -> dict:
-    """Return the JSON object in a file. Raises ValueError, which begins with `missing` if it is."""
+    """Return the JSON object in a file. Raises ValueError, `missing`, if there is none."""
     content = directory_lib.read_json(file, 'must be JSON of launch.isoflop')
     if content is None:
         raise ValueError(f'{missing}; python -m launch.isoflop makes one')

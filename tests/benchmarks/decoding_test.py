@@ -1,6 +1,7 @@
 """The decoding benchmark times real steps on realistic caches."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from moddepth_jax.benchmarks import decoding
 from moddepth_jax.benchmarks.models import LOOPS, make_model
 from moddepth_jax.hparams import from_config
+from moddepth_jax.model.decoding import prefill
 
 
 @pytest.fixture(scope='module')
@@ -26,7 +28,8 @@ def test_filled_caches_have_the_shape_of_real_ones(which, models):
     unrolled = jax.eval_shape(lambda: decoding.random_weights(hparams))
     cache = decoding.filled_cache(hparams, unrolled, 3, 40)
     tokens_BT = np.zeros((3, 40), np.int32)
-    _, real = jax.eval_shape(lambda of: decoding._prefill(hparams, of, tokens_BT), unrolled)
+    fill = functools.partial(prefill, **decoding.cache_sizes(hparams))
+    _, real = jax.eval_shape(fill, unrolled, tokens_BT, np.ones_like(tokens_BT))
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (cache, real))
     assert shapes[0] == shapes[1]
     assert cache.lengths_B.tolist() == [40] * 3

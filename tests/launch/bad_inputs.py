@@ -152,7 +152,7 @@ COMMANDS = {
         ('--from_hf=gone --to_hf=x --workdir=y', ['--from_hf, --to_hf was']),
         ('--from_workdir=run --workdir=new', ['needs --config=', 'run/config.json']),
         ('--from_hf=nested --workdir=new', ['nested/config.json', 'nested more than 64 deep']),
-        ('--from_hf=hf --workdir=new --step=2', ['--step=2: belongs to a run']),
+        ('--from_hf=hf --workdir=new --step=2', ['--step=2: does not belong to --from_hf']),
         ('--from_hf=hf --workdir=run', ['run: holds', 'new or empty']),
         ('--from_hf=small --workdir=new', ['has ids up to 261', 'model has 250']),
         ('--from_hf=meta/Llama --workdir=new', ['no such folder', 'hf download meta/Llama --l']),

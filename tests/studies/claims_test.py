@@ -346,7 +346,7 @@ def test_verdicts_survive_holm_over_all_claims():
         assert row['verdict'] == verdict, row
         assert ('significant alone, but not' in row['reason']) is (verdict == UNDECIDED)
         assert ('seeds would decide' in row['reason']) is (verdict == UNDECIDED)
-        assert row['power'].startswith('16 seeds show a difference of 0.01')
+        assert row['power'].startswith('16 seeds detect a difference of 0.01')
 
 
 def test_power_is_stated_before_the_runs():
