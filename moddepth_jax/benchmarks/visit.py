@@ -1,16 +1,29 @@
 """Runs the cases of gpu_cases.py that have no result yet, until a deadline."""
 
 import collections
+import contextlib
 import functools
+import importlib.metadata
+import json
 import os
 import pathlib
+import subprocess
 import sys
 import tempfile
 
-from moddepth_jax.benchmarks import machine, results, runner, worker
+from moddepth_jax.benchmarks import results, runner, worker
 from moddepth_jax.benchmarks.gpu_cases import cases
 
 ROOT = pathlib.Path(__file__).parents[2]
+PACKAGES = ('jax', 'jaxlib', 'jax-cuda13-plugin', 'jax-triton', 'triton', 'flax', 'numpy')
+_PROBE = """
+import json, jax
+device = jax.devices()[0]
+print(json.dumps({
+    'platform': device.platform, 'device': device.device_kind,
+    'capability': str(getattr(device, 'compute_capability', '')),
+    'platform_version': device.client.platform_version}))
+"""
 
 
 def choose_cases(texts, toy: bool) -> list[runner.Case]:
@@ -31,6 +44,30 @@ def list_cases(chosen: list[runner.Case]) -> str:
     minutes = sum(case.expected for case in chosen) / 60
     total = f'{minutes:.0f} minutes expected, plus the starts of processes'
     return '\n'.join([*lines, f'{len(chosen)} cases, {total}'])
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of installed packages that may change results."""
+    found = {'python': sys.version.split()[0]}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def probe() -> tuple[dict, str]:
+    """Ask another process about JAX's first device, so that this process allocates no memory on it.
+
+    Returns the fields of _PROBE ({} if JAX did not start), and the last line on stderr.
+    """
+    command = [sys.executable, '-c', _PROBE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return {}, 'JAX did not start within 120 s'
+    output, errors = done.stdout.strip().splitlines(), done.stderr.strip().splitlines()
+    found = json.loads(output[-1]) if done.returncode == 0 and output else {}
+    return found, errors[-1] if errors else ''
 
 
 def _set_environment(toy):
@@ -56,10 +93,10 @@ def _set_environment(toy):
 
 
 def _find_device(toy):
-    """The result of `machine.probe`; None, after a line on stderr, without the wanted device."""
+    """The result of `probe`; None, after a line on stderr, without the wanted device."""
     asked = os.environ.get('JAX_PLATFORMS', '')
     _set_environment(toy)
-    found, error = machine.probe()
+    found, error = probe()
     wanted = 'cpu' if toy else 'gpu'
     if found.get('platform') == wanted:
         return found
@@ -100,7 +137,7 @@ def visit(
     out.mkdir(parents=True, exist_ok=True)
     code, store = results.code_version(), results.Results(out / results.FILE)
     stamp = {'device': found['device'], 'capability': found['capability']}
-    stamp |= {'versions': machine.versions(), 'driver': found['platform_version'], 'toy': toy}
+    stamp |= {'versions': versions(), 'driver': found['platform_version'], 'toy': toy}
     todo, lines = runner.pending(chosen, store, code['code'], again, by_name)
     for line in lines:
         print(line, flush=True)

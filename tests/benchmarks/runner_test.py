@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from moddepth_jax.benchmarks import gpu_cases, machine, runner, visit, worker
+from moddepth_jax.benchmarks import gpu_cases, runner, visit, worker
 from moddepth_jax.benchmarks.results import FINAL, Results
 from tests.benchmarks import fake_cases
 from tests.benchmarks.fake_cases import case
@@ -170,7 +170,7 @@ def test_without_a_gpu_the_error_is_one_line(tmp_path, monkeypatch, capsys):
     """The exit status is 1, and nothing is written."""
     monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
     monkeypatch.setattr(visit, '_set_environment', lambda toy: None)
-    monkeypatch.setattr(machine, 'probe', lambda: ({'platform': 'cpu'}, ''))
+    monkeypatch.setattr(visit, 'probe', lambda: ({'platform': 'cpu'}, ''))
     assert visit.visit([], lambda: 1e9, out=tmp_path / 'out') == 1
     assert capsys.readouterr().err == (
         'error: no GPU: JAX_PLATFORMS=cpu is set; unset it, or set it to cuda,cpu\n'
