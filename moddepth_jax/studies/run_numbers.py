@@ -167,7 +167,7 @@ def numbers_within(
             pairs = zip(variants, means, strict=True)
             text = f'{", ".join(f"{variant} {mean}" for variant, mean in pairs)}: {text}'
             if np.mean(each[1]) < least_second:
-                problem = f'{variants[1]} has {means[1]}, {least_second:.0%} are needed'
+                problem = f'{variants[1]} has {means[1]}; at least {least_second:.0%} is needed'
         texts.append(text)
         for group, side in zip(groups, each, strict=True):
             listed = ', '.join(f'{value:.4f}' for value in side)
