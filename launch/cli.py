@@ -241,8 +241,10 @@ def _help_text(positional, described):
     lines += ['arguments:', f'  {positional}', ''] * bool(positional)
     rows = {}
     for flag in (flag for flag in flag_errors.own_flags() if flag.name not in described):
-        default = '' if flag.default in (None, False, '') else f' Default: {flag.default}.'
-        rows[f'--{"[no]" * flag.boolean}{flag.name}'] = flag.help + default
+        default = ','.join(flag.default) if isinstance(flag.default, list) else flag.default
+        text = flag.help.partition(';\n')[0]  # absl adds a line to flags that may be repeated
+        text += f' Default: {default}.' if default else ''
+        rows[f'--{"[no]" * flag.boolean}{flag.name}'] = text
     return '\n'.join([*lines, 'flags:', *columns(rows)])
 
 

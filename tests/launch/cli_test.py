@@ -198,6 +198,14 @@ def test_help_shows_the_docstring_and_own_flags(done, name):
     assert len(named) == 8
 
 
+def test_help_shows_defaults_as_they_are_typed():
+    """Lists are joined by commas, an empty list is left out, and absl's added lines are dropped."""
+    lines = ['isoflop', '--help'], ['generate', '--help']
+    study, text = (done.stdout for done in run_commands(lines, ROOT, ('launch.cli',)))
+    assert 'Default: dense,shallow,mod,random.' in study and 'Default: [' not in study
+    assert re.search(r'--prompt +Start of the text; may be given repeatedly\.\n', text)
+
+
 def test_print_config_is_the_resolved_config(done):
     status, shown, stderr = done['printed']
     assert (status, stderr) == (0, '')
