@@ -1,8 +1,8 @@
-# Every target works on a fresh machine: it first creates .venv, again after each change of the pins.
-# To change its Python, remove .venv: make test PYTHON=python3.13.
+# Every target works on a fresh machine. It first creates .venv, and again after changes of the pins.
+# To use another Python, remove .venv and run: make test PYTHON=python3.13
 PYTHON ?= python3
-WORKERS ?= 2# processes that run the tests; 0: in pytest itself
-# Each process takes a half, so that what the tests of a file share is made once.
+WORKERS ?= 2# test processes; 0: run the tests in pytest itself
+# worksteal gives each process a contiguous half, so that fixtures of a file are made once.
 IN_PARALLEL = -n $(WORKERS) --dist worksteal
 
 VENV_PYTHON := .venv/bin/python
@@ -12,7 +12,7 @@ INSTALL := pip install -q --disable-pip-version-check --no-compile
 PIP_INSTALL := $(VENV_PYTHON) -m $(INSTALL) -c constraints.txt
 PINS := setup.py constraints.txt
 
-# The second environment: JAX 0.11.2 on the first working Python 3.12 or later, from PATH or pyenv.
+# The second environment: JAX 0.11.2 with the first working Python 3.12 or 3.13 in PATH or pyenv.
 PYENV_ROOT ?= $(HOME)/.pyenv
 NEXT_PYTHONS := python3.12 python3.13 $(wildcard $(foreach minor,12 13,$(PYENV_ROOT)/versions/3.$(minor).*/bin/python))
 NEXT_PYTHON ?= $(firstword $(foreach python,$(NEXT_PYTHONS),$(shell $(python) -c 'import sys; \
@@ -30,12 +30,12 @@ train: .venv/installed
 test: .venv/installed-test
 	$(VENV_PYTHON) -m pytest $(IN_PARALLEL)
 
-# The kernels on JAX 0.11.2: lowered, interpreted, compiled for a described H200, and the models,
-# training and inference that use them.
+# Tests on JAX 0.11.2 of the kernels (lowered, interpreted, and compiled for an H200 description),
+# and of the models, training and inference that use them.
 test-next: .venv-next/installed
 	JAX_PLATFORMS=cpu $(NEXT) -m pytest $(IN_PARALLEL) -m "not slow and not faults" $(NEXT_TESTS)
 
-# Succeeds if test-next can run.
+# Fails with a message if test-next cannot run.
 has-next:
 	@test -n "$(NEXT_PYTHON)" || { echo 'make test-next needs Python 3.12 or 3.13, and found neither on PATH nor in $(PYENV_ROOT)'; exit 1; }
 
@@ -44,29 +44,29 @@ TESTS ?= tests
 test-all: .venv/installed-test
 	$(VENV_PYTHON) -m pytest $(IN_PARALLEL) -m "" $(TESTS)
 
-# Runs that are killed, stopped, damaged and out of disk space, and continue: a quarter of an hour.
+# Kills, stops and damages runs, fills the disk, and resumes: 15 minutes.
 faults: .venv/installed-test
 	$(VENV_PYTHON) -m pytest $(IN_PARALLEL) tests/faults -m "faults or not faults"
 
-# Plants the known mistakes of tests/mutations.toml one at a time: a test must fail for each.
+# Plants each mistake of tests/mutations.toml in the code; a test must fail for each.
 mutations: .venv/installed-test
 	$(VENV_PYTHON) -m tests.mutations
 
-# Compiles the steps of docs/scale.md again, for up to 256 devices, and prints the page's table.
+# Recompiles the train steps of docs/scale.md for up to 256 devices, and prints the table.
 dry-runs: .venv/installed
 	$(VENV_PYTHON) -m launch.dry_run again results/cpu/dry_run/*.json
 	$(VENV_PYTHON) -m launch.dry_run table results/cpu/dry_run/*.json
 
-# Studies at equal FLOPs or steps, each one command, resumable: docs/isoflop.md says what each can
-# decide and how long it takes.
+# Studies at equal FLOPs or steps. Each is one command that can be resumed. docs/isoflop.md says
+# what each study can decide and how long it takes.
 PROCESSES ?= 2# runs at a time
-RESULTS ?=# a folder, as results/cpu: what the repository keeps of a study is also written there
+RESULTS ?=# optional folder, such as results/cpu, for a copy of the results
 ISOFLOP = $(VENV_PYTHON) -m launch.isoflop
-# The command of the target's study, or of its part $(1), such as /2e12.
+# The command of the study of a target, or of its part $(1), such as /2e12.
 isoflop = $(ISOFLOP) --workdir=runs/$@$(1) --processes=$(PROCESSES) \
     $(if $(RESULTS),--results=$(RESULTS)/$@$(1))
 STREAMS := dense,wider,average,moda_attention,moda,mod,mod_moda,dense_post,wider_post,moda_post
-# Seeds of each study: as many as claims.toml plans.
+# Seeds of the studies, as planned in claims.toml.
 SEVEN := 0,1,2,3,4,5,6
 EIGHT := $(SEVEN),7
 NINE := $(EIGHT),8
@@ -120,7 +120,7 @@ study-moda: .venv/installed
 	$(call isoflop,/8x64) $(BY_DEPTH) --sizes=8x64 --seeds=$(EIGHT)
 	$(call isoflop,/24x64) $(AT_STEPS) --variants=$(DEEP) --sizes=24x64 --seeds=$(EIGHT)
 
-# Fresh seeds: three pairs of attnres and dense were known when its rows were written.
+# Fresh seeds, because three pairs of attnres and dense were known when its claims were written.
 AT_8X64 := $(AT_STEPS) --sizes=8x64 --seeds=$(FRESH)
 RIVALS := wider,wider_mhc,value_residual,moda,average,hyper,mhc,mudd,value_attention,value_embeddings,embedding_residual
 study-streams: .venv/installed
@@ -131,12 +131,12 @@ study-streams-fast: .venv/installed
 	$(call isoflop) $(AT_8X64) --learning_rates=0.006 \
 	    --variants=dense,attnres,attnres_block,hyper,mudd
 
-# Eight blocks run in all but once_2 and once_3.
+# Eight blocks run in all variants except once_2 and once_3.
 study-recursions: .venv/installed
 	$(call isoflop) $(AT_BUDGET) --budgets=2e12 --sizes=8x64 --seeds=$(EIGHT) \
 	    --variants=dense,once_2,once_3,looped_2,looped_3,recursions_2,recursions_3,recursions_3_first,mod,token_choice_3
 
-# On the text of packages that every installation has, with a tokenizer of 4,096 ids.
+# Text of packages that every installation has, with a tokenizer of 4,096 ids.
 TEXT := runs/study-text/text
 ON_TEXT := --config.data.source=$(TEXT) --config.data.tokenizer=prepared --config.model.vocab_size=4096
 study-text: .venv/installed
@@ -152,7 +152,7 @@ study-experts: .venv/installed
 	$(call isoflop) --config=configs/moe.py --budgets=6.4e12 --sizes=4x128 --seeds=$(TEN) \
 	    --variants=dense,moe,moe_capacity_0.5,integrated,staged --config.data.batch_size=8
 
-# On one GPU, in any number of short allotments: stop it (Ctrl-C, SIGTERM) and run it again.
+# For one GPU, in any number of short sessions: stop with Ctrl-C or SIGTERM, then run it again.
 ifeq ($(VENV_PYTHON),.venv/bin/python)
 study-gpu study-moda-gpu: .venv/installed-gpu
 endif
@@ -167,23 +167,23 @@ study-moda-gpu:
 	    --sizes=24x384 --seeds=$(EIGHT) --variants=$(STREAMS) --config.model.norm_placement=pre \
 	    --config.data.source=python_environment --config.evaluation.every=0
 
-# On a machine with a GPU. With its own Python that has JAX for CUDA: make gpu VENV_PYTHON=python3.
+# For a machine with a GPU. To use a Python that has JAX for CUDA: make gpu VENV_PYTHON=python3
 ifeq ($(VENV_PYTHON),.venv/bin/python)
 gpu: .venv/installed-gpu
 endif
 gpu:
 	$(VENV_PYTHON) -m launch.gpu $(GPU_FLAGS)
 
-# Rehearses on a CPU a visit to a GPU machine without a network: ten minutes on two cores.
+# Rehearses on a CPU a visit to a GPU machine without a network. Takes ten minutes on two cores.
 gpu-rehearsal: .venv-next/installed
 	JAX_PLATFORMS=cpu $(NEXT) -m tests.gpu_rehearsal --folder=build/gpu-rehearsal
 
-# The docstrings of all modules as pages: build/api/index.html. Warnings: types of optax that pdoc
-# cannot name, and the baseline that needs jax-triton.
+# API pages in build/api/index.html. Warnings are ignored for optax types that pdoc cannot name.
+# triton_baseline is left out because it needs jax-triton.
 docs-api: .venv/installed-docs
 	JAX_PLATFORMS=cpu $(VENV_PYTHON) -W ignore -m pdoc -d google -o build/api moddepth_jax kernels_pallas configs '!moddepth_jax.benchmarks.triton_baseline'
 
-# The pages of docs/notebooks, from the run of `make train` and two others that are trained here.
+# Renders docs/notebooks from the run of `make train` and from two runs that are trained here.
 RENDERED := build/notebooks
 PALETTE := import sys; from PIL import Image; \
     [Image.open(p).convert("RGB").quantize(128, dither=0).save(p, optimize=True) for p in sys.argv[1:]]
@@ -209,7 +209,7 @@ runs/moda/summary.json: | .venv/installed
 runs/moda_dense/summary.json: | .venv/installed
 	$(VENV_PYTHON) -m launch.train --config=configs/moda.py:slots=none --workdir=$(@D)
 
-# A stamp is touched only after its installation, so that a failed one is tried again.
+# A stamp is touched only after a successful installation, so that a failed one is repeated.
 .venv/installed: $(PINS)
 	@echo 'Installing JAX, Flax and the other packages of setup.py into .venv: a minute or two.'
 	@$(PYTHON) -m venv .venv

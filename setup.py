@@ -4,13 +4,13 @@ import pathlib
 
 import setuptools
 
-# The GPU build of JAX is the same release as the CPU one, so they share their bounds.
+# The GPU build of JAX has the same releases as the CPU build, so they share the bounds.
 JAX_BOUNDS = '>=0.10.2,<0.13'
-# What executes notebooks: the tests do so, and whoever renders them.
+# Executes notebooks, in tests and for rendering.
 NOTEBOOKS = ['jupytext>=1.19,<2', 'nbclient>=0.11,<0.12', 'ipykernel>=7,<8']
 SENTENCEPIECE = ['sentencepiece>=0.2,<0.3']
 LM_EVAL = ['lm_eval>=0.4.13,<0.5']
-# Compiles for a GPU on a machine without one; the plugin's release must be JAX's own.
+# Compiles for a GPU on a machine without one; the plugin must have the same release as JAX.
 COMPILE = [
     f'jax-cuda13-plugin{JAX_BOUNDS}',
     f'jax-cuda13-pjrt{JAX_BOUNDS}',
@@ -18,7 +18,7 @@ COMPILE = [
     'nvidia-nvvm>=13,<14',
     'nvidia-cuda-crt>=13,<14',
 ]
-# Builds the distributions; setuptools is named because the tests build without a network.
+# Builds the distributions; setuptools is listed because the tests build without a network.
 BUILD = ['build>=1.3,<2', 'setuptools>=77,<90']
 
 setuptools.setup(

@@ -1,4 +1,4 @@
-"""Lists the commands, with the first line of what each says of itself."""
+"""Lists the commands with the first line of their docstrings."""
 
 import ast
 import difflib
@@ -9,7 +9,7 @@ MAIN = "if __name__ == '__main__':"
 
 
 def commands() -> dict[str, str]:
-    """The first line of the docstring of each command, by name."""
+    """Return the first line of the docstring of each command, by name."""
     found = {}
     for path in sorted(pathlib.Path(__file__).parent.glob('[!_]*.py')):
         text = path.read_text(encoding='utf-8')
@@ -19,15 +19,15 @@ def commands() -> dict[str, str]:
 
 
 def main(words: list[str]) -> int:
-    """Prints the list; or refuses `words`, of which the first may be meant as a command."""
+    """Print the list, or report that the first of `words` is not a command."""
     known = commands()
     if not words or words[0] in ('-h', '--help', '--list'):
-        print('python -m launch.NAME, where --help says more, and NAME is')
+        print('python -m launch.NAME --help describes a command. NAME is one of')
         print(*(f'  {name:<10}{line}' for name, line in known.items()), sep='\n')
         return 0
     near = difflib.get_close_matches(words[0], known, n=1)
     right = f'did you mean python -m launch.{near[0]}?' if near else 'python -m launch lists them'
-    print(f'error: {words[0]}: no command; {right}', file=sys.stderr)
+    print(f'error: {words[0]}: no such command; {right}', file=sys.stderr)
     return 2
 
 

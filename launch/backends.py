@@ -1,12 +1,12 @@
-"""What computes the attention of each config on each platform, and why: a table in Markdown.
+"""Prints which backend computes the attention of each config on each platform, and why.
 
 python -m launch.backends
 python -m launch.backends tiny moda_700m
 python -m launch.backends --page=docs/backends.md
 
-The model of each config is traced at its own size, and its attentions are looked up as
-`model.attention=auto` does. --page: the table replaces the text between the file's two markers;
-this takes JAX 0.11.2 or newer, since older ones refuse more.
+The output is a Markdown table. The model of each config is traced at its own size, and the backends
+are chosen as `model.attention=auto` does. --page replaces the text between the two markers of a
+file. It needs JAX 0.11.2 or newer, because older releases support fewer backends.
 """
 
 import functools
@@ -20,12 +20,12 @@ from moddepth_jax.hparams.checks import did_you_mean
 from moddepth_jax.training.tables import markdown_rows, replace_between
 
 PAGE = flags.DEFINE_string(
-    'page', None, 'Write the table into this file, between its markers, and do not print it.'
+    'page', None, 'Write the table between the markers of this file instead of printing it.'
 )
 BEGIN = '<!-- backends: written by python -m launch.backends -->'
 END = '<!-- end of backends -->'
 OLDEST_JAX = (0, 11, 2)  # for --page
-# Columns: the kind and the compute capability of a GPU, on which measuring is possible; or a CPU.
+# Columns: kind and compute capability of a GPU; None: CPU.
 DEVICES = {
     'CPU': None,
     'Hopper (9.0)': ('a Hopper GPU', (9, 0)),
@@ -34,7 +34,7 @@ DEVICES = {
 
 
 def attentions(name: str) -> list:
-    """The Shapes of the attentions in a training step of a config on one device, each once."""
+    """Return the distinct attention Shapes in a training step of a config on one device."""
     import jax
 
     from kernels_pallas.backends import recorded
@@ -42,7 +42,7 @@ def attentions(name: str) -> list:
     from moddepth_jax.model.transformer import Transformer
 
     config = importlib.import_module(f'configs.{name}').get_config()
-    if not config.flop_budget:  # base has neither budget nor steps
+    if not config.flop_budget:  # configs/base.py has neither a budget nor steps
         config.training.num_steps = max(1, config.training.num_steps)
     hparams = from_config(config)
     rows = hparams.data.batch_size // hparams.training.accumulate_steps
@@ -56,10 +56,10 @@ def attentions(name: str) -> list:
 
 
 def cell(shapes, device, notes) -> str:
-    """The backends on a device, and the numbers of reasons in `notes`, where new ones are added."""
+    """Return the backends on a device, with numbers of reasons; `notes` collects the reasons."""
     from kernels_pallas import backends
 
-    decoding = next(iter(backends.DECODING))  # where nothing was measured
+    decoding = next(iter(backends.DECODING))  # the default without measurements
 
     def name(parts):
         depth = parts.depth if shapes.num_slots else '-'
@@ -80,7 +80,7 @@ def cell(shapes, device, notes) -> str:
 
 
 def describe(shapes) -> str:
-    """Shapes in words: rows and tokens, heads, slots, dtypes, and what hides keys from a query."""
+    """Describe Shapes in words: rows, tokens, heads, slots, dtypes and masks."""
     (batch, length, heads, width), (_, keys, kv_heads, _) = shapes.q, shapes.k
     words = [f'{batch} x {length} queries', f'{heads} heads on {kv_heads} of {width}']
     words += [f'{keys} keys'] * (keys != length)
@@ -94,7 +94,7 @@ def describe(shapes) -> str:
 
 
 def table(names: list[str]) -> str:
-    """The table of the configs of these names in Markdown, and its notes."""
+    """Return the Markdown table of some configs, and its notes."""
     notes, heads = {}, ('config', 'attention', *DEVICES)
     rows = [
         [name, describe(shapes), *(cell(shapes, device, notes) for device in DEVICES.values())]
@@ -117,15 +117,15 @@ def main(argv):
         return
     page = pathlib.Path(PAGE.value)
     text = page.read_text(encoding='utf-8')
-    replace_between(text, BEGIN, END, '')  # before the work
+    replace_between(text, BEGIN, END, '')  # fails early if a marker is missing
     import jax
 
     if jax.__version_info__ < OLDEST_JAX:
         oldest = '.'.join(map(str, OLDEST_JAX))
-        right = f'must run with jax {oldest} or newer, not {jax.__version__}: older ones refuse'
-        raise ValueError(f'--page={PAGE.value}: {right} more backends')
+        right = f'must run with jax {oldest} or newer, not {jax.__version__}: older releases'
+        raise ValueError(f'--page={PAGE.value}: {right} support fewer backends')
     page.write_text(replace_between(text, BEGIN, END, table(names)), encoding='utf-8')
 
 
 if __name__ == '__main__':
-    cli.run(main, 'CONFIG..., names of configs/ without .py; none: all of them')
+    cli.run(main, 'CONFIG...   names in configs/ without .py. Default: all.')

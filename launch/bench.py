@@ -1,4 +1,4 @@
-"""Benchmarks, as ratios measured in one run.
+"""Runs a benchmark. Times are compared within one run, in interleaved rounds.
 
   python -m launch.bench step
   python -m launch.bench step --variants=dense,mod,moda,both --size=124m --dtype=bfloat16
@@ -13,7 +13,7 @@
   python -m launch.bench paper --kv_heads=8 --widths=64,128
   python -m launch.bench scoring --size=6x128 --repeats=11
 
-What is compared is timed in turn. moddepth_jax.benchmarks.registry lists the benchmarks.
+Each benchmark is a function in moddepth_jax/benchmarks; registry.py lists them.
 """
 
 import inspect
@@ -24,11 +24,12 @@ from absl import flags
 
 from launch import cli
 from moddepth_jax.benchmarks.registry import MODULES, benchmarks, flag_texts
+from moddepth_jax.hparams.checks import one_of
 from moddepth_jax.training.tables import print_table
 
-JSON = flags.DEFINE_string('json', None, 'File for the result, as it grows; - for stdout.')
+JSON = flags.DEFINE_string('json', None, 'File for the results; - for stdout.')
 ZERO_ALLOWED = ('slots', 'unrolled_up_to')
-OWNERS = {}  # the benchmarks of each flag
+OWNERS = {}  # names of the benchmarks that have a flag, by flag
 
 
 def _define_flags():
@@ -40,7 +41,7 @@ def _define_flags():
 
 
 def _describe(name):
-    """Lines on a benchmark and its flags, for --help."""
+    """The lines of --help on a benchmark and its flags."""
     benchmark, rows = benchmarks()[name], {}
     for flag, text in flag_texts(benchmark).items():
         default = inspect.signature(benchmark).parameters[flag].default
@@ -50,13 +51,11 @@ def _describe(name):
 
 
 def _parse(flag, text, annotation):
-    """The value of a flag, of the type that the benchmark declares for it."""
+    """Convert the text of a flag to the type that the benchmark declares."""
     kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
-    kind = kinds[0] if type(None) in typing.get_args(annotation) else annotation  # None: default
+    kind = kinds[0] if type(None) in typing.get_args(annotation) else annotation  # T of T | None
     if typing.get_origin(kind) is typing.Literal:
-        if text not in typing.get_args(kind):
-            right = ', '.join(typing.get_args(kind))
-            raise ValueError(f'--{flag}={text}: must be one of {right}')
+        one_of(f'--{flag}', text, typing.get_args(kind))
         return text
     words, least = text.split(','), 0 if flag in ZERO_ALLOWED else 1
     if kind in (int, list[int]):
@@ -81,7 +80,8 @@ def main(argv):
         if flags.FLAGS[flag].value is None:
             continue
         if name not in owners:
-            raise ValueError(f'--{flag}: is of {" and ".join(owners)}, {name} has no use for it')
+            right = f'only {", ".join(owners)} {"has" if len(owners) == 1 else "have"} it'
+            raise ValueError(f'--{flag}: {name} has no such flag; {right}')
         arguments[flag] = _parse(flag, flags.FLAGS[flag].value, parameters[flag].annotation)
     results, width = [], None if sys.stdout.isatty() else 160
     with cli.open_json(JSON.value) as file:
@@ -93,7 +93,7 @@ def main(argv):
                 for table in tables if JSON.value != '-' else ():
                     print_table(table, width)
         except DeviceLostError as error:
-            print(f'error: {error}; nothing more can run in this process', file=sys.stderr)
+            print(f'error: {error}; this process cannot use the device any more', file=sys.stderr)
             return 1
     if JSON.value == '-':
         cli.write_json(results, None)
@@ -101,12 +101,12 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    lines = [f'NAME, one of {", ".join(MODULES)}; NAME --help describes it alone']
+    lines = [f'NAME, one of {", ".join(MODULES)}; NAME --help only describes that benchmark']
     named = set(sys.argv) & set(MODULES)
     if named or any(word.startswith(('-h', '--h', '-?')) for word in sys.argv):
         _define_flags()
         for name in named or MODULES:
             lines += _describe(name)
-    else:  # refused without importing JAX, which the flags would need
+    else:  # fails without importing JAX, which the flags need
         sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith('-')]
     cli.run(main, '\n'.join(lines), described=OWNERS)

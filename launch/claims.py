@@ -1,12 +1,13 @@
-"""Fills the table of claims from the studies on disk: every verdict follows from a stated rule.
+"""Judges the papers' claims by the studies on disk; every verdict follows from a stated rule.
 
 python -m launch.claims --workdir=runs/study
 python -m launch.claims --workdir=results --page=docs/claims.md
 python -m launch.claims --workdir=results --blind=200
 
---workdir is a directory of launch.isoflop, or one that holds several, at most three levels down,
-with study.json and measures.json. claims.json and claims.md go to --out; --page names a file of
-your own with both markers (see docs/claims.md). --blind judges evidence without differences.
+--workdir is a study of launch.isoflop with study.json and measures.json, or a directory with
+several studies at most three levels down. claims.json and claims.md go to --out. --page also writes
+the table between the two markers of a file (see docs/claims.md). --blind measures how often the
+rules give a verdict on evidence without differences.
 """
 
 import json
@@ -16,10 +17,10 @@ from absl import flags
 
 from launch import cli
 
-WORKDIR = flags.DEFINE_string('workdir', None, 'Of a study, or of several.', required=True)
-OUT = flags.DEFINE_string('out', None, 'Directory for the result. Default: --workdir.')
+WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of one study or more.', required=True)
+OUT = flags.DEFINE_string('out', None, 'Directory for the results. Default: --workdir.')
 BLIND = flags.DEFINE_integer(
-    'blind', 0, 'Only permute the labels of variants so many times, and count what is decided.', 0
+    'blind', 0, 'Only permute the labels of variants this many times and count verdicts.', 0
 )
 PAGE = flags.DEFINE_string('page', None, 'Also write the table between the markers of this file.')
 
@@ -27,7 +28,7 @@ PAGE = flags.DEFINE_string('page', None, 'Also write the table between the marke
 def main(_):
     from moddepth_jax.studies.folders import find_studies
 
-    find_studies(WORKDIR.value)  # before JAX is imported
+    find_studies(WORKDIR.value)  # fails before JAX is imported
 
     from launch.counted import counted_flops
     from moddepth_jax.studies import blind, claims
@@ -41,7 +42,7 @@ def main(_):
     rows = claims.fill(evidence)
     table = claims.markdown(rows, evidence)
     page = pathlib.Path(PAGE.value) if PAGE.value else None
-    try:  # before anything is written
+    try:  # fails before anything is written
         text = page.read_text(encoding='utf-8') if page else ''
         text = replace_between(text, claims.BEGIN, claims.END, table) if page else ''
     except ValueError as error:

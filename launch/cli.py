@@ -1,4 +1,4 @@
-"""What every command shares: flags, --config, one-line errors, exit status, --help, saved runs."""
+"""Shared parts of commands: flags, --config, one-line errors, exit status, --help, saved runs."""
 
 import contextlib
 import dataclasses
@@ -23,17 +23,17 @@ from moddepth_jax import hparams
 from moddepth_jax.hparams import flag_values, registry
 
 FLAGS = flags.FLAGS
-flags.disclaim_key_flags()  # flags defined below belong to the command that asks for them
+flags.disclaim_key_flags()  # flags defined here belong to the command that calls the function
 
 _CONFIG_HELP = (
-    'FILE.py, such as configs/tiny.py (--list shows all), FILE.py:TEXT (of its get_config) or '
-    'WORKDIR/config.json. --config.model.num_layers=12 sets a knob.'
+    'FILE.py, such as configs/tiny.py (--list shows all), FILE.py:TEXT (TEXT is the argument of '
+    'get_config) or WORKDIR/config.json. --config.model.num_layers=12 sets a knob.'
 )
-_notes = []  # lines of load_saved_run that are not printed yet
+_notes = []  # notes of load_saved_run that are not printed yet
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
 # Set by launch.local for all processes but the first, which reports bad flags for all of them.
 REPORTED_BY_LEADER = 'MODDEPTH_REPORTED_BY_LEADER'
-_PATHS = (  # flags of commands
+_PATHS = (  # flags that are paths
     *('workdir', 'out', 'output', 'results', 'page', 'json', 'data', 'domains', 'prompts'),
     *('from_hf', 'to_hf', 'from_workdir', 'branch'),
 )
@@ -45,24 +45,28 @@ _OUT_OF_MEMORY = (
 
 
 def run(main, positional: str = '', described=()):
-    """Parses the flags, calls `main(argv)` and exits the process.
+    """Parse the flags, call `main(argv)` and exit the process.
 
-    Exit status: 0, or the int that main returned; 2 with one line on stderr after a bad flag or
-    config, a ValueError, or a file that could not be used; 130 with one line after Ctrl-C; 1 with a
-    traceback for any other exception; 75 if another process of the same run was lost. Processes of
-    one run end together, and one of them reports an error that several raise. `positional` is what
-    --help says about positional arguments, if there are any, and about the flags `described`.
+    Exit status: the int that main returns, or 0; 2 with one line on stderr for a bad flag or
+    config, a ValueError, or an unusable file; 130 with one line after Ctrl-C; 1 with a traceback
+    for any other exception; 75 if another process of the same run was lost. Processes of one run
+    end together, and one of them reports an error that several raise.
+
+    Args:
+      main: the command.
+      positional: what --help says about positional arguments and the flags `described`.
+      described: names of flags that `positional` describes.
     """
-    flags.DEFINE_boolean('traceback', False, 'Also show where in the code an error arose.')
+    flags.DEFINE_boolean('traceback', False, 'Show a traceback for every error.')
     FLAGS.set_gnu_getopt(True)
-    if sys.stdout and sys.stdout.errors == 'strict':  # samples of text may not be ASCII
+    if sys.stdout and sys.stdout.errors == 'strict':  # samples may not be encodable
         sys.stdout.reconfigure(errors='backslashreplace')
     parse = functools.partial(_parse, positional=positional, described=described)
     app.run(functools.partial(_call, main), flags_parser=parse)
 
 
 def define_config(default: str | None = None) -> flags.FlagHolder:
-    """Defines --config, a ConfigDict that is required without a `default`, and --print_config."""
+    """Define --config (a ConfigDict, required without a `default`), --print_config and --list."""
     # Imported here because launch.gpu also works without ml_collections.
     from ml_collections import config_flags
 
@@ -75,18 +79,18 @@ def define_config(default: str | None = None) -> flags.FlagHolder:
     FLAGS['config'].left_out = default
     flags.mark_flag_as_required('config')
     flags.DEFINE_boolean('print_config', False, 'Print the resolved config as JSON and exit.')
-    flags.DEFINE_string('list', None, 'List configs and knobs; --list=TEXT: those of that name.')
+    flags.DEFINE_string('list', None, 'List configs and knobs; --list=TEXT: those with this name.')
     return holder
 
 
 def config_name() -> str:
-    """NAME of --config=configs/NAME.py[:TEXT] or NAME/config.json, after the flags are parsed."""
+    """Return NAME of --config=configs/NAME.py[:TEXT] or NAME/config.json."""
     path = pathlib.Path(os.path.abspath(FLAGS['config'].config_filename.split(':', 1)[0]))
     return path.parent.name if path.suffix == '.json' else path.stem
 
 
 def _prepare_backend():
-    """Gives fake CPU devices two threads each, or XLA may block, and silences libraries."""
+    """Give fake CPU devices two threads each (XLA may block otherwise), and silence libraries."""
     counts = re.findall(r'_host_platform_device_count=(\d+)', os.environ.get('XLA_FLAGS', ''))
     if counts and int(counts[-1]) >= 2:
         os.environ.setdefault('NPROC', str(2 * int(counts[-1])))
@@ -96,13 +100,13 @@ def _prepare_backend():
 
 
 def _multihost():
-    """The module training.multihost if main has initialized several processes, else None."""
+    """The module training.multihost if several processes are initialized, else None."""
     module = sys.modules.get('moddepth_jax.training.multihost')
     return module if module is not None and module.is_initialized() else None
 
 
 def _call(main, argv):
-    """Calls main; processes of one run end together, at once if one of them is lost."""
+    """Call main. Processes of one run end together, and at once if one of them is lost."""
     try:
         with _errors_in_one_line():
             if 'print_config' in FLAGS and FLAGS.print_config:
@@ -113,7 +117,7 @@ def _call(main, argv):
                 _print_notes()
                 if multihost := _multihost():
                     multihost.barrier('end of main')
-                gc.freeze()  # to collect what traces made would take most of a second at the exit
+                gc.freeze()  # collecting the garbage of traces at exit would take most of a second
                 return status
             except Exception as error:
                 if multihost := _multihost():
@@ -147,7 +151,7 @@ def _parse(argv, positional, described):
         default = FLAGS['config'].left_out if 'config' in FLAGS else None
         given = FLAGS.read_flags_from_files(argv[1:], force_gnu=False)
         if default and not any(re.match('--?config(=|$)', argument) for argument in given):
-            # A default of the flag itself would be loaded before the overrides are known.
+            # A default of the flag would be loaded before the overrides are known.
             sys.argv[1:] = [f'--config={default}', *argv[1:]]
             argv = list(sys.argv)
         try:
@@ -162,20 +166,20 @@ def _parse(argv, positional, described):
 
 
 def _value(name):
-    """The value of a flag; None if the command has no such flag."""
+    """The value of a flag; None if the command does not have it."""
     return FLAGS[name].value if name in FLAGS else None
 
 
 def _check_paths():
     for name in _PATHS:
         if (path := _value(name)) == '':
-            raise ValueError(f'--{name}=: is empty; must be a path: is a variable unset?')
-        if path:  # shells expand ~ at the start of words alone
+            raise ValueError(f'--{name}=: is empty; must be a path (is a shell variable unset?)')
+        if path:  # shells do not expand ~ after "="
             FLAGS[name].value = os.path.expanduser(path)
     path = _value('json')
     if path is None or path == '-' or not os.path.exists(path):
         return
-    found = os.stat(path)  # a result replaces what was there before, which a pipe cannot do
+    found = os.stat(path)  # results replace the content of the file, which a pipe cannot do
     special = not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode))
     if special or (sys.stdout and os.path.samestat(found, os.fstat(1))):
         raise ValueError(f'--json={path}: must be a regular file, or - for stdout')
@@ -188,7 +192,7 @@ def _errors_in_one_line(quiet=False):
     except KeyboardInterrupt as error:
         print('interrupted', file=sys.stderr)
         _exit(130, error)
-    except BrokenPipeError as error:  # nobody reads our output any more, as in `... | head`
+    except BrokenPipeError as error:  # the reader of stdout is gone, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         _exit(141, error)
     except Exception as error:
@@ -203,12 +207,12 @@ def _errors_in_one_line(quiet=False):
 
 
 def _one_line(error):
-    """The line on what the user did wrong, or '' if the error is not the user's."""
+    """The line that describes an error of the user; '' for other errors."""
     if isinstance(error, MemoryError):
         return 'out of memory; lower data.batch_size'
     if _is_of_platform(error):
         given = os.environ.get('JAX_PLATFORMS', '')
-        return f'JAX_PLATFORMS={given}: cannot be used here; unset it, or write cpu'
+        return f'JAX_PLATFORMS={given}: is not available here; unset it, or set it to cpu'
     if isinstance(error, RuntimeError):  # JAX raises this when the device is out of memory
         return _OUT_OF_MEMORY if 'RESOURCE_EXHAUSTED' in str(error) else ''
     if isinstance(error, OSError):
@@ -224,7 +228,7 @@ def _one_line(error):
 
 
 def _is_of_platform(error):
-    """Whether JAX cannot start what JAX_PLATFORMS names; of some names it asserts this alone."""
+    """Whether JAX cannot start the platform of JAX_PLATFORMS (for some, it only asserts)."""
     if isinstance(error, AssertionError):
         calls = traceback.extract_tb(error.__traceback__)
         return calls[-1].filename.endswith('jax/_src/xla_bridge.py')
@@ -237,13 +241,15 @@ def _help_text(positional, described):
     lines += ['arguments:', f'  {positional}', ''] * bool(positional)
     rows = {}
     for flag in (flag for flag in flag_errors.own_flags() if flag.name not in described):
-        default = '' if flag.default in (None, False, '') else f' Default: {flag.default}.'
-        rows[f'--{"[no]" * flag.boolean}{flag.name}'] = flag.help + default
+        default = ','.join(flag.default) if isinstance(flag.default, list) else flag.default
+        text = flag.help.partition(';\n')[0]  # absl adds a line to flags that may be repeated
+        text += f' Default: {default}.' if default else ''
+        rows[f'--{"[no]" * flag.boolean}{flag.name}'] = text
     return '\n'.join([*lines, 'flags:', *columns(rows)])
 
 
 def columns(rows: dict[str, str], **options):
-    """Yields lines of two columns, the second wrapped to the terminal by `options` of textwrap."""
+    """Yield lines of two columns, the second wrapped to the terminal; `options` are textwrap's."""
     first = max(map(len, rows)) + 4
     width = max(first + 30, shutil.get_terminal_size((100, 24)).columns)
     for name, text in rows.items():
@@ -252,32 +258,33 @@ def columns(rows: dict[str, str], **options):
 
 
 def define_step():
-    """Defines --step, which `load_saved_run` reads."""
+    """Define --step, which `load_saved_run` reads."""
     flags.DEFINE_integer('step', None, 'Checkpoint to read, such as 600. Default: the newest.', 0)
 
 
 def define_loops():
-    """Defines --loops, which `load_saved_run` reads."""
-    flags.DEFINE_integer('loops', None, 'Times that looped blocks run. Default: as trained.', 1)
+    """Define --loops, which `load_saved_run` reads."""
+    flags.DEFINE_integer('loops', None, 'How often looped blocks run. Default: as trained.', 1)
 
 
 def define_exit_threshold():
-    """Defines --exit_threshold, which `load_saved_run` reads."""
-    text = 'A token leaves the loops at this relative change of its stream. Default: as trained.'
+    """Define --exit_threshold, which `load_saved_run` reads."""
+    text = 'A token leaves the loops when its stream changes less than this. Default: as trained.'
     flags.DEFINE_float('exit_threshold', None, text, lower_bound=0.0)
 
 
 def define_mesh(text: str, default: str | None = None) -> flags.FlagHolder:
-    """Defines --mesh, whose form is checked before JAX is imported."""
+    """Define --mesh, whose form is checked before JAX is imported."""
     holder = flags.DEFINE_string('mesh', default, text)
     flags.register_validator('mesh', lambda value: flag_values.mesh_sizes(value or '') is not None)
     return holder
 
 
 def check_run(workdir: str, looks_ahead: bool = False):
-    """Raises ValueError, one line, unless it holds a run that has --step and can run --routing.
+    """Raise ValueError unless `workdir` is a run that has --step and can run --routing.
 
-    Needs no JAX. Several processes check it together later. `looks_ahead`: --routing=top_c may be.
+    This needs no JAX. Several processes check together later. With `looks_ahead`, --routing=top_c
+    is allowed.
     """
     from moddepth_jax.hparams.rules import check_causal, check_routing
     from moddepth_jax.training import run_dir
@@ -291,21 +298,21 @@ def check_run(workdir: str, looks_ahead: bool = False):
     if routing is not None:
         try:
             resolved = hparams.check_values(config)
-        except ValueError:  # of a run that names what its own file defines
+        except ValueError:  # the run uses names that its own Python file defines
             resolved, _ = run_dir.read_hparams(workdir)
         (check_routing if looks_ahead else check_causal)(resolved, routing)
 
 
 def is_alone() -> bool:
-    """Whether this process is not one of several, which check together."""
+    """Return whether this is the only process of the command."""
     return not any(map(os.environ.get, ('JAX_COORDINATOR_ADDRESS', 'SLURM_PROCID')))
 
 
 def load_saved_run(workdir: str, mesh_of=None, say_remaining=True):
-    """Loads the SavedRun in `workdir` on the mesh of `mesh_of(hparams)`, or on one device.
+    """Load the SavedRun in `workdir` on the mesh `mesh_of(hparams)`, or on one device.
 
-    Its notes, and the steps that remain of a run that is not finished, are printed with the first
-    output of the command: none comes before an error.
+    Notes about the run and the remaining steps of an unfinished run are printed before the first
+    output of the command, so that no note precedes an error.
     """
     from moddepth_jax.training import multihost
     from moddepth_jax.training.run_dir import read_hparams
@@ -325,7 +332,10 @@ def load_saved_run(workdir: str, mesh_of=None, say_remaining=True):
 
 
 def load_own_data(run, tokenizer, right: str):
-    """The dataset of a SavedRun, or what would be `right`; warns on stderr if it has changed."""
+    """Return the dataset of a SavedRun; warns on stderr if it has changed.
+
+    Raises ValueError, which ends with `right`, if it cannot be read.
+    """
     from moddepth_jax.data.pipeline import check_fingerprint, make_dataset
     from moddepth_jax.training import multihost
 
@@ -338,7 +348,7 @@ def load_own_data(run, tokenizer, right: str):
     except ValueError as error:
         found = str(error).split(';')[0]
         if multihost.is_leader():
-            print(f'{found}: what is held out now may have been trained on', file=sys.stderr)
+            print(f'{found}: the held-out text may have been trained on', file=sys.stderr)
     return dataset
 
 
@@ -350,14 +360,17 @@ def _print_notes():
 
 
 def define_routing(*others: str, more: str = '') -> flags.FlagHolder:
-    """Defines --routing, a causal rule or one of `others`; the default is None, that of the run."""
+    """Define --routing, a causal rule or one of `others`; the default is the rule of the run."""
     rules = ', '.join([*others, *registry.CAUSAL_RULES])
-    text = f'How tokens are routed: {rules}. Default: the rule of the training{more}.'
+    text = f'Routing rule: {rules}. Default: the rule of the training{more}.'
     return flags.DEFINE_string('routing', None, text)
 
 
 def checked_mesh(hparams, text: str, batch_size: int | None = None):
-    """The mesh of --mesh, over which `batch_size` rows divide; None: as many as it has devices."""
+    """Return the mesh of --mesh. Raises ValueError if it does not divide `batch_size` rows.
+
+    The default batch size is the number of devices.
+    """
     from moddepth_jax.training.mesh import check_mesh, make_mesh
 
     mesh = make_mesh(text)
@@ -368,7 +381,7 @@ def checked_mesh(hparams, text: str, batch_size: int | None = None):
 
 
 def enable_compilation_cache(hparams):
-    """Keeps compiled programs under the user's cache directory if training.compilation_cache."""
+    """Keep compiled programs in the user's cache directory if training.compilation_cache."""
     import jax
 
     from moddepth_jax.data.directory import cache_directory
@@ -381,7 +394,7 @@ def enable_compilation_cache(hparams):
 
 @contextlib.contextmanager
 def progress_bar(what: str, total: int, hidden: bool = False):
-    """A bar on stderr of process 0, if that is a terminal; yields a function that advances it."""
+    """Show a progress bar on a terminal (stderr of process 0); yields a function to advance it."""
     import rich.console
     import rich.progress as bars
 
@@ -397,7 +410,7 @@ def progress_bar(what: str, total: int, hidden: bool = False):
 
 
 def show(*blocks):
-    """Prints tables, and lines of text without wrapping them; [brackets] in these are no markup."""
+    """Print tables, and lines of text without wrapping; [brackets] are not markup."""
     import rich.console
 
     _print_notes()
@@ -407,7 +420,7 @@ def show(*blocks):
 
 
 def make_directory(flag: str, path: str) -> pathlib.Path:
-    """Makes the directory of a flag. Raises ValueError, one line, if that cannot be."""
+    """Create the directory of a flag. Raises ValueError if that fails."""
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
@@ -417,12 +430,12 @@ def make_directory(flag: str, path: str) -> pathlib.Path:
 
 
 def open_json(path: str | None, mode: str = 'w'):
-    """The file of --json, opened before the work; a context of None without one or for stdout."""
+    """Open the file of --json; a context that yields None without a path or for stdout."""
     return contextlib.nullcontext() if path in (None, '-') else open(path, mode, encoding='utf-8')
 
 
 def write_json(report, file, indent: int = 2):
-    """Writes JSON in place of what an open file has, None being stdout; NaN becomes null."""
+    """Replace the content of an open file by JSON, or print it if `file` is None; NaN is null."""
     from moddepth_jax.training.metrics import replace_nonfinite
 
     if file is not None:

@@ -1,11 +1,11 @@
-"""Compares finished runs: losses with the spread of their seeds, FLOPs, speed, config, curves.
+"""Compares finished runs: losses with their spread over seeds, FLOPs, speed, configs, curves.
 
 python -m launch.compare runs/mod_isoflop runs/dense_isoflop
 python -m launch.compare runs/mod-seed* runs/dense-seed* --out=runs/mod-against-dense
 
-Runs that differ in their seed alone form one row. Differences are to the first row, with a 95%
-interval where there are two seeds or more: over pairs if the seeds are the same. --out gets
-compare.json and the curves, compare.png.
+Runs that differ only in their seed form one column. Differences are to the first column, with a 95%
+interval if there are two seeds or more; equal seeds are compared in pairs. --out gets compare.json
+and the curves, compare.png.
 """
 
 import json
@@ -20,10 +20,10 @@ OUT = flags.DEFINE_string('out', 'runs/comparison', 'Directory for compare.json 
 
 def main(argv):
     if len(argv) < 2:
-        raise ValueError('RUN: missing; give the directories of one run or more')
+        raise ValueError('RUN: missing; give the directory of one run or more')
     from moddepth_jax.training.run_dir import read_finished, write_atomically
 
-    for path in argv[1:]:  # before JAX is imported
+    for path in argv[1:]:  # fails before JAX is imported
         if ',' in path and not os.path.exists(path):
             raise ValueError(f'{path}: no such directory; separate runs by spaces')
         read_finished(path)

@@ -1,4 +1,4 @@
-"""Loads the file of --config, and checks the knobs set on the command line."""
+"""Loads the file of --config and checks the knobs on the command line."""
 
 import difflib
 import importlib.util
@@ -18,11 +18,11 @@ from moddepth_jax.hparams.depth import AUTO_KNOBS
 from moddepth_jax.training.run_dir import CONFIG_FILE, SOURCE_FILE, build_stored, read_config
 
 FLAGS = flags.FLAGS
-_AUTO = (  # knobs whose default is resolved by the others
+_AUTO = (  # knobs whose default depends on other knobs
     *('model.routing.gate', 'model.routing.causal_rule'),
     *(f'model.depth.{knob}' for knob in (*AUTO_KNOBS, 'gradient_dtype')),
 )
-_ELSEWHERE = {  # words of other projects, and the last parts of our names for them
+_ELSEWHERE = {  # names in other projects, and the last part of our names for the same thing
     **dict.fromkeys(('epochs', 'max_steps', 'max_iters', 'iterations'), ['num_steps']),
     **dict.fromkeys(('layers', 'n_layer', 'num_hidden_layers'), ['layers', 'num_layers']),
     **dict.fromkeys(('hidden_size', 'n_embd', 'dim', 'width'), ['d_model']),
@@ -35,10 +35,10 @@ _ELSEWHERE = {  # words of other projects, and the last parts of our names for t
 
 
 class Parser(flags.ArgumentParser):
-    """Turns --config into a locked ConfigDict; its flags.Errors have one line."""
+    """Converts --config to a locked ConfigDict; raises flags.Error with one line."""
 
     def parse(self, path):
-        """The config of --config=`path`."""
+        """Return the config of --config=`path`."""
         if FLAGS['config'].present:
             knob = f'config.{path.partition("=")[0]}' in knob_names(FLAGS['config'].value)
             right = f'did you mean --config.{path}?' if knob else 'a run has one config'
@@ -53,7 +53,7 @@ class Parser(flags.ArgumentParser):
 
 
 def knob_names(config: ConfigDict, prefix: str = 'config.') -> list[str]:
-    """The dotted names of all knobs of all groups, such as config.model.num_layers."""
+    """Return the dotted names of all knobs, such as config.model.num_layers."""
     names = []
     for name, value in config.items():
         group = isinstance(value, ConfigDict)
@@ -62,7 +62,7 @@ def knob_names(config: ConfigDict, prefix: str = 'config.') -> list[str]:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """The end of an error message: the most similar `known` name, or those of its group."""
+    """Return the end of an error message: the most similar known name, or names of its group."""
     last = {other: other.split('.')[-1] for other in known}
     group, _, word = name.rpartition('.')
     inside = [tail for other, tail in last.items() if group and other == f'{group}.{tail}']
@@ -84,7 +84,7 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 def _alike(word, names, cutoff):
-    """Those of `names` that are `word`, have or begin with it, have it as initials, are nearest."""
+    """The names equal to `word`, or else containing it, or with these initials, or most similar."""
     parts = {name: name.split('_') for name in names}
     initials = [name for name, words in parts.items() if word == ''.join(w[:1] for w in words)]
     begun = {name for name in parts if word[2:] and name.startswith(word)}
@@ -94,9 +94,9 @@ def _alike(word, names, cutoff):
 
 
 def load(spec: str) -> ConfigDict:
-    """Loads the config of FILE.py[:TEXT] or WORKDIR/config.json, unlocked; raises flags.Error.
+    """Load the config of FILE.py[:TEXT] or WORKDIR/config.json, unlocked. Raises flags.Error.
 
-    A configs/NAME.py that is not below the current directory is read from the installed package.
+    If configs/NAME.py is not in the current directory, it is read from the installed package.
     """
     spec = os.path.expanduser(spec)
     if spec.endswith('.json'):
@@ -105,7 +105,7 @@ def load(spec: str) -> ConfigDict:
     if not os.path.isfile(path) or not path.endswith('.py'):
         near = meant(spec)
         hint = f'did you mean {near}?' if near else '--list shows those of configs/'
-        wrong = 'no such Python file, and no config.json of a run'
+        wrong = 'no such Python file, and not the config.json of a run'
         raise flags.Error(f'--config={spec}: {wrong}; {hint}')
     module_spec = importlib.util.spec_from_file_location('config_file_of_this_run', path)
     module = importlib.util.module_from_spec(module_spec)
@@ -120,7 +120,7 @@ def load(spec: str) -> ConfigDict:
 
 
 def meant(spec: str) -> str | None:
-    """The config that --config=`spec` may stand for: a run's, or a file of a similar name."""
+    """Guess the config that `spec` stands for: that of a run, or a file with a similar name."""
     path, *texts = re.sub(r'^[A-Za-z]:(?=[\\/])', '', spec).replace('\\', '/').split(':', 1)
     folder, name = os.path.split(path)
     for run in (path, folder):
@@ -144,7 +144,7 @@ def _python_file(spec):
 
 
 def source(spec: str) -> str | None:
-    """The Python file of --config=`spec`, or the one that the run of its config.json kept."""
+    """Return the Python file of --config=`spec`, or the copy in the run of a config.json."""
     spec = os.path.expanduser(spec)
     if not spec.endswith('.json'):
         return _python_file(spec)
@@ -165,20 +165,20 @@ def _call_get_config(module, texts):
     if not isinstance(config, ConfigDict):
         got = type(config).__name__
         raise flags.Error(f'get_config() returned {got}, it must return a ConfigDict')
-    knob_names(config)  # reads every value, since a required placeholder raises only then
+    knob_names(config)  # reads every value, because a required placeholder only raises then
     return config
 
 
 def _describe(error, path):
-    """An error that the config file at `path` raised, as the user's mistake."""
+    """The line on an error that the config file at `path` raised."""
     if isinstance(error, SyntaxError):
         return f'line {error.lineno}: {error.msg}'
     if isinstance(error, (flags.Error, ValueError)):
         return str(error)
-    # ConfigDict raises these for a mistyped or ill-typed knob.
+    # ConfigDict raises these for an unknown knob or a wrong type.
     ours = isinstance(error, (AttributeError, KeyError, TypeError))
     text = _explain(error) if ours else f'{type(error).__name__}: {error}'
-    # FILE:LINE of the deepest call in the folder of the config.
+    # FILE:LINE of the innermost call in the folder of the config.
     folder = os.path.dirname(os.path.abspath(path))
     calls = traceback.extract_tb(error.__traceback__)
     calls = [call for call in calls if os.path.dirname(call.filename) == folder]
@@ -205,10 +205,10 @@ def _with_tuples(value):
 
 
 def unresolved(config: ConfigDict, workdir: pathlib.Path) -> ConfigDict:
-    """The stored config with `auto` again for what it resolved to, as another router changes it."""
+    """Return a stored config with `auto` restored, so that it resolves again for other knobs."""
     try:
         hparams = build_stored(workdir, config)
-    except ValueError:  # main reports it, after the knobs of the command line are applied
+    except ValueError:  # main reports it after the overrides are applied
         return config
     for name in _AUTO:
         changed = config.copy_and_resolve_references()
@@ -219,7 +219,7 @@ def unresolved(config: ConfigDict, workdir: pathlib.Path) -> ConfigDict:
 
 
 def _explain(error):
-    """The message of ConfigDict on a bad assignment, phrased as our own checks are."""
+    """Rephrase ConfigDict's message on a bad assignment."""
     kinds = "<class '(?:.*[.])?(.+)'>"
     typed = re.match(
         f"Could not override field '(.+)' [(]reference[)][.] (.*) is of original type {kinds} and "
@@ -234,7 +234,7 @@ def _explain(error):
 
 
 def overrides():
-    """Yields (dotted name, argument as typed) of each knob set on the command line."""
+    """Yield (dotted name, argument as typed) for each knob on the command line."""
     argv = FLAGS.read_flags_from_files(sys.argv[1:], force_gnu=False)
     file_seen = False
     for argument, following in zip(argv, [*argv[1:], '-'], strict=True):
@@ -243,7 +243,7 @@ def overrides():
         if not match:
             continue
         if not file_seen:
-            raise flags.Error(f'{argument}: stands before --config; put --config=FILE.py first')
+            raise flags.Error(f'{argument}: comes before --config; put --config=FILE.py first')
         value = '' if match[2] or following.startswith('-') else f'={following}'
         yield match[1], argument + value
 

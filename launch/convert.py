@@ -1,4 +1,4 @@
-"""Imports or exports a Hugging Face checkpoint, or starts a run from another or its parameters.
+"""Imports and exports Hugging Face checkpoints, and starts runs from the parameters of other runs.
 
 python -m launch.convert --from_hf=SmolLM2-135M --workdir=runs/smol
 python -m launch.convert --from_hf=OLMo-2-0425-1B --workdir=runs/olmo \\
@@ -14,16 +14,15 @@ python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_looped \\
 
 python -m launch.convert --branch=runs/long --step=600 --workdir=runs/long_600
 
---from_workdir also starts a run with other data or other knobs of training from the parameters of
-any run, at its newest checkpoint or at --step; --from_layers=0,1,3 also leaves out blocks.
---branch copies a run as it was at --step, with its optimizer and its place in the data, so that it
-can go on in another way, such as a decay of the learning rate: docs/configs.md, section 3.
-The folder of --from_hf holds config.json and *.safetensors of a model of a family that
-docs/convert.md lists, or of an export from here. A dense run of the same kind is exported as one of
-that family, others with PyTorch code of their own, which transformers runs with
-trust_remote_code=True.
---from_hf and --from_workdir make a run before its first step, for launch.generate, launch.evaluate,
-and launch.train --config=WORKDIR/config.json.
+--from_hf reads config.json and *.safetensors of a model family listed in docs/convert.md, or of an
+export by --to_hf. --to_hf exports a dense run as a model of such a family. Other runs are exported
+with their own PyTorch code, which transformers runs with trust_remote_code=True.
+--from_workdir starts a run from the parameters of any run, at its newest checkpoint or at --step,
+with other data, training knobs or model. --from_layers=0,1,3 leaves out blocks.
+--branch copies a run at --step with its optimizer state and its position in the data, so that it
+can continue in another way, such as a decay of the learning rate (docs/configs.md, section 3).
+--from_hf and --from_workdir create a run before its first step, for launch.generate,
+launch.evaluate and launch.train --config=WORKDIR/config.json.
 """
 
 import functools
@@ -39,20 +38,20 @@ from launch import cli, config_file, first_checkpoint
 from moddepth_jax.data import sources
 
 CONFIG = cli.define_config(default='configs/imported.py')
-WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run, new but for --to_hf.')
+WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run; new, except for --to_hf.')
 FROM_HF = flags.DEFINE_string('from_hf', None, 'Folder of a Hugging Face model to import.')
-TO_HF = flags.DEFINE_string('to_hf', None, 'New folder for --workdir as a Hugging Face model.')
+TO_HF = flags.DEFINE_string('to_hf', None, 'New folder to which --workdir is exported.')
 FROM_WORKDIR = flags.DEFINE_string('from_workdir', None, 'Run whose parameters --workdir gets.')
 BRANCH = flags.DEFINE_string('branch', None, 'Run that --workdir continues after --step.')
 cli.define_step()
-DTYPE = flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16', 'float16'], 'Of --to_hf.')
+DTYPE = flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16', 'float16'], 'Dtype of --to_hf.')
 LAYERS = flags.DEFINE_string(
     'from_layers',
     None,
-    'The layers of a dense --from_workdir that blocks are made from: one for each block, as 0,2,3; '
-    'of a looped model also average, first or last of those in its places.',
+    'Layers of a dense --from_workdir that initialise the blocks: one per block, such as 0,2,3; '
+    'for a looped model also average, first or last, of the layers that a block replaces.',
 )
-SEPARATOR = flags.DEFINE_string('separator', None, 'Token that starts documents of --from_hf.')
+SEPARATOR = flags.DEFINE_string('separator', None, 'Token that starts documents, for --from_hf.')
 TOKENIZERS = ('tokenizer.json', 'tokenizer.model')
 TOKENIZER_FILES = (*TOKENIZERS, 'tokenizer_config.json', 'special_tokens_map.json')
 OTHER_FORMS = ('vocab.json', 'vocab.txt', 'merges.txt', 'tokenizer_config.json')
@@ -68,7 +67,7 @@ def _import():
     context = given.get('max_position_embeddings') if own else None
     hparams, tokenizer = _hparams_and_tokenizer(folder, knobs, context)
 
-    from moddepth_jax.conversion import torch_folder  # imports JAX: takes a while
+    from moddepth_jax.conversion import torch_folder  # imports JAX, which takes a while
     from moddepth_jax.conversion.hugging_face import import_params
     from moddepth_jax.data.pipeline import make_dataset
     from moddepth_jax.training.summary import num_parameters
@@ -95,14 +94,14 @@ def _import():
 
 
 def _existing(folder, names):
-    """Those of the names that are there, also as broken links: reading these names the file."""
+    """The files that exist; broken links count, so that reading them names the file."""
     return filter(os.path.lexists, (folder / name for name in names))
 
 
 def _hparams_and_tokenizer(folder, knobs, context):
-    """Hyper-parameters and tokenizer of a run of the model in `folder`.
+    """Hyper-parameters and tokenizer for a run of the model in `folder`.
 
-    `context`: of one that was exported from here, the length of its rows; or None.
+    `context` is the sequence length of a model that --to_hf exported, else None.
     """
     from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
     from moddepth_jax.hparams import from_config
@@ -191,7 +190,7 @@ def _export():
 
 
 def _name_separator(folder, tokenizer):
-    """Writes a tokenizer_config.json next to a tokenizer.json that came without one."""
+    """Write a tokenizer_config.json next to a tokenizer.json that has none."""
     file, config = folder / 'tokenizer.json', folder / 'tokenizer_config.json'
     if not file.exists() or config.exists():
         return
@@ -245,7 +244,7 @@ def _branch():
 
 
 def measure_loss(params, averages, hparams, dataset):
-    """Nats per target of the first evaluation.num_batches batches by top-C, as in training."""
+    """Return nats per target on the first evaluation.num_batches batches under top-C routing."""
     import jax
 
     from moddepth_jax.training.evaluate import evaluate
@@ -267,26 +266,27 @@ def main(_):
         found = ', '.join(f'--{name}' for name in given) or 'nothing'
         right = f'needs --workdir and one of {", ".join(f"--{name}" for name in actions)}'
         raise ValueError(f'{right}; {found} was given')
-    if given != ['to_hf']:
-        first_checkpoint.check_source(given[0], flags.FLAGS[given[0]].value)
+    (action,) = given
+    if action != 'to_hf':
+        first_checkpoint.check_source(action, flags.FLAGS[action].value)
         if cli.is_alone():
             sources.check_source(CONFIG.value.data.source)
-    defaulted = flags.FLAGS['config'].config_filename == flags.FLAGS['config'].left_out
-    if given == ['from_workdir'] and defaulted:
+    has_config = flags.FLAGS['config'].config_filename != flags.FLAGS['config'].left_out
+    if action == 'from_workdir' and not has_config:
         wanted = f'--config={FROM_WORKDIR.value}/config.json and the knobs that change'
         raise ValueError(f'--from_workdir={FROM_WORKDIR.value}: needs {wanted}')
-    if given != ['from_workdir'] and LAYERS.value is not None:
+    if action != 'from_workdir' and LAYERS.value is not None:
         raise ValueError(f'--from_layers={LAYERS.value}: belongs to --from_workdir')
-    if given != ['to_hf']:
+    if action != 'to_hf':
         first_checkpoint.check_new_folder('workdir', workdir)
         if DTYPE.value is not None:
             raise ValueError(f'--dtype={DTYPE.value}: belongs to --to_hf; parameters are float32')
-        if given == ['from_hf'] and flags.FLAGS.step is not None:
-            raise ValueError(f'--step={flags.FLAGS.step}: belongs to a run, and not to --from_hf')
-    if given[0] in ('to_hf', 'branch') and (list(config_file.overrides()) or not defaulted):
-        raise ValueError(f'--config: does not belong to --{given[0]}, which changes no knob')
-    actions[given[0]]()
-    if given != ['to_hf']:
+    if action == 'from_hf' and flags.FLAGS.step is not None:
+        raise ValueError(f'--step={flags.FLAGS.step}: does not belong to --from_hf, only to runs')
+    if action in ('to_hf', 'branch') and (list(config_file.overrides()) or has_config):
+        raise ValueError(f'--config: does not belong to --{action}, which changes no knob')
+    actions[action]()
+    if action != 'to_hf':
         config, quoted = shlex.quote(f'{workdir}/config.json'), shlex.quote(workdir)
         print(f'train on it: python -m launch.train --config={config} --workdir={quoted}')
 

@@ -1,4 +1,4 @@
-"""FLOPs of models that the papers describe: counted, not run, for `launch.claims`."""
+"""Counts the FLOPs of the papers' models for `launch.claims`, without running them."""
 
 from configs import base, moda_1b5, moda_48l, moda_700m
 from moddepth_jax.hparams import from_config
@@ -8,10 +8,11 @@ CAPACITIES = (0.75, 0.5, 0.25, 0.12)
 
 
 def counted_flops() -> dict[str, dict]:
-    """FLOPs of a row's forward pass, for `places.Evidence`; each shape has `length`, of the row.
+    """Return the FLOPs of a forward pass over one row, by model shape, for `places.Evidence`.
 
-    Of the shapes of the MoDA paper, `dense` and `moda` in several ways to count attention, by name;
-    of `mod_7b`, `dense` and every block routed at each of CAPACITIES.
+    Each shape has `length`, the length of the row. Shapes of the MoDA paper have `dense` and `moda`
+    with several ways to count attention. `mod_7b` has `dense` and each of CAPACITIES, with every
+    block routed.
     """
     counted = {'mod_7b': _mod_7b()}
     for module in (moda_700m, moda_48l, moda_1b5):
@@ -24,7 +25,7 @@ def counted_flops() -> dict[str, dict]:
 
 
 def _by_way(hparams, length):
-    """FLOPs of all parts, and with pairs, and slots, that causality hides."""
+    """FLOPs of visible pairs and slots, and also of those that causality hides."""
     parts = forward_breakdown(hparams, 1, length)
     visible = sum(parts.values())
     pairs = visible + parts['attention']
@@ -39,13 +40,13 @@ def _by_way(hparams, length):
 
 
 def _all_slots(hparams, readers):
-    """Slots of all layers, for each layer that reads."""
+    """Slots of all layers, summed over the layers that read."""
     letters = {'attention+ffn': 2}.get(hparams.model.depth.slots, 1)
     return len(readers) * hparams.model.num_layers * letters
 
 
 def _mod_7b():
-    """A 7B model with every block routed; the head, which is not routed, counts."""
+    """FLOPs of a 7B model with every block routed, including the output layer."""
     config = base.get_config()
     config.training.num_steps = 1
     model = config.model

@@ -1,9 +1,9 @@
-"""Results of `launch.train --dry_run --json=FILE`: several files as one table, or renewed.
+"""Prints results of `launch.train --dry_run --json=FILE` as one table, or computes them again.
 
 python -m launch.dry_run table results/cpu/dry_run/*.json
 python -m launch.dry_run again results/cpu/dry_run/*.json
 
-again: runs the command of each file with this code and version of JAX, and replaces the file.
+`again` runs the command of each file with the current code and JAX, and replaces the file.
 """
 
 import math
@@ -24,9 +24,9 @@ MOST_DEVICES = 1024
 
 
 def run(hparams, mesh_spec: str):
-    """Prints what the train step takes on the fake devices of --mesh, and writes it with --json.
+    """Compile the train step for the fake devices of --mesh, print its cost, and write --json.
 
-    Only the CPU is used. Raises ValueError for a vocabulary or a mesh that does not fit.
+    Only the CPU is used. Raises ValueError if the vocabulary or the mesh does not fit.
     """
     _fake_devices(mesh_spec)
     from moddepth_jax.compiled.dry_run import dry_run
@@ -43,7 +43,7 @@ def run(hparams, mesh_spec: str):
     with cli.open_json(JSON.value, 'a') as file:
         what = f'compiling the train step for {mesh.size} fake devices; a minute for large models'
         print(what, file=sys.stderr, flush=True)
-        # The command without --json=FILE or --json FILE.
+        # Remove --json=FILE or --json FILE from the command.
         command = re.sub('(?m)^--?json(=|\n).*\n', '', '\n'.join([*sys.argv[1:], ''])).splitlines()
         result = {'command': command, **dry_run(hparams, mesh)}
         if file:
@@ -52,14 +52,14 @@ def run(hparams, mesh_spec: str):
 
 
 def _fake_devices(mesh_spec):
-    """As many CPU devices as the sizes of --mesh ask for, with few threads."""
+    """Create as many fake CPU devices as --mesh needs, with few threads."""
     import jax
 
     devices = math.prod(int(size) for size in re.findall(r'=(\d+)', mesh_spec)) or 1
     if devices > MOST_DEVICES:
         raise ValueError(f'--mesh={mesh_spec}: {devices} devices; must be {MOST_DEVICES} or fewer')
-    os.environ['NPROC'] = '2'  # threads for each of them; none of them runs anything
-    # It would contradict the number asked for here.
+    os.environ['NPROC'] = '2'  # threads per device; nothing runs on them
+    # This option would override jax_num_cpu_devices.
     option = r'--xla_force_host_platform_device_count=\d+'
     os.environ['XLA_FLAGS'] = re.sub(option, '', os.environ.get('XLA_FLAGS', ''))
     jax.config.update('jax_platforms', 'cpu')

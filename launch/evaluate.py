@@ -1,4 +1,4 @@
-"""Evaluates a run, finished or not, on its held-out text or on any other.
+"""Evaluates a run, finished or not, on its held-out text or on other text.
 
 python -m launch.evaluate --workdir=runs/mod_isoflop
 python -m launch.evaluate --workdir=runs/mod_isoflop --routing=dense --num_batches=0
@@ -6,7 +6,7 @@ python -m launch.evaluate --workdir=runs/mod_isoflop --data=notes --json=notes.j
 python -m launch.evaluate --workdir=runs/mod_isoflop --domains=corpora --json=domains.json
 python -m launch.evaluate --workdir=runs/moda --mesh=data=2,fsdp=4
 
-Works on any devices and with any number of processes, as launch.train.
+It runs on any devices and with any number of processes, like launch.train.
 """
 
 import collections
@@ -29,22 +29,22 @@ ROUTING = cli.define_routing('top_c', more=', compared with top_c')
 DATA = flags.DEFINE_string(
     'data',
     None,
-    'Other text: a file, folder, glob, folder of launch.prepare (what was held out, if the run was '
-    'trained on it), or stdlib, python_environment, synthetic, recall.',
+    'Other text: a file, folder, glob, output of launch.prepare (only held-out documents if it is '
+    'the training data), or stdlib, python_environment, synthetic, recall.',
 )
-DOMAINS = flags.DEFINE_string('domains', None, 'Folder: each file and folder in it, as --data.')
-TEXT_FIELD = flags.DEFINE_string('text_field', None, 'Of --data or --domains, not as in the run.')
-ENCODING = flags.DEFINE_string('encoding', 'utf-8', 'Of text files of --data or --domains.')
+DOMAINS = flags.DEFINE_string('domains', None, 'Folder whose files and folders are texts.')
+TEXT_FIELD = flags.DEFINE_string('text_field', None, 'Text field of --data or --domains.')
+ENCODING = flags.DEFINE_string('encoding', 'utf-8', 'Encoding of --data or --domains.')
 NUM_BATCHES = flags.DEFINE_integer(
     'num_batches', None, '0: all. Default: evaluation.final_batches of the run.', lower_bound=0
 )
 PER_LAYER = flags.DEFINE_boolean('per_layer', False, 'Also the routing gap of each routed block.')
-MESH = cli.define_mesh('As of launch.train. Default: as much data as divides rows.', default='')
-JSON = flags.DEFINE_string('json', None, 'File for the result; - for stdout, and nothing else.')
+MESH = cli.define_mesh('As in launch.train. Default: data=N, where N divides the rows.', default='')
+JSON = flags.DEFINE_string('json', None, 'File for the result; -: only the result, on stdout.')
 
 
 def _load_data(run):
-    """(datasets by name, reasons of the skipped ones); without --domains the name is None."""
+    """(datasets by name, reasons of skipped ones); without --domains, the name is None."""
     from moddepth_jax.data.domains import load_domains, name_flags
     from moddepth_jax.data.pipeline import make_held_out
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
@@ -53,11 +53,11 @@ def _load_data(run):
     if ROUTING.value is not None:
         check_routing(run.hparams, ROUTING.value)
     if PER_LAYER.value and not run.hparams.model.routed_layers:
-        raise ValueError('--per_layer: this run is dense, it has no routed block')
+        raise ValueError('--per_layer: this run is dense and has no routed block')
     data = run.hparams.data
     tokenizer = tokenizer_of(data, WORKDIR.value)
     if DATA.value is None and DOMAINS.value is None:
-        right = 'if it was moved, or stayed on another machine, name a text: --data=TEXT'
+        right = 'if it was moved or is on another machine, name a text: --data=TEXT'
         return {None: cli.load_own_data(run, tokenizer, right)}, {}
     if TEXT_FIELD.value is not None:
         data = dataclasses.replace(data, text_field=TEXT_FIELD.value)
@@ -70,7 +70,7 @@ def _load_data(run):
     data = dataclasses.replace(data, source=DATA.value, mixture='')
     try:
         return {None: make_held_out(data, tokenizer, trained_on)}, {}
-    except ValueError as error:  # it names knobs, which are flags here
+    except ValueError as error:  # the message names knobs, which are flags here
         raise ValueError(name_flags(str(error))) from None
 
 
@@ -84,7 +84,7 @@ def _mesh(hparams):
 
 
 def _measure(run, dataset, most):
-    """What --json has of one text, of `most` batches or all."""
+    """The fields of --json for one text, on at most `most` batches (0: all)."""
     import jax
 
     from moddepth_jax.training.evaluate import evaluate, evaluate_causal
@@ -120,7 +120,7 @@ def _measure(run, dataset, most):
 
 
 def _measure_domains(run, datasets, skipped, most):
-    """What --json has of all domains, and of their targets together."""
+    """The fields of --json for all domains, and for their targets together."""
     from moddepth_jax.training.evaluate import perplexity
 
     found, totals = {}, collections.Counter()
@@ -142,14 +142,14 @@ def _measure_domains(run, datasets, skipped, most):
 
 
 def _print_report(report, experts):
-    """Prints the losses of one text, and what the routers and experts did."""
+    """Print the losses of one text, and statistics of routers and experts."""
     from moddepth_jax.analysis.report import describe_gap, domain_table, expert_line, loss_table
     from moddepth_jax.training.tables import Table, to_rich
 
     text = f'the held-out text of {report["data"]}' if report['held_out'] else report['data']
     cli.show(f'{_of_run(report)}, on {text}', loss_table(report, report['rule']))
     if 'domains' in report:
-        title = 'by domain (above: means of these, weighted by share)'
+        title = 'by domain (above: means weighted by share)'
         cli.show(domain_table(report['domains'], title))
     if 'routing_gap' in report:
         gap = report['routing_gap']
@@ -168,18 +168,18 @@ def _print_report(report, experts):
         }
         heads = ['layer', *(column.replace('_', ' ') for column in columns)]
         cli.show(to_rich(Table(None, heads, rows)))
-        cli.show(f'precision and recall: of {report["compared"]} against the top C of each row')
-        of_what = 'routed block, or loop but the first, selects'
-        cli.show(f'dead tokens, which no {of_what}: {report["dead_tokens"]:.3f}')
+        cli.show(f'precision and recall: {report["compared"]} against the top C of each row')
+        unselected = 'selected by no routed block or loop after the first'
+        cli.show(f'dead tokens ({unselected}): {report["dead_tokens"]:.3f}')
         if refused:
             cli.show('refused: selected by the rule, but beyond model.routing.cache_capacity')
     if 'loops_per_token' in report:
-        found = f'{report["loops_per_token"]:.3f} of {report["loops"]} loops a token'
+        found = f'{report["loops_per_token"]:.3f} of {report["loops"]} loops per token'
         cli.show(f'{found}; all loops are computed for every token')
     if report['experts']:
         cli.show(expert_line(report['experts'], experts))
     batches, all_batches = report['batches'], report['all_batches']
-    more = '; --num_batches=0 takes all of them' if batches < all_batches else ''
+    more = '; --num_batches=0 reads all of them' if batches < all_batches else ''
     cli.show(f'{report["targets"]:,} targets in {batches} of {all_batches} batches{more}')
 
 
@@ -189,7 +189,7 @@ def _of_run(report):
 
 
 def _print_domains(report):
-    """Prints the table of the domains, and on stderr those that were skipped."""
+    """Print the table of the domains, and on stderr the skipped ones."""
     from moddepth_jax.analysis.report import domain_table
 
     rule, domains = report['rule'] or 'no routing (causal as it is)', report['domains']
@@ -197,23 +197,24 @@ def _print_domains(report):
     cli.show(f'{_of_run(report)}, by {rule}', all_rows)
     if cut := [name for name in domains if domains[name]['batches'] < domains[name]['all_batches']]:
         first = f'the first {report["num_batches"]} batches of {", ".join(cut)}'
-        cli.show(f'{first}; --num_batches=0 takes all of them')
+        cli.show(f'{first}; --num_batches=0 reads all of them')
     for name, reason in report['skipped'].items():
         print(f'skipped {name}: {reason}', file=sys.stderr)
 
 
 def _check_flags():
-    """Refuses flags that do not fit together, before the run is read."""
+    """Raise ValueError for flags that exclude each other, before the run is read."""
     checks.encoding('--encoding', ENCODING.value)
     if DATA.value is not None and DOMAINS.value is not None:
-        raise ValueError(f'--domains={DOMAINS.value}: not together with --data; leave one out')
+        right = 'cannot be combined with --data; leave one out'
+        raise ValueError(f'--domains={DOMAINS.value}: {right}')
     own = DATA.value is None and DOMAINS.value is None
     for flag in (TEXT_FIELD, ENCODING) if own else ():
         if flag.present:
             found = f'--{flag.name}={flag.value}'
             raise ValueError(f'{found}: belongs to --data or --domains, which is missing')
     if PER_LAYER.value and ROUTING.value is not None:
-        raise ValueError('--per_layer: the gap is that of the own rule; leave --routing out')
+        raise ValueError('--per_layer: the gap is that of the rule of the run; leave --routing out')
 
 
 def main(_):

@@ -1,4 +1,4 @@
-"""Output folders that are complete or absent; new runs from given parameters or a checkpoint."""
+"""Creates output folders atomically, and new runs from parameters or from a checkpoint."""
 
 import contextlib
 import dataclasses
@@ -12,21 +12,21 @@ import shutil
 from moddepth_jax.data.directory import read_json
 
 NOTE_FILE = 'convert.json'
-SOURCE_FILES = 'hugging_face'  # folder of a run: other files of the checkpoint it was imported from
+SOURCE_FILES = 'hugging_face'  # folder of a run with other files of the imported checkpoint
 
 
 def check_new_folder(flag: str, folder: str):
-    """Raises ValueError, one line, if `folder` of the flag exists and is not empty."""
+    """Raise ValueError if `folder` exists and is not an empty directory."""
     path = pathlib.Path(folder)
     if path.exists() and not path.is_dir():
-        raise ValueError(f'--{flag}={folder}: is a file; it must be a new folder')
+        raise ValueError(f'--{flag}={folder}: is a file; must be a new folder')
     if path.is_dir() and any(path.iterdir()):
         right = 'must be new or empty; remove it or name another'
         raise ValueError(f'--{flag}={folder}: holds {next(path.iterdir()).name!r}; {right}')
 
 
 def check_source(flag: str, folder: str):
-    """Raises ValueError, one line, if `folder` is the name of a model, or is for the other flag."""
+    """Raise ValueError if `folder` is a model name or URL, or belongs to another flag."""
     url = re.match(r'https?://(?:www[.])?(?:huggingface|hf)[.]co/(.*)', folder)
     name = re.split('/(?:tree|blob|resolve)/|[?#]', url[1])[0].strip('/') if url else folder
     known = re.fullmatch(r'\w[\w.-]*(/\w[\w.-]*)?', name)  # ORGANISATION/NAME, or an old NAME
@@ -54,7 +54,7 @@ def check_source(flag: str, folder: str):
 
 @contextlib.contextmanager
 def atomic_folder(flag: str, folder: str):
-    """Yields a temporary folder that is renamed to the new `folder`, or removed on an error."""
+    """Yield a temporary folder that is renamed to `folder`, or removed on an error."""
     check_new_folder(flag, folder)
     path = pathlib.Path(os.path.abspath(folder))
     part = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
@@ -71,15 +71,15 @@ def atomic_folder(flag: str, folder: str):
 
 
 def read_note(workdir: str) -> dict:
-    """The content of a run's convert.json; empty for a run that was not converted."""
+    """Return the content of convert.json; {} if the run was not converted."""
     return read_json(pathlib.Path(workdir) / NOTE_FILE, 'convert the model again') or {}
 
 
 def branch_run(source: str, step: int | None, workdir: str) -> tuple[int, int]:
-    """Makes the new `workdir` the run in `source` as it was after `step`, or its newest checkpoint.
+    """Copy the run in `source` as it was after `step` (default: the newest) to a new `workdir`.
 
-    Returns that step and the number of steps that the run plans. The checkpoint keeps the state of
-    the optimizer and the place in the data. Raises ValueError, one line, without a good one.
+    The checkpoint includes the optimizer state and the position in the data. Returns the step and
+    the planned number of steps. Raises ValueError if there is no good checkpoint.
     """
     from moddepth_jax.data.tokenizers.tokenizer import DIRECTORY
     from moddepth_jax.training.manifest import read_manifest
@@ -110,10 +110,16 @@ def branch_run(source: str, step: int | None, workdir: str) -> tuple[int, int]:
 
 
 def write_new_run(workdir: str, hparams, params, averages, dataset, note: dict, source_files=()):
-    """Makes the new `workdir` that of a run before its first step, for launch.train to start from.
+    """Create a run before its first step in a new `workdir`, from which launch.train can start.
 
-    `hparams`, `params` and `averages` are of its TrainState, `dataset` of `make_dataset`; `note` is
-    written as convert.json, and `source_files` are copied to its folder `hugging_face`.
+    Args:
+      workdir: new directory.
+      hparams: of the run.
+      params: parameters of its TrainState.
+      averages: averages of its TrainState.
+      dataset: from `make_dataset`.
+      note: content of convert.json.
+      source_files: files to copy to the folder `hugging_face`.
     """
     import jax
 

@@ -1,4 +1,4 @@
-"""What is wrong with the flags and words of a command line: one line each."""
+"""Error messages of one line for wrong flags and words on the command line."""
 
 import re
 import shlex
@@ -8,16 +8,16 @@ from absl import flags
 
 FLAGS = flags.FLAGS
 _BOOLEANS = ('true', 'false', '1', '0', 'yes', 'no', 'on', 'off')
-_DASHES = '\u2010\u2011\u2012\u2013\u2014\u2015\u2212'  # what editors and web pages make of -
+_DASHES = '\u2010\u2011\u2012\u2013\u2014\u2015\u2212'  # editors and web pages replace - by these
 
 
 def own_flags() -> list[flags.Flag]:
-    """The flags of the command, by name."""
+    """Return the flags of the command, sorted by name."""
     return sorted(FLAGS.get_key_flags_for_module(sys.argv[0]), key=lambda flag: flag.name)
 
 
 def describe(error: Exception) -> str:
-    """The line on an error of the flags."""
+    """Return one line for an error of the flags."""
     if isinstance(error, flags.UnrecognizedFlagError):
         return _unknown_flag(error)
     if isinstance(error, flags.IllegalFlagValueError):
@@ -26,12 +26,12 @@ def describe(error: Exception) -> str:
 
 
 def check_words(words: list[str], positional: str, error: Exception | None = None):
-    """Raises ValueError for a word that was read in another way than it was meant.
+    """Raise ValueError for a word that was probably not meant as it was parsed.
 
     Args:
-      words: what follows the name of the command; after `--` nothing is checked.
-      positional: what --help says of words that belong to no flag; '': there are none.
-      error: of the flags. Words that belong to none are then reported only if one is missing.
+      words: the command line; words after `--` are not checked.
+      positional: the text of --help on positional arguments; '' if there are none.
+      error: error of the flag parser. Stray words are then only reported if a flag is missing.
     """
     required = re.match('flag --(.+)=None: .* other than None', str(error))
     no_config = error is not None and 'config' in FLAGS and FLAGS['config'].value is None
@@ -62,7 +62,7 @@ def check_words(words: list[str], positional: str, error: Exception | None = Non
 
 
 def _check_neighbors(word, following, takes_next, positional):
-    """Raises ValueError if a flag without a value has another flag, or spaces and "=", after it."""
+    """Raise ValueError if a flag without a value is followed by another flag or a spaced "="."""
     name, equals, _ = word.partition('=')
     after = following[0] if following else '--'
     spaced = [after] if after.startswith('=') else []
@@ -79,7 +79,7 @@ def _check_neighbors(word, following, takes_next, positional):
 
 
 def _without_flag(word, name):
-    """The line on a word that is the value of a required flag."""
+    """One line for a word that is probably the value of a required flag."""
     meant = word
     if name == 'config':
         from launch import config_file
@@ -89,7 +89,7 @@ def _without_flag(word, name):
 
 
 def _unexpected(word, before):
-    """The line on a word that belongs to no flag, after another word."""
+    """One line for a word that belongs to no flag and follows the word `before`."""
     name, _, value = word.partition('=')
     known = _known()
     for meant in (name.lstrip(_DASHES), f'config.{name}'):
@@ -107,10 +107,10 @@ def _unexpected(word, before):
 
 
 def _known():
-    """Names of flags, and of the knobs of --config."""
+    """Names of the flags, and of the knobs of --config."""
     names = [flag.name for flag in own_flags()]
     if 'config' in FLAGS and FLAGS['config'].value:
-        from launch import config_file  # which launch.gpu works without
+        from launch import config_file  # launch.gpu does not need it
 
         names += config_file.knob_names(FLAGS['config'].value)
     return names

@@ -1,4 +1,4 @@
-"""Writes text with a run, finished or not, by the causal routing that its evaluation uses.
+"""Generates text with a run, finished or not, under the causal routing of its evaluation.
 
 python -m launch.generate --workdir=runs/mod_isoflop --prompt='def '
 python -m launch.generate --workdir=runs/mod_isoflop --prompt='def ' --prompt='class ' \\
@@ -6,10 +6,9 @@ python -m launch.generate --workdir=runs/mod_isoflop --prompt='def ' --prompt='c
 python -m launch.generate --workdir=runs/mod_isoflop --prompts=rows/a.jsonl --text_field=body
 ls | python -m launch.generate --workdir=runs/mod_isoflop --mesh=fsdp=2,tensor=2
 
-Without a prompt, continues each line that is typed, as its tokens come, with --chat after all that
-was typed and written before; of a pipe, each line is a prompt. Temperature applies first, then
---top_k, then --top_p. A model that does not fit one device needs --mesh, or several processes as
-launch.train has them.
+Without --prompt it continues each line that you type; with --chat, all lines and answers so far are
+the context. Each line of a pipe is a prompt. --temperature applies first, then --top_k, then
+--top_p. A model that does not fit one device needs --mesh, or several processes as in launch.train.
 """
 
 import codecs
@@ -30,40 +29,40 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required
 cli.define_step()
 cli.define_loops()
 cli.define_exit_threshold()
-PROMPT = flags.DEFINE_multi_string('prompt', None, 'Start of the text; several run together.')
+PROMPT = flags.DEFINE_multi_string('prompt', None, 'Start of the text; may be given repeatedly.')
 PROMPTS = flags.DEFINE_string(
-    'prompts', None, 'File of prompts: a text of one a line, or rows as of data.source.'
+    'prompts', None, 'File of prompts: text with one per line, or rows as in data.source.'
 )
-TEXT_FIELD = flags.DEFINE_string('text_field', 'prompt', 'Of the rows of --prompts.')
-ENCODING = flags.DEFINE_string('encoding', 'utf-8', 'Of the text of --prompts.')
-MAX_TOKENS = flags.DEFINE_integer('max_tokens', None, 'To add. Default: 200.', lower_bound=1)
-TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Lower is safer, 0 takes the likeliest token.')
-TOP_K = flags.DEFINE_integer('top_k', 0, 'Draw from this many of the likeliest tokens; 0: all.')
-TOP_P = flags.DEFINE_float('top_p', 1.0, 'Draw from the likeliest tokens of this probability.')
-SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.', lower_bound=0, upper_bound=2**32 - 1)
+TEXT_FIELD = flags.DEFINE_string('text_field', 'prompt', 'Field of the prompt in --prompts rows.')
+ENCODING = flags.DEFINE_string('encoding', 'utf-8', 'Encoding of --prompts or stdin.')
+MAX_TOKENS = flags.DEFINE_integer('max_tokens', None, 'New tokens. Default: 200.', lower_bound=1)
+TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Of sampling; 0 is greedy decoding.')
+TOP_K = flags.DEFINE_integer('top_k', 0, 'Sample from the most likely K tokens; 0: all.')
+TOP_P = flags.DEFINE_float('top_p', 1.0, 'Sample from the most likely tokens with total mass P.')
+SEED = flags.DEFINE_integer('seed', 0, 'Of sampling.', lower_bound=0, upper_bound=2**32 - 1)
 PREFILL_CHUNK = flags.DEFINE_integer(
-    'prefill_chunk', 0, 'Read prompts by so many tokens at a time, in less memory; 0: at once.'
+    'prefill_chunk', 0, 'Read prompts in chunks of this many tokens to save memory; 0: at once.'
 )
 DRAFT_TOKENS = flags.DEFINE_integer(
-    'draft_tokens', 0, 'Guess so many tokens without the routed blocks, check them in one pass.'
+    'draft_tokens', 0, 'Speculate this many tokens without routed blocks, verified in one pass.'
 )
-CHAT = flags.DEFINE_bool('chat', False, 'Typed lines go on from the text so far, as much as fits.')
+CHAT = flags.DEFINE_bool('chat', False, 'Keep earlier lines and answers as context if they fit.')
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Texts for each prompt.', lower_bound=1)
-BATCH_SIZE = flags.DEFINE_integer('batch_size', 32, 'Texts written at a time.', lower_bound=1)
+BATCH_SIZE = flags.DEFINE_integer('batch_size', 32, 'Texts generated together.', lower_bound=1)
 ROUTING = cli.define_routing()
-MESH = cli.define_mesh('As of launch.train. Default with one process: one device.')
+MESH = cli.define_mesh('As in launch.train. Default with one process: one device.')
 DEFAULT_TOKENS = 200
 
 
 class _Progress:
-    """Called by `generate` after each step: prints a single text while it grows; measures time."""
+    """Callback of `generate`: prints a single text while it grows, and measures the speed."""
 
     def __init__(self, tokenizer, prompt, single, num_shown):
         self._tokenizer, self._row, self._single = tokenizer, list(prompt), single
         self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
         self._num_bytes, self._last, self._begin = num_shown, '', time.monotonic()
-        self.ends, self.num_tokens = [], []  # of each step: seconds, and new tokens of all rows
-        self.advance = None  # advances the bar
+        self.ends, self.num_tokens = [], []  # for each step: end time, and new tokens of all rows
+        self.advance = None  # advances the progress bar
 
     def __call__(self, tokens_B, active_B):
         self.ends.append(time.monotonic())
@@ -74,7 +73,7 @@ class _Progress:
             self.show(self._tokenizer.decode(self._row))
 
     def show(self, text: bytes, final: bool = False):
-        """Prints characters of `text` as they are complete; `final` also ends the line."""
+        """Print the new complete characters of `text`; `final` also ends the line."""
         from moddepth_jax.training.progress import printable
 
         new = printable(self._decoder.decode(text[self._num_bytes :], final))
@@ -82,10 +81,10 @@ class _Progress:
         print(new, end='\n' if final and self._last != '\n' else '', flush=True)
 
     def describe(self, stopped, notes):
-        """One line: tokens, speed, rows that `stopped` with their document, and `notes`."""
+        """Return one line: tokens, speed, rows whose document ended (`stopped`), and `notes`."""
         seconds = time.monotonic() - self._begin
         parts = [f'{sum(self.num_tokens)} tokens in {seconds:.1f} s']
-        if later := sum(self.num_tokens[2:]):  # the first two steps wait for compilation
+        if later := sum(self.num_tokens[2:]):  # the first two steps include compilation
             rate = later / (self.ends[-1] - self.ends[1])
             parts.append(f'{rate:.0f} tokens/s once compiled')
         if ended := sum(stopped):
@@ -95,7 +94,7 @@ class _Progress:
 
 
 def _print_rows(texts, first, num_prompts):
-    """Prints the texts of a batch of the prompts, from number `first` on."""
+    """Print the texts of a batch of prompts that begins at number `first`."""
     from moddepth_jax.training.progress import printable
 
     counts = {'prompt': num_prompts, 'sample': NUM_SAMPLES.value}
@@ -107,7 +106,7 @@ def _print_rows(texts, first, num_prompts):
 
 
 def _read_prompts():
-    """The prompts, as bytes: of the flags, of a file, or of a pipe; without any, an empty one."""
+    """The prompts as bytes: from flags, a file or a pipe; without any, one empty prompt."""
     from moddepth_jax.data.domains import name_flags
     from moddepth_jax.data.readers import BadText, read_rows, to_utf8
     from moddepth_jax.hparams import checks
@@ -116,7 +115,7 @@ def _read_prompts():
     checks.encoding('--encoding', ENCODING.value)
     name, texts = PROMPTS.value, []
     if name and PROMPT.value is not None:
-        raise ValueError(f'--prompts={name}: not together with --prompt; leave one out')
+        raise ValueError(f'--prompts={name}: cannot be combined with --prompt; leave one out')
     if not name and (PROMPT.value is not None or multihost.is_initialized()):
         return list(map(os.fsencode, PROMPT.value or ['']))
     try:
@@ -131,12 +130,12 @@ def _read_prompts():
     except BadText as error:
         raise ValueError(name_flags(str(error))) from None
     if not texts:
-        raise ValueError(f'--prompts={name}: holds no prompt; write one a line')
+        raise ValueError(f'--prompts={name}: holds no prompt; write one per line')
     return texts
 
 
 def _request(run, tokenizer, texts, cut=False):
-    """The arguments of `generate` except the model; raises as it does, or cuts prompts' left."""
+    """The arguments of `generate` except the model; raises its errors, or cuts prompts' left."""
     from moddepth_jax.hparams.rules import causal_routing, check_causal
     from moddepth_jax.inference.generate import check_chunk, check_draft, check_request
 
@@ -170,16 +169,16 @@ def _request(run, tokenizer, texts, cut=False):
 
 
 def _write(run, tokenizer, shown=False, *, prompts, **request):
-    """Continues the prompts, some at a time; process 0 prints. Returns its last texts.
+    """Continue the prompts in batches; process 0 prints. Returns the texts of the last batch.
 
-    `shown`: a single prompt is on the terminal already.
+    `shown` means that a single prompt is already on the terminal.
     """
     from moddepth_jax.inference.generate import generate
     from moddepth_jax.training import multihost
 
     leader, single = multihost.is_leader(), len(prompts) * NUM_SAMPLES.value == 1
     size = max(1, BATCH_SIZE.value // NUM_SAMPLES.value)
-    size = -(-len(prompts) // -(-len(prompts) // size))  # even batches have few shapes
+    size = -(-len(prompts) // -(-len(prompts) // size))  # batches of equal size compile once
     num_shown = len(tokenizer.decode(prompts[0])) if shown else 0
     progress = _Progress(tokenizer, prompts[0], single and leader, num_shown)
     stopped, notes = [], {}
@@ -202,14 +201,14 @@ def _write(run, tokenizer, shown=False, *, prompts, **request):
 
 
 def _converse(run, tokenizer):
-    """Continues each line that is typed; the draws of no two lines have the same seed."""
+    """Continue each line that the user types; each line has another seed."""
     from moddepth_jax.inference.prompt_cache import PromptCache
 
     _request(run, tokenizer, [b''], CHAT.value)
     text, kept = b'', {'prompt_cache': PromptCache()} if CHAT.value else {}
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  input() then has a history and arrow keys
-    print('Type the start of a text; Ctrl-D ends.', file=sys.stderr)
+        import readline  # noqa: F401  gives input() a history and arrow keys
+    print('Type the start of a text. Ctrl-D ends.', file=sys.stderr)
     for count in itertools.count(SEED.value):
         try:
             line = os.fsencode(input('> '))
@@ -226,7 +225,7 @@ def _converse(run, tokenizer):
 
 
 def _start(run, texts):
-    """Continues the texts, or without them what is typed."""
+    """Continue the texts or, without texts, what the user types."""
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.training import multihost
 
@@ -249,12 +248,12 @@ def main(_):
     given = PROMPT.value is not None or PROMPTS.value or multihost.is_initialized()
     interactive = not given and sys.stdin and sys.stdin.isatty()
     if CHAT.value and (not interactive or NUM_SAMPLES.value > 1):
-        raise ValueError('--chat: continues lines typed on a terminal, one sample of each')
-    # Before the run, which may take minutes to read.
+        raise ValueError('--chat: needs a terminal, and one sample per line')
+    # Before the run, which may take minutes to load.
     texts = None if interactive else multihost.run_on_all(_read_prompts)
     if MESH.value is None and not multihost.is_initialized():
         return _start(cli.load_saved_run(WORKDIR.value), texts)
-    # Rows need not divide over it.
+    # Rows need not divide evenly over the mesh.
     mesh_of = functools.partial(cli.checked_mesh, text=MESH.value or '')
     run = cli.load_saved_run(WORKDIR.value, mesh_of)
     with jax.set_mesh(run.state.step.sharding.mesh):

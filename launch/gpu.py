@@ -1,4 +1,4 @@
-"""All that wants a GPU, in visits of minutes: correctness, times, training steps, runs.
+"""Runs everything that needs a GPU in short visits: checks, timings, training steps, runs.
 
   python -m launch.gpu --list                                    # the cases, and their seconds
   python -m launch.gpu --out=results/gpu/h200 --deadline=540     # as often as it takes
@@ -6,9 +6,9 @@
   python -m launch.gpu --out=results/gpu/h200 --report
   python -m launch.gpu --toy --out=/tmp/toy                      # a rehearsal on a CPU
 
-Every case runs in a child process with a time limit and adds one line to OUT/results.jsonl; one
-that crashes, hangs or is wrong costs only itself and the times of a wrong kernel. The same command
-continues where it stopped. docs/gpu.md has the procedure, also for a machine without a network.
+Every case runs in a child process with a time limit and adds one line to OUT/results.jsonl. A case
+that crashes or hangs does not affect others, and wrong kernels are not timed. The same command
+continues where it stopped. docs/gpu.md has the procedure, including machines without a network.
 """
 
 import pathlib
@@ -23,8 +23,8 @@ from launch import cli
 BEGIN = time.monotonic()
 OUT = flags.DEFINE_string('out', None, 'Directory of the results. Default: results/gpu/GPU.')
 CASES = flags.DEFINE_list('cases', [], 'Run only cases whose names contain one of these.')
-DEADLINE = flags.DEFINE_float('deadline', None, 'Seconds after which nothing runs any more.')
-AGAIN = flags.DEFINE_boolean('again', False, 'Repeat results of other code, or all of --cases.')
+DEADLINE = flags.DEFINE_float('deadline', None, 'Seconds after which the command stops.')
+AGAIN = flags.DEFINE_boolean('again', False, 'Repeat results of other code, or all --cases.')
 LIST = flags.DEFINE_boolean('list', False, 'Print the cases with their seconds and exit.')
 REPORT = flags.DEFINE_boolean('report', False, 'Write table.md, claims.json and attention.png.')
 TOY = flags.DEFINE_boolean('toy', False, 'Some cases of each kind at toy size, on the CPU.')
@@ -41,7 +41,7 @@ def main(_):
         from moddepth_jax.benchmarks import report
 
         return print(*report.write(pathlib.Path(OUT.value)), sep='\n')
-    # Missing packages must not keep kernels from being tested: their cases need JAX alone.
+    # Import only what the cases of kernels need, which is JAX: other packages may be missing.
     from moddepth_jax.benchmarks import visit
 
     chosen = visit.choose_cases(CASES.value, TOY.value)

@@ -1,12 +1,12 @@
-"""Shows what a run's model does with a text, token by token: a page, pictures and numbers.
+"""Shows what the model of a run does with each token of a text: a web page, pictures, numbers.
 
 python -m launch.inspect --workdir=runs/mod_isoflop --text=setup.py --out=inspection
 python -m launch.inspect --workdir=runs/mod_isoflop --text='def f(x): return x' --out=inspection
 git show | python -m launch.inspect --workdir=runs/mod_isoflop --text=- --out=inspection
 python -m launch.inspect --workdir=runs/mod_isoflop --importance --out=importance
 
-Open inspection/routing.html in a browser; it needs no network. --importance ranks the blocks by
-what skipping each costs on the run's own held-out text.
+Open inspection/routing.html in a browser; it needs no network. --importance ranks the blocks by how
+much skipping each one costs on the held-out text of the run.
 """
 
 import json
@@ -15,9 +15,9 @@ import pathlib
 import re
 import sys
 
-if __name__ == 'inspect':  # in the place of Python's own module: launch/ is where scripts look
+if __name__ == 'inspect':  # a script in launch/ imports this instead of Python's own module
     print(
-        'error: start commands as python -m launch.NAME, as python -m launch.train; not as files',
+        'error: start commands as modules, such as python -m launch.train, not as files',
         file=sys.stderr,
     )
     sys.exit(2)
@@ -35,21 +35,21 @@ cli.define_loops()
 TEXT = flags.DEFINE_string('text', None, 'A file, - for stdin, or the text itself.')
 OUT = flags.DEFINE_string('out', None, 'Directory for page, numbers and pictures.', required=True)
 ROUTING = cli.define_routing('top_c (looks at the future)')
-ENCODING = flags.DEFINE_string('encoding', 'utf-8', 'Of the file, or of stdin.')
-LANGUAGE = flags.DEFINE_enum('language', 'auto', ['auto', 'python', 'prose'], 'Of the text.')
-MAX_TOKENS = flags.DEFINE_integer('max_tokens', 5000, 'Of the text, to show.', lower_bound=1)
-IMPORTANCE = flags.DEFINE_boolean('importance', False, 'Rank blocks by what skipping them costs.')
+ENCODING = flags.DEFINE_string('encoding', 'utf-8', 'Encoding of the file or stdin.')
+LANGUAGE = flags.DEFINE_enum('language', 'auto', ['auto', 'python', 'prose'], 'Kind of text.')
+MAX_TOKENS = flags.DEFINE_integer('max_tokens', 5000, 'Most tokens to show.', lower_bound=1)
+IMPORTANCE = flags.DEFINE_boolean('importance', False, 'Rank blocks by the cost of skipping them.')
 NUM_BATCHES = flags.DEFINE_integer(
-    'num_batches', None, 'Of --importance. Default: evaluation.num_batches.', lower_bound=1
+    'num_batches', None, 'For --importance. Default: evaluation.num_batches.', lower_bound=1
 )
 OF_TEXT = ('text', 'encoding', 'language', 'max_tokens')
 FILES = ('routing.html', 'routing.json', 'routing.png', 'depth_mass.png', 'depth_mass.json')
-STRIP = 128  # tokens across the picture
+STRIP = 128  # tokens in a line of the picture
 MAX_DRAWN = 1024  # tokens in the picture
 
 
 def _read_text():
-    """The bytes of --text, and what to call it."""
+    """The bytes of --text, and its name."""
     from moddepth_jax.data.readers import BadText, read_text, to_utf8
 
     value, path = TEXT.value, pathlib.Path(TEXT.value)
@@ -62,7 +62,7 @@ def _read_text():
     except BadText as error:
         raise ValueError(str(error).replace('data.encoding', '--encoding')) from None
     if re.fullmatch(r'[\w.~-]*(/[\w.~-]*)+|[\w-]+\.[A-Za-z]{1,5}', value):
-        right = 'a text that looks like the name of a file is given by --text=- on stdin'
+        right = 'use --text=- and stdin for a text that looks like a file name'
         raise ValueError(f'--text={value}: no such file; {right}')
     return to_utf8('--text', os.fsencode(value), 'utf-8'), 'the text of --text'
 
@@ -72,7 +72,7 @@ def _printable(name):
 
 
 def _measure(run, text, name, out):
-    """The content of routing.json, the Inspection, and the DepthMass of a model with slots."""
+    """The content of routing.json, the Inspection, and the DepthMass (None without slots)."""
     import numpy as np
 
     from moddepth_jax.analysis.depth_mass import depth_mass
@@ -96,7 +96,7 @@ def _measure(run, text, name, out):
     with cli.progress_bar('inspecting', windows) as advance:
         inspection = inspect_tokens(variables, hparams, tokens_N, tokenizer, routing, advance)
     mass, measured = None, 0
-    if hparams.model.depth.slots_per_layer:  # of the complete windows, or of a shorter text
+    if hparams.model.depth.slots_per_layer:  # on complete windows, or on a shorter text
         length = min(hparams.data.sequence_length, len(tokens_N))
         rows = max(1, min(len(tokens_N), DEPTH_TOKENS) // length)
         tokens_BT = tokens_N[: rows * length].reshape(rows, length).astype(np.int32)
@@ -117,7 +117,7 @@ def _measure(run, text, name, out):
 
 
 def _write(out, inspection, hparams, data, mass):
-    """Writes all files; removes pictures of an earlier inspection that this model lacks."""
+    """Write all files, and remove pictures of an earlier inspection."""
     from moddepth_jax.analysis import heatmaps
     from moddepth_jax.analysis.routing_page import render
     from moddepth_jax.training.run_dir import write_atomically
@@ -154,7 +154,7 @@ def _describe(out, data):
         few, what = totals['enter_none'], 'skip every routed block'
         if about['loops']:
             few = totals['blocks_entered'][1]['tokens'] / totals['tokens']
-            what = 'go through one loop alone'
+            what = 'go through only one loop'
         parts.append(f'{few:.1%} {what}')
     else:
         parts.append('no block of this model is routed, so there is no routing.png')
@@ -164,7 +164,7 @@ def _describe(out, data):
 
 
 def _rank_blocks(run, out):
-    """Prints the importance of the blocks; writes importance.json and importance.png."""
+    """Print the importance of the blocks; write importance.json and importance.png."""
     import jax
 
     from moddepth_jax.analysis import importance
@@ -193,7 +193,7 @@ def _rank_blocks(run, out):
     cli.make_directory('out', out)
     text = json.dumps(about | found, indent=2, allow_nan=False) + '\n'
     write_atomically(out / 'importance.json', text)
-    title = f'{name}: loss {found["loss"]:.4f} nats a token, more without a block'
+    title = f'{name}: increase of the loss {found["loss"]:.4f} if a block is skipped'
     plot_importance(found, title, out / 'importance.png')
     _describe_importance(out, about, found)
 
@@ -205,7 +205,7 @@ def _describe_importance(out, about, found):
         costs = [f'{row[part]["cost"]:+.4f}' for part in ('block', 'attention', 'mlp')]
         routed = 'routed' if row['routed'] else ''
         rows[str(layer)] = [costs[0], f'{row["block"]["cost_bits"]:+.4f}', *costs[1:], routed]
-    heads = ['without layer', 'nats a token', 'bits/byte', 'attention alone', 'mlp alone', '']
+    heads = ['without layer', 'nats a token', 'bits/byte', 'only attention', 'only mlp', '']
     cli.show(to_rich(Table(None, heads, rows)))
     targets = f'{found["targets"]:,} targets of held-out text in {about["batches"]} batches'
     cli.show(f'loss {found["loss"]:.4f} nats a token by {about["routing"]}, {targets}')
@@ -237,12 +237,12 @@ def main(_):
     if out.exists() and not out.is_dir():
         raise ValueError(f'--out={out}: is a file; must be a directory')
     if (out / CONFIG_FILE).exists():
-        right = 'must be another, as a run has pictures of its own'
+        right = 'must be another one, because runs have their own pictures'
         raise ValueError(f'--out={out}: is the directory of a run; {right}')
     run = cli.load_saved_run(WORKDIR.value)
     if IMPORTANCE.value:
         return _rank_blocks(run, out)
-    # Measured first: an error leaves the files of an earlier inspection as they are.
+    # Measure first: an error then leaves the files of an earlier inspection unchanged.
     data, inspection, mass = _measure(run, text, name, out)
     _write(out, inspection, run.hparams_of_stage, data, mass)
     _describe(out, data)

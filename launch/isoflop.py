@@ -1,11 +1,12 @@
-"""Trains dense and routed models at equal FLOPs and draws the results; resumes where it stopped.
+"""Runs a study: trains dense and routed models at equal FLOPs or steps, and draws the results.
 
 python -m launch.isoflop --config=configs/study.py --budgets=6e11,2e12 --sizes=4x64,8x64,4x128
 python -m launch.isoflop --config=configs/moda.py --steps=600 --sizes=8x64 --variants=dense,moda
 python -m launch.isoflop --config=configs/study.py --budgets=2e12 --sizes=4x64 --dry_run
 
-docs/isoflop.md says what trains. A finished run is never repeated. --shard=0/4, 1/4, .. share the
-runs among hosts that see one --workdir; the first writes study.json, figures and study.html there.
+docs/isoflop.md describes the plan. The same command resumes; finished runs are not repeated.
+--shard=0/4, 1/4, ... share the runs among hosts with a common --workdir. The first shard writes
+study.json, the figures and study.html there.
 """
 
 import pathlib
@@ -17,19 +18,23 @@ from launch import cli
 CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the study. Default: runs/NAME.')
 BUDGETS = flags.DEFINE_list('budgets', [], 'Training FLOPs of a run, such as 6e11,2e12.')
-STEPS = flags.DEFINE_list('steps', [], 'Instead of --budgets: steps of a run, such as 600.')
+STEPS = flags.DEFINE_list('steps', [], 'Steps of a run, such as 600, instead of --budgets.')
 SIZES = flags.DEFINE_list('sizes', None, 'LAYERSxWIDTH, such as 4x64,8x64.', required=True)
 VARIANTS = flags.DEFINE_list(
     'variants', ['dense', 'shallow', 'mod', 'random'], 'Names in moddepth_jax/studies/plan.py.'
 )
-SEEDS = flags.DEFINE_list('seeds', ['0'], 'All at the largest budget, the first elsewhere.')
-LEARNING_RATES = flags.DEFINE_list('learning_rates', [], 'Tried for each width. Default: own.')
-ALL_SIZES = flags.DEFINE_boolean('all_sizes', True, 'All seeds at every size, or the best only.')
+SEEDS = flags.DEFINE_list('seeds', ['0'], 'All run at the largest budget, the first elsewhere.')
+LEARNING_RATES = flags.DEFINE_list(
+    'learning_rates', [], 'Tried for each width. Default: that of the config.'
+)
+ALL_SIZES = flags.DEFINE_boolean(
+    'all_sizes', True, 'Run all seeds at every size, or only at the best.'
+)
 PROCESSES = flags.DEFINE_integer('processes', 1, 'Runs at a time on this machine.', lower_bound=1)
 SHARD = flags.DEFINE_string('shard', '0/1', 'I/N: which of N equal shares of the runs to train.')
 DRY_RUN = flags.DEFINE_boolean('dry_run', False, 'Print the plan and exit; nothing is written.')
-RESULTS = flags.DEFINE_string('results', None, 'Also keeps the study without its runs there.')
-DRAW_ONLY = flags.DEFINE_boolean('draw_only', False, 'Train nothing; draw what is finished.')
+RESULTS = flags.DEFINE_string('results', None, 'Folder for a copy of the results without runs.')
+DRAW_ONLY = flags.DEFINE_boolean('draw_only', False, 'Draw the finished runs without training.')
 
 
 def _numbers(flag, convert):
@@ -44,7 +49,7 @@ def _study():
     from moddepth_jax.studies.plan import Study
 
     if bool(BUDGETS.value) == bool(STEPS.value):
-        raise ValueError('--budgets: give either these (training FLOPs) or --steps, not both')
+        raise ValueError('--budgets: give either --budgets (training FLOPs) or --steps')
     own_rate = CONFIG.value.optimizer.learning_rate
     values = {
         'kind': 'flops' if BUDGETS.value else 'steps',
@@ -81,7 +86,7 @@ def main(_):
         config.config('dense', size, study.budgets[0])
     if not DRY_RUN.value:
         check_folder(workdir)
-    # What is wrong so far is refused before JAX is imported.
+    # Errors so far are found without importing JAX.
     from moddepth_jax.studies import runner
 
     runner.share_threads(PROCESSES.value)

@@ -1,4 +1,4 @@
-"""What --list prints: the configs, and the knobs with their defaults and comments."""
+"""The output of --list: the configs, and the knobs with their defaults and comments."""
 
 import ast
 import inspect
@@ -11,7 +11,7 @@ from moddepth_jax.hparams.checks import did_you_mean
 
 
 def configs() -> dict[str, str]:
-    """The docstring of each file of configs/ that has a get_config, by name."""
+    """Return the docstrings of the files in configs/ that have a get_config, by name."""
     found = {}
     for path in sorted(pathlib.Path(base.__file__).parent.glob('*.py')):
         module = ast.parse(path.read_text(encoding='utf-8'))
@@ -21,10 +21,10 @@ def configs() -> dict[str, str]:
 
 
 def knobs() -> dict[str, tuple[str, str]]:
-    """Default and comment of each knob of configs/base.py, by dotted name."""
+    """Return the default and the comment of each knob in configs/base.py, by dotted name."""
     prefixes, above, found = {'config': ''}, [], {}
     for line in inspect.getsource(base).splitlines():
-        if comment := re.fullmatch(r' +# (.*)', line):  # the values of the next knob
+        if comment := re.fullmatch(r' +# (.*)', line):  # lists values of the next knob
             above.append(comment[1])
         elif group := re.match(r' +(\w+) = (\w+)[.](\w+) = ConfigDict', line):
             prefixes[group[1]] = f'{prefixes[group[2]]}{group[3]}.'
@@ -36,9 +36,10 @@ def knobs() -> dict[str, tuple[str, str]]:
 
 
 def describe(text: str = '') -> str:
-    """All configs and names of knobs; or those of `text`, a config, a group or part of a knob.
+    """List all configs and knobs, or describe those that match `text`.
 
-    Raises ValueError, one line, if there is none.
+    `text` is the name of a config, or part of the name of a knob. Raises ValueError if nothing
+    matches.
     """
     files, values = configs(), knobs()
     if text in files:
@@ -50,13 +51,13 @@ def describe(text: str = '') -> str:
             right = 'must be a config, or part of the name of a knob'
             raise ValueError(f'--list={text}: {right}{did_you_mean(text, [*files, *words])}')
         rows = {f'{name}={value}': comment for name, (value, comment) in chosen.items()}
-        return '\n'.join(['--config.NAME=VALUE sets one. Defaults:', *cli.columns(rows)])
+        return '\n'.join(['--config.NAME=VALUE sets a knob. Defaults:', *cli.columns(rows)])
     groups = {}
     for name in values:
         group, _, knob = name.rpartition('.')
         groups.setdefault(group or '(no group)', []).append(knob)
-    lines = ['configs: --config=configs/NAME.py; --list=NAME says more of one']
+    lines = ['configs: --config=configs/NAME.py; --list=NAME describes one']
     lines += cli.columns({name: doc.splitlines()[0] for name, doc in files.items()}, max_lines=1)
-    lines += ['', 'knobs: --config.GROUP.KNOB=VALUE; --list=GROUP, part of a name or all says more']
+    lines += ['', 'knobs: --config.GROUP.KNOB=VALUE; --list=GROUP, part of a name or all: details']
     lines += cli.columns({group: ', '.join(names) for group, names in groups.items()})
     return '\n'.join(lines)

@@ -1,13 +1,13 @@
-"""Runs tasks of lm-evaluation-harness on a run, by the causal routing that its evaluation uses.
+"""Runs tasks of lm-evaluation-harness on a run, under the causal routing of its evaluation.
 
 python -m launch.lm_eval --workdir=runs/mod_isoflop --tasks=arc_easy,sciq --limit=100
 python -m launch.lm_eval --workdir=runs/moda --tasks=moda --json=moda.json
 python -m launch.lm_eval --workdir=runs/moda --tasks=my_task --include_path=my_tasks --num_fewshot=2
 
-A task is one of the harness's own, one of a folder of yaml files, or a yaml file; groups and tags
-stand for their tasks, moda for the ten of the MoDA paper. Data comes from the Hugging Face Hub, the
-cache that HF_HOME names, or local files (dataset_path: json). Tasks run one after the other, and
---json is written after each. The model has to fit the first device.
+A task is one of the harness, one in a folder of yaml files, or a yaml file. Groups and tags expand
+to their tasks; the group moda has the ten tasks of the MoDA paper. Data comes from the Hugging Face
+Hub, the cache in HF_HOME, or local files (dataset_path: json). Tasks run one after the other, and
+--json is written after each. The model must fit the first device.
 
 Needs lm-evaluation-harness: pip install 'moddepth-jax[lm_eval]'
 """
@@ -26,12 +26,12 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required
 cli.define_step()
 TASKS = flags.DEFINE_list('tasks', None, 'Tasks, groups, tags or yaml files.', required=True)
 INCLUDE_PATH = flags.DEFINE_list('include_path', [], 'Folders of task yaml files, read first.')
-NUM_FEWSHOT = flags.DEFINE_integer('num_fewshot', None, 'Default: as the task says.', lower_bound=0)
-LIMIT = flags.DEFINE_float('limit', None, 'First documents of each task; below 1 a share of them.')
+NUM_FEWSHOT = flags.DEFINE_integer('num_fewshot', None, 'Default: that of the task.', lower_bound=0)
+LIMIT = flags.DEFINE_float('limit', None, 'Number of documents per task, or a share if below 1.')
 BATCH_SIZE = flags.DEFINE_integer('batch_size', 32, 'Rows that run together.', lower_bound=1)
 ROUTING = cli.define_routing()
-SEED = flags.DEFINE_integer('seed', 1234, 'Of all draws.', lower_bound=0, upper_bound=2**31)
-JSON = flags.DEFINE_string('json', None, 'File for the results; - for stdout, and nothing else.')
+SEED = flags.DEFINE_integer('seed', 1234, 'Of all sampling.', lower_bound=0, upper_bound=2**31)
+JSON = flags.DEFINE_string('json', None, 'File for the results; -: only the results, on stdout.')
 
 OWN_TASKS = pathlib.Path(__file__).parent / 'lm_eval_tasks'
 _NOISY = ('lm_eval', 'datasets', 'huggingface_hub', 'evaluate', 'fsspec', 'httpx', 'urllib3')
@@ -39,22 +39,22 @@ _BARS = ('TQDM_DISABLE', 'HF_DATASETS_DISABLE_PROGRESS_BARS', 'HF_HUB_DISABLE_PR
 
 
 def _import():
-    """The modules that need lm_eval, with its logs and progress bars turned off."""
+    """Import the modules that need lm_eval, with its logs and progress bars turned off."""
     for name in _BARS:
         os.environ.setdefault(name, '1')
     from moddepth_jax.inference import harness, harness_tasks
 
-    for name in _NOISY:  # after the import, at which some of them set a level of their own
+    for name in _NOISY:  # after the import, during which some of them set their level
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return harness, harness_tasks
 
 
 def _run(tasks, lm, report, file):
-    """Fills the report task by task; the file is complete after each."""
+    """Fill the report task by task; the file is complete after each task."""
     how = {'num_fewshot': NUM_FEWSHOT.value, 'limit': LIMIT.value, 'seed': SEED.value}
     for name in tasks.names:
         lm.title = name
-        with contextlib.redirect_stdout(None):  # the harness prints where it bootstraps
+        with contextlib.redirect_stdout(None):  # the harness prints during bootstrapping
             found = tasks.run(name, lm, **how)
         for part, values in found.items():
             report.setdefault(part, {}).update(values)
@@ -65,7 +65,7 @@ def _run(tasks, lm, report, file):
 
 
 def _print(report, tasks):
-    """Prints the harness's own table; tasks of a group with numbers are in --json only."""
+    """Print the harness's table; the tasks of a group that has numbers are only in --json."""
     from lm_eval.utils import make_table
 
     groups = [name for name, values in report['groups'].items() if 'sample_len' in values]
@@ -76,9 +76,9 @@ def _print(report, tasks):
     print(make_table({**report, 'results': shown}))
     print(f'routing {report["routing"]}, context of {report["context"]} tokens')
     if hidden:
-        print(f'{len(hidden)} tasks of {", ".join(groups)} are in --json, one by one')
+        print(f'the {len(hidden)} tasks of {", ".join(groups)} are only in --json')
     if report['cut']:
-        print(f'requests whose context was too long and lost its left end: {report["cut"]}')
+        print(f'requests whose context was too long and was cut on the left: {report["cut"]}')
     if report['limit']:
         print(f'--limit={report["limit"]:g}: a trial, not a result')
 

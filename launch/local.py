@@ -1,12 +1,12 @@
-"""Starts a command as several processes on this machine, and restarts it if one dies.
+"""Runs a command as several processes on this machine, and restarts them if one dies.
 
 python -m launch.local --processes=2 --devices=4 -- --config=configs/tiny.py
 python -m launch.local --processes=2 --devices=4 --restarts=3 -- --config=configs/moda.py
 python -m launch.local --processes=2 -- launch.evaluate --workdir=runs/moda
 
-Process 0 prints; of the others, stderr is shown. SIGTERM and Ctrl-C stop all of them, saved; a
-second Ctrl-C ends them at once. On Linux no process outlives this one, even if it is killed. The
-exit status is that of process 0, or of the process that died.
+Process 0 prints; the other processes only show stderr. SIGTERM and Ctrl-C make all processes save
+and stop; a second Ctrl-C ends them at once. On Linux, no process outlives this one, even if it is
+killed. The exit status is that of process 0, or of the process that died.
 """
 
 import ctypes
@@ -24,25 +24,25 @@ from absl import flags
 
 from launch import cli
 
-PROCESSES = flags.DEFINE_integer('processes', 2, 'How many.', lower_bound=1)
-DEVICES = flags.DEFINE_integer('devices', 0, 'Fake CPU devices a process. 0: none.', lower_bound=0)
-RESTARTS = flags.DEFINE_integer('restarts', 0, 'Of all processes, if one died.', lower_bound=0)
+PROCESSES = flags.DEFINE_integer('processes', 2, 'Number of processes.', lower_bound=1)
+DEVICES = flags.DEFINE_integer('devices', 0, 'Fake CPU devices of a process.', lower_bound=0)
+RESTARTS = flags.DEFINE_integer('restarts', 0, 'Restarts after a process died.', lower_bound=0)
 
 POSITIONAL = (
-    'After --: the flags of launch.train; or another module, as launch.evaluate, and its own.'
+    'After --: flags of launch.train, or another module, such as launch.evaluate, and its flags.'
 )
-BAD_INPUT = 2  # the status of a command that would fail again
-# Of a process that lost another one: see training.multihost, and the abort of JAX's own runtime.
+BAD_INPUT = 2  # exit status of a command that would fail again
+# Statuses of a process that lost another one: see training.multihost, and JAX's runtime aborts.
 CONSEQUENCES = (75, -signal.SIGABRT)
-SETTLE_SECONDS = 2.0  # in which the process that died first may still show up
-STOP_SECONDS = 5.0  # from SIGTERM to SIGKILL, once a process has died
+SETTLE_SECONDS = 2.0  # wait for the process that died first, if only consequences are seen
+STOP_SECONDS = 5.0  # from SIGTERM to SIGKILL after a process died
 POLL_SECONDS = 0.05
 _LIBC = ctypes.CDLL(None)
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class _StopSignals:
-    """Handles SIGTERM and Ctrl-C: `received` any of them, `at_once` a second Ctrl-C."""
+    """Handles signals: `received` is set by SIGTERM or Ctrl-C, `at_once` by a second Ctrl-C."""
 
     def __init__(self):
         self.received = self.at_once = self._interrupted = False
@@ -56,7 +56,7 @@ class _StopSignals:
 
 
 def _run(arguments, stop, restarts) -> int:
-    """Runs all processes once, and stops them if one dies or we are asked to; their status."""
+    """Run all processes until they end, one dies or a signal arrives; return the exit status."""
     with socket.socket() as listener:
         listener.bind(('127.0.0.1', 0))
         port = listener.getsockname()[1]
@@ -83,7 +83,7 @@ def _run(arguments, stop, restarts) -> int:
         bad = [index for index, status in ended.items() if status]
         if bad:
             first_death = min(first_death, now)
-        # Not those that died because another one did, which may still show up.
+        # Ignore processes that died because another one did; that one may show up later.
         causes = [index for index in bad if ended[index] not in CONSEQUENCES]
         if not causes and (not running or now > first_death + SETTLE_SECONDS):
             causes = bad
@@ -127,7 +127,7 @@ def main(argv):
 
 
 def _print(line):
-    """Writes a line to stderr at once: `print` may write its end after another process's line."""
+    """Write a line to stderr in one call, so that lines of processes do not mix."""
     sys.stderr.write(f'{line}\n')
     sys.stderr.flush()
 
@@ -139,7 +139,7 @@ def _print_lines(stream, index):
 
 
 def _print_death(index, status, restarts):
-    if status == BAD_INPUT:  # it has said why
+    if status == BAD_INPUT:  # the process has printed why
         return
     cause = f'status {status}' if status > 0 else signal.Signals(-status).name
     then = 'stopping the others'
@@ -149,7 +149,7 @@ def _print_death(index, status, restarts):
 
 
 def _environment(index, port):
-    """Variables that make a process one of several; see training.multihost.initialize."""
+    """Environment variables of one of several processes; see training.multihost.initialize."""
     devices, changes = DEVICES.value, {}
     if devices:
         fake = f'--xla_force_host_platform_device_count={devices}'
@@ -168,7 +168,7 @@ def _environment(index, port):
 
 
 def _die_with(parent):
-    """Called in a child before it runs, so that the kernel ends it with its parent."""
+    """Runs in a child before exec, so that the kernel ends it with its parent."""
     _LIBC.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended in between
         os._exit(1)

@@ -1,16 +1,16 @@
-"""Prepares text of any size for training: tokens on disk that runs map into memory.
+"""Tokenizes text of any size to files that training maps into memory.
 
 python -m launch.prepare --input=books --output=data/books
 python -m launch.prepare --input='web/*.jsonl.zst' --output=data/web --tokenizer=bpe:4096
 python -m launch.prepare --input='a/*.parquet,b/*.jsonl' --text_field=content \\
     --output=data/ab --tokenizer=llama/tokenizer.json
 
-A document is a line of .jsonl, a row of .parquet, a record of .arrayrecord (a JSON object, or the
-text itself) or any other file of text, in UTF-8 or --encoding; plain or compressed (.gz, .zst).
-Memory holds one document at a time, and the disk about twice the tokens.
+A document is a line of .jsonl, a row of .parquet, a record of .arrayrecord (a JSON object or the
+text itself), or any other text file, in UTF-8 or --encoding. Files may be compressed (.gz, .zst).
+Memory holds one document at a time. The disk needs about twice the size of the tokens.
 
-After a kill, an interruption, or the correction of a file that could not be read, the same command
-continues, unless bpe:N was trained on such a file. The result does not depend on --processes.
+The same command continues after a kill, an interruption, or the correction of an unreadable file,
+unless bpe:N was trained on that file. The result does not depend on --processes.
 """
 
 import contextlib
@@ -26,30 +26,36 @@ from launch import cli
 from moddepth_jax.training.progress import format_count, format_seconds, printable
 from moddepth_jax.training.tables import Table, to_rich
 
-INPUT = flags.DEFINE_list('input', None, 'Files, folders or globs, as a/**/*.py.', required=True)
-OUTPUT = flags.DEFINE_string('output', None, 'Directory, new or unfinished.', required=True)
-TOKENIZER = flags.DEFINE_string('tokenizer', 'bytes', 'bytes; bpe:N, trained here; or a file.')
-SEPARATOR = flags.DEFINE_string('separator', None, "Token that starts a document, as '<s>'.")
+INPUT = flags.DEFINE_list('input', None, 'Files, folders, globs such as a/**/*.py.', required=True)
+OUTPUT = flags.DEFINE_string('output', None, 'New or unfinished directory.', required=True)
+TOKENIZER = flags.DEFINE_string(
+    'tokenizer', 'bytes', 'bytes; bpe:N, which is trained here; or a tokenizer file.'
+)
+SEPARATOR = flags.DEFINE_string('separator', None, "Token that starts documents, such as '<s>'.")
 TEXT_FIELD = flags.DEFINE_string('text_field', 'text', 'Field or column of the text.')
-ENCODING = flags.DEFINE_string('encoding', 'utf-8', 'Of files of plain text.')
-HELD_OUT_FRACTION = flags.DEFINE_float('held_out_fraction', 0.05, 'Of the documents.')
+ENCODING = flags.DEFINE_string('encoding', 'utf-8', 'Encoding of plain text files.')
+HELD_OUT_FRACTION = flags.DEFINE_float('held_out_fraction', 0.05, 'Share of held-out documents.')
 PROCESSES = flags.DEFINE_integer('processes', None, 'Default: one per core.', lower_bound=1)
-BPE_BYTES = flags.DEFINE_integer('bpe_bytes', 50_000_000, 'Of text, for bpe:N.', lower_bound=1)
-SKIP_BAD = flags.DEFINE_boolean('skip_bad', False, 'Leave out and count what cannot be read.')
-PART_BYTES = flags.DEFINE_integer('part_bytes', 16 << 20, 'Of text, lost by a kill.', lower_bound=1)
+BPE_BYTES = flags.DEFINE_integer(
+    'bpe_bytes', 50_000_000, 'Bytes of text on which bpe:N is trained.', lower_bound=1
+)
+SKIP_BAD = flags.DEFINE_boolean('skip_bad', False, 'Leave out and count unreadable documents.')
+PART_BYTES = flags.DEFINE_integer(
+    'part_bytes', 16 << 20, 'Bytes of text per part; a kill loses one part.', lower_bound=1
+)
 
-_SECONDS = 10.0  # between lines of progress
+_SECONDS = 10.0  # between progress lines
 
 
 class _Progress:
-    """Prints lines on stderr in each phase; `tokenized` counts bytes that this start tokenized."""
+    """Prints progress lines on stderr; `tokenized` counts the bytes that this start tokenized."""
 
     def __init__(self):
         self.tokenized = 0
 
     @contextlib.contextmanager
     def phase(self, what, total, done=0):
-        """As `prepare` takes it; an earlier start did `done` bytes of the total."""
+        """The progress argument of `prepare`; an earlier start did `done` bytes of the total."""
         start = shown = time.monotonic()
         before = done
         if done:
@@ -126,7 +132,7 @@ def _print_summary(store, seconds, tokenized):
 
 
 def _show(text):
-    # Names of files may hold bytes that are no text.
+    # File names may hold bytes that are not text.
     cli.show(printable(text).encode(errors='backslashreplace').decode())
 
 
@@ -136,7 +142,7 @@ def main(_):
     start, progress = time.monotonic(), _Progress()
     try:
         store = prepare(_options(), progress.phase)
-    except ValueError as error:  # it names knobs, which are flags here
+    except ValueError as error:  # the message names knobs, which are flags here
         line = str(error)
         for flag in (TEXT_FIELD, TOKENIZER, ENCODING):
             line = line.replace(f'data.{flag.name}', f'--{flag.name}')

@@ -1,13 +1,13 @@
 #!/bin/bash
 # Trains on several nodes of a SLURM cluster: sbatch launch/slurm.sh
 #
-# A template. It has not been tried on a real cluster: the variables that SLURM sets for each task,
-# and what JAX makes of them, are tested without one (tests/training/processes_test.py).
+# This is a template that has not been tried on a real cluster. The variables that SLURM sets for
+# each task, and how JAX uses them, are tested without one (tests/training/processes_test.py).
 #
-# Edit: the lines #SBATCH, and the four below them. One task is one process; with one GPU for each
+# Edit: the #SBATCH lines and the four lines below them. One task is one process. For one GPU per
 # task, give --ntasks-per-node and --gpus-per-node the same number. The working directory and
-# WORKDIR lie on a file system that all nodes share. The product of the sizes in MESH is the number
-# of all GPUs.
+# WORKDIR must be on a file system that all nodes share. The product of the sizes in MESH is the
+# total number of GPUs.
 #SBATCH --job-name=moddepth
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -22,10 +22,10 @@ WORKDIR=runs/moda
 MESH=data=2,fsdp=8
 PYTHON=.venv/bin/python
 
-# Two minutes before its time is over each task gets SIGTERM, saves, and ends with status 143; it is
-# put into the queue again. Where a task dies of a signal, or of the loss of another one, srun ends
-# the others, and the job is queued again, ten times at the most. Each start goes on from the newest
-# good checkpoint. A finished run (status 0), bad input (2) and a defect (1) are not queued again.
+# Two minutes before the time limit, each task gets SIGTERM, saves, and exits with status 143, and
+# the job is requeued. If a task dies from a signal or because another task was lost, srun ends the
+# others, and the job is requeued, at most ten times. Each start resumes from the newest good
+# checkpoint. A finished run (status 0), bad input (2) and a bug (1) are not requeued.
 srun --kill-on-bad-exit=1 "$PYTHON" -m launch.train \
     --config="$CONFIG" --workdir="$WORKDIR" --mesh="$MESH"
 status=$?

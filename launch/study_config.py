@@ -1,4 +1,4 @@
-"""The hyper-parameters of each run of a study: one config file, and what its variants change."""
+"""Builds the Hparams of each run of a study from a config file and the changes of its variant."""
 
 from absl import flags
 from ml_collections import ConfigDict
@@ -9,7 +9,7 @@ from moddepth_jax.hparams import Hparams, from_config
 from moddepth_jax.studies.plan import (
     LOOPED_VARIANTS,
     VARIANTS,
-    Planned,
+    PlannedRun,
     base_name,
     blocks_of_loops,
     nearest_depth,
@@ -22,7 +22,7 @@ _VARIED = (
     *('depth.sublayers_per_source', 'depth.hyper_form', 'depth.value_stride'),
     'depth.mudd_weights',
 )
-SET_BY_STUDY = {  # knobs that a study sets, and the flag that they follow from
+SET_BY_STUDY = {  # knobs that a study sets, and the flags that determine them
     'seed': '--seeds',
     'flop_budget': '--budgets',
     'training.num_steps': '--steps',
@@ -33,10 +33,15 @@ SET_BY_STUDY = {  # knobs that a study sets, and the flag that they follow from
 
 
 class StudyConfig:
-    """Builds the config of a run from `spec`, FILE.py or FILE.py:TEXT.
+    """Builds the configs of a study.
 
-    `overrides` are knobs of the command line, by dotted name; `kind` is flops or steps. Raises
-    ValueError for a knob that the study sets.
+    Args:
+      spec: FILE.py or FILE.py:TEXT.
+      overrides: knobs of the command line, by dotted name.
+      kind: unit of the budgets, flops or steps.
+
+    Raises:
+      ValueError: `overrides` has a knob that the study sets.
     """
 
     def __init__(self, spec: str, overrides: dict, kind: str):
@@ -47,15 +52,15 @@ class StudyConfig:
             if name in overrides:
                 raise ValueError(f'--config.{name}={overrides[name]}: a study sets it; use {flag}')
 
-    def hparams(self, run: Planned) -> Hparams:
-        """Those of a planned run. Raises ValueError if its size or knobs do not fit."""
+    def hparams(self, run: PlannedRun) -> Hparams:
+        """Return the Hparams of a planned run. Raises ValueError if size or knobs do not fit."""
         config = self.config(run.variant, run.trained, run.budget)
         config.seed = run.seed
         config.optimizer.learning_rate = run.learning_rate
         return from_config(config)
 
     def config(self, variant: str, size: str, budget: float) -> ConfigDict:
-        """The config of a variant: the file's, the command line's knobs, the variant's changes."""
+        """Return the config: that of the file, with the overrides, then the variant's changes."""
         amount = f'{budget:.0f}' if self._argument == 'steps' else repr(float(budget))
         text = ','.join(filter(None, (self._text, f'size={size}', f'{self._argument}={amount}')))
         try:
@@ -91,9 +96,9 @@ class StudyConfig:
         return config
 
     def shallower(self, size: str) -> str:
-        """The dense size of the same width whose forward pass costs nearest to that of MoD."""
+        """Return the dense size of the same width whose forward cost is nearest to that of MoD."""
 
-        def flops(variant, size):  # of one step, which do not depend on the budget
+        def flops(variant, size):  # of one step, so any budget will do
             return _flops(self.config(variant, size, 1 if self._argument == 'steps' else 1e30))
 
         if size not in self._shallower:
@@ -106,7 +111,7 @@ class StudyConfig:
 
 
 def _matching_d_ff(config, other, count):
-    """The width of the mlp at which a dense model has about as many of `count` as `other`."""
+    """The mlp width at which `count` of a dense model is about that of `other`."""
     wider = config.copy_and_resolve_references()
     wider.model.d_ff += 1
     missing, step = count(other) - count(config), count(wider) - count(config)
@@ -129,5 +134,5 @@ def _flops(config):
     return train_step_flops(from_config(config))
 
 
-# Plain models with wider mlps: the variant that they match, and in what.
+# Dense models with wider mlps: (variant that they match, the quantity that is equal).
 _MATCHED = {'wider': ('moda', _parameters), 'wider_mhc': ('mhc', _flops)}

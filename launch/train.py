@@ -1,4 +1,4 @@
-"""Trains a model from a config, or resumes where an earlier start of the same command stopped.
+"""Trains a model from a config. The same command resumes a run that stopped.
 
 python -m launch.train --config=configs/mod_isoflop.py
 python -m launch.train --config=configs/mod_isoflop.py:size=8x192,budget=1e14 --workdir=runs/big
@@ -6,8 +6,8 @@ python -m launch.train --config=configs/mod_isoflop.py --mesh=data=2,fsdp=2,tens
 python -m launch.train --config=configs/moda_1b5.py --mesh=data=8,fsdp=32 --dry_run
 python -m launch.train --config=configs/tiny.py --workdir=runs/traced --profile=20:25
 
-Processes that are started with the same command form one run: by SLURM, by launch.local, or by
-JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+Several processes with the same command form one run. Start them with SLURM, with launch.local, or
+with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from moddepth_jax.hparams import check_values, flag_values, from_config
 
 CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run. Default: runs/NAME.')
-MESH = cli.define_mesh('Devices by axis, as data=2,fsdp=4. Default: all, as data.', default='')
+MESH = cli.define_mesh('Devices by axis, such as data=2,fsdp=4. Default: all as data.', default='')
 DRY_RUN = flags.DEFINE_boolean('dry_run', False, 'Compile for fake devices, print costs, exit.')
-PROFILE = flags.DEFINE_string('profile', None, 'START:STOP, as 20:25: steps for WORKDIR/profile.')
+PROFILE = flags.DEFINE_string('profile', None, 'Steps to profile, START:STOP, such as 20:25.')
 flags.register_validator('profile', lambda steps: not steps or flag_values.parse_steps(steps))
 WANDB = flags.DEFINE_string('wandb', '', 'Project of Weights & Biases; needs the extra [wandb].')
 flags.adopt_module_key_flags(dry_run)
@@ -32,7 +32,7 @@ flags.adopt_module_key_flags(dry_run)
 
 @flags.validator('config')
 def _check_config(config):
-    """Raises before most of the imports, and where it can before that of JAX."""
+    """Check before most of the imports and, where possible, before JAX is imported."""
     check_values(config)
     if not DRY_RUN.value and cli.is_alone():
         sources.check_source(config.data.source)
@@ -63,7 +63,7 @@ def main(_):
         with jax.set_mesh(run.state.step.sharding.mesh):
             write_report(run)
         return 0
-    # Process 0 alone writes the report, on one device, which has to hold the model.
+    # Only process 0 writes the report, on one device, which must hold the model.
     model = {'params': run.state.params, 'averages': run.state.averages}
     state = run.state.replace(**jax.tree.map(to_host, model))
     multihost.run_on_leader(lambda: write_report(dataclasses.replace(run, state=state)))

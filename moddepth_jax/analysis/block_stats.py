@@ -1,4 +1,4 @@
-"""What a trained model's blocks do to which tokens, on held-out text under its causal rule.
+"""Measures what the blocks of a trained model do, on held-out text under its causal rule.
 
 launch.isoflop writes `block_stats` of each measured run into measures.json.
 """
@@ -31,43 +31,45 @@ from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.losses import IGNORED, masked_labels
 
-MEASURES = {}  # name: function of Observations that returns a JSON value
+MEASURES = {}  # name: function from Observations to a JSON value
 
 
 class TokenArrays(NamedTuple):
-    """Arrays of N real tokens, of L blocks of which R are routed."""
+    """Arrays over N real tokens, L blocks and R routed blocks."""
 
-    input_rms_LN: np.ndarray  # root of the mean square of what the block, or its router, reads
+    input_rms_LN: np.ndarray  # root mean square of the input of the block or its router
     change_LN: np.ndarray  # |delta| / |input| of the block, without the gate
-    selected_LN: np.ndarray  # bool, tokens that the block processed
-    scores_RN: np.ndarray  # the routers'
-    entropy_N: np.ndarray  # of the next-token distribution, in nats
-    first_N: np.ndarray  # bool, the first tokens of rows
+    selected_LN: np.ndarray  # bool: the block processed the token
+    scores_RN: np.ndarray  # router scores
+    entropy_N: np.ndarray  # entropy of the next-token distribution, in nats
+    first_N: np.ndarray  # bool: first token of a row
 
 
 @dataclasses.dataclass(frozen=True)
 class Observations:
-    """What the measures read: a model, held-out batches, and what the model did with them."""
+    """The input of the measures: a model, held-out batches, and what the model did with them."""
 
     variables: dict  # of the Transformer
     hparams: Hparams
-    dataset: object  # that the batches are of
+    dataset: object  # the dataset of the batches
     batches: list[dict]  # with `tokens_BT` and `segment_ids_BT`
     routing: str  # the causal rule
     tokens: TokenArrays  # of all real tokens of the batches
-    # Of the final stream and each block's delta, over the tokens that the block processed, of the
-    # first, third, .. batch and of the others.
-    fitted_L: list[Moments]
-    scored_L: list[Moments]
+    # Moments of the final stream and each block's delta over the tokens that the block processed.
+    fitted_L: list[Moments]  # of the first, third, ... batch
+    scored_L: list[Moments]  # of the other batches
 
     @property
     def selected_RN(self) -> np.ndarray:
-        """bool [R, N]: tokens that each routed block processed."""
+        """bool [R, N]: the routed block processed the token."""
         return self.tokens.selected_LN[list(self.hparams.model.routed_layers)]
 
 
 def measure(routed_only: bool = False):
-    """Adds a function of Observations to MEASURES; if `routed_only`, None without routed blocks."""
+    """Decorator that adds a function of Observations to MEASURES.
+
+    With `routed_only`, the measure of a model without routed blocks is None.
+    """
 
     def add(function):
         @functools.wraps(function)
@@ -83,10 +85,11 @@ def measure(routed_only: bool = False):
 
 
 def block_stats(variables, hparams: Hparams, dataset, num_batches: int) -> dict:
-    """All MEASURES of one model on the first `num_batches` held-out batches, JSON values.
+    """Compute all MEASURES of a model on the first `num_batches` held-out batches.
 
-    Also `routing`, the causal rule (or `dense`), and `tokens`, the number of real tokens read.
-    Raises ValueError for less than two batches and for logits that are not finite.
+    Returns a dict of JSON values: the measures by name, `routing` (the causal rule or `dense`) and
+    `tokens` (the number of real tokens). Raises ValueError for fewer than two batches, and for
+    logits that are not finite.
     """
     observed = observe(variables, hparams, dataset, num_batches)
     result = {'routing': observed.routing, 'tokens': observed.tokens.entropy_N.size}
@@ -94,11 +97,11 @@ def block_stats(variables, hparams: Hparams, dataset, num_batches: int) -> dict:
 
 
 def observe(variables, hparams: Hparams, dataset, num_batches: int) -> Observations:
-    """Runs the model on the batches; errors are those of `block_stats`."""
+    """Run the model on the batches. Raises the errors of `block_stats`."""
     num_read = min(num_batches, dataset.num_held_out_batches)
     if num_read < 2:
-        found = f'num_batches={num_batches}: of {dataset.num_held_out_batches} that are held out'
-        raise ValueError(f'{found}; must be 2 or more, to fit the probes and to score them')
+        found = f'num_batches={num_batches}, with {dataset.num_held_out_batches} held-out batches'
+        raise ValueError(f'{found}: must be 2 or more, to fit the probes and to score them')
     routing = causal_routing(hparams)
     batches = [dataset.held_out_batch(index) for index in range(num_read)]
     parts, halves = [], [None, None]
@@ -112,7 +115,7 @@ def observe(variables, hparams: Hparams, dataset, num_batches: int) -> Observati
 
 
 def _observe_batch(variables, hparams, batch, routing):
-    """TokenArrays of the batch, and the Moments of each block."""
+    """The TokenArrays of a batch, and the Moments of each block."""
     tokens_BT, segment_ids_BT = batch['tokens_BT'], batch['segment_ids_BT']
     deltas = layer_deltas(variables, hparams, tokens_BT, segment_ids_BT, routing)
     moments_L = [
@@ -139,13 +142,16 @@ def _observe_batch(variables, hparams, batch, routing):
 
 @measure()
 def layers(observed: Observations) -> list[dict]:
-    """For each block, over the tokens that it processed.
+    """Measure each block over the tokens that it processed.
 
-    `input_rms`: the root of the mean square of what the block reads before its norm, which shows
-    how the stream grows along depth; `score_correlation`: Spearman's, of |block(x) - x| / |x|
-    without the gate with the router's score; `probe_r2`: fitted on the first, third, .. batch and
-    scored on the others, of which each must have far more tokens than the model's width (low: the
-    signal is diluted).
+    Fields of each row:
+      input_rms: root mean square of the block's input before its norm. It shows how the residual
+        stream grows along depth.
+      score_correlation: Spearman's correlation of |block(x) - x| / |x|, without the gate, with the
+        router's score.
+      probe_r2: R^2 of the probe of signal_dilution.py, fitted on the first, third, ... batch and
+        scored on the others. Low values mean that the signal is diluted. Each half needs far more
+        tokens than the model's width.
     """
     tokens, routed = observed.tokens, observed.hparams.model.routed_layers
     halves = zip(observed.fitted_L, observed.scored_L, strict=True)
@@ -171,10 +177,10 @@ def layers(observed: Observations) -> list[dict]:
 
 @measure()
 def gradient_norms(observed: Observations) -> list[float]:
-    """For each block that runs, the norm of the gradient of the loss for its parameters.
+    """Return the gradient norm of the parameters of each block that runs.
 
-    The mean loss over the targets, in nats, with the routing of the end of training. Of a looped
-    block it is that of all its loops.
+    The loss is the mean over targets, in nats, with the routing of the last stage of training. A
+    looped block appears once per loop with the gradient of all its loops.
     """
     hparams, routing = observed.hparams, observed.hparams.stages[-1].routing
     parts = (
@@ -192,7 +198,7 @@ def gradient_norms(observed: Observations) -> list[float]:
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
 def _gradients(variables, batch, *, hparams, routing):
-    """Of the sum of the losses for the parameters of the stack, and the number of targets."""
+    """The gradient of the summed loss by the parameters of the stack, and the number of targets."""
     labels_BT = masked_labels(batch)
 
     def loss(stack):
@@ -212,7 +218,10 @@ def _gradients(variables, batch, *, hparams, routing):
 
 @measure(routed_only=True)
 def blocks_entered(observed: Observations) -> dict:
-    """Shares of tokens that entered every routed block and none; by chance if these chose alone."""
+    """Return the shares of tokens that entered every routed block and none.
+
+    `*_by_chance` are the shares if the blocks selected tokens independently of each other.
+    """
     selected_RN = observed.selected_RN
     share_R = selected_RN.mean(axis=1)
     return {
@@ -225,9 +234,9 @@ def blocks_entered(observed: Observations) -> dict:
 
 @measure()
 def entropy(observed: Observations) -> dict:
-    """Entropy of the next token in nats.
+    """Return the mean entropy of the next token, in nats.
 
-    `correlation`: Spearman's, with the number of routed blocks that the token entered.
+    `correlation` is Spearman's, with the number of routed blocks that the token entered.
     """
     entropy_N, blocks_N = observed.tokens.entropy_N, observed.selected_RN.sum(axis=0)
     return {'mean': _mean(entropy_N), 'correlation': rank_correlation(entropy_N, blocks_N)}
@@ -235,8 +244,8 @@ def entropy(observed: Observations) -> dict:
 
 @measure(routed_only=True)
 def classes(observed: Observations) -> dict:
-    """By class of token that occurs: how many tokens, and their share that entered."""
-    # Rows that fill a batch up are no windows of the text.
+    """Return, for each token class that occurs, the number of tokens and the share that entered."""
+    # Padding rows at the end of a batch are not windows of the text.
     rows = [batch['tokens_BT'][batch['segment_ids_BT'][:, 0] > 0] for batch in observed.batches]
     tokens_XT, kind = np.concatenate(rows), language(observed)
     class_N = token_classes.held_out_classes(observed.dataset, tokens_XT, kind).reshape(-1)
@@ -250,13 +259,13 @@ def classes(observed: Observations) -> dict:
 
 @measure(routed_only=True)
 def language(observed: Observations) -> str:
-    """`python` or `prose`, the language that `classes` took the text for."""
+    """Return `python` or `prose`, the language that `classes` assumes for the text."""
     return token_classes.language_of(observed.dataset.corpus)
 
 
 @measure(routed_only=True)
 def first_token(observed: Observations) -> dict:
-    """How many first tokens of rows, and the shares of these and of others that entered."""
+    """Return the number of first tokens, and the shares of these and of others that entered."""
     selected_RN, first_N = observed.selected_RN, observed.tokens.first_N
     return {
         'tokens': int(first_N.sum()),
@@ -267,10 +276,10 @@ def first_token(observed: Observations) -> dict:
 
 @measure()
 def depth_mass(observed: Observations) -> dict | None:
-    """Means over batches of analysis/depth_mass.py; None in `dense` and `average`.
+    """Return means over batches of analysis/depth_mass.py; None for `dense` and `average`.
 
-    `depth`, `first_token`: of each layer that reads, the share of its attention on slots and on the
-    first token (the sink).
+    `depth` and `first_token` are the shares of each layer's attention on slots and on the first
+    token (the attention sink).
     """
     if observed.hparams.model.depth.stream_class.reads_outputs:
         return None
@@ -286,7 +295,7 @@ def depth_mass(observed: Observations) -> dict | None:
 
 @measure()
 def stream_gains(observed: Observations) -> dict | None:
-    """Means over batches of analysis/stream_gains.py, by block; None without mixtures."""
+    """Return means over batches of analysis/stream_gains.py by block; None without mixtures."""
     if not stream_gains_lib.has_mixtures(observed.hparams):
         return None
     gains = [
@@ -302,7 +311,7 @@ def _mean(values_N):
 
 
 def rank_correlation(a_N, b_N) -> float | None:
-    """Spearman's rank correlation of the finite pairs; None of fewer than 3, or if one is equal."""
+    """Return Spearman's correlation of the finite pairs; None if constant or fewer than 3."""
     both_N = np.isfinite(a_N) & np.isfinite(b_N)
     a_N, b_N = (np.asarray(side, float)[both_N] for side in (a_N, b_N))
     if len(a_N) < 3 or np.ptp(a_N) == 0 or np.ptp(b_N) == 0:

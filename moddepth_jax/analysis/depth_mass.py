@@ -1,4 +1,4 @@
-"""How much of its attention a layer spends on the slots of earlier layers and on first tokens."""
+"""Measures how much attention each layer spends on depth slots and on first tokens."""
 
 from typing import NamedTuple
 
@@ -17,25 +17,26 @@ from moddepth_jax.model.streams import layer_kinds
 
 
 class DepthMass(NamedTuple):
-    """Shares of the softmax: means over the heads and the real tokens that a layer processes."""
+    """Shares of the softmax: means over heads and the real tokens that a layer processes."""
 
-    layers: tuple[str, ...]  # L readers: numbers of blocks; `end`, the read for the final norm
-    # The S slots in the order written: the writer's number and a (attention), f (ffn) or b (block);
-    # `e`, the embedding's.
+    layers: tuple[str, ...]  # names of L readers: block numbers; `end` reads for the final norm
+    # Names of S slots in write order: the number of the writer and a (attention), f (ffn) or b
+    # (block); `e` is the slot of the embedding.
     slots: tuple[str, ...]
-    slots_LS: np.ndarray  # the mass that a layer puts on a slot; 0 if the slot is not visible
-    depth_L: np.ndarray  # their sum; the rest is on the sequence
-    # On the first (in a routed layer, selected) token of the document, over the other queries.
+    slots_LS: np.ndarray  # share of each slot; 0 if the slot is not visible
+    depth_L: np.ndarray  # sum over slots; the rest is on the sequence
+    # Share of the first token of the document (in a routed layer, the first selected one), averaged
+    # over the other queries.
     first_token_L: np.ndarray
 
 
 def depth_mass(variables, hparams: Hparams, batch, routing: str) -> DepthMass | None:
-    """Measures the masses on a batch (docs/depth_attention.md; Zhu et al. 2026, arXiv 2603.15619).
+    """Measure the masses on a batch (docs/depth_attention.md; Zhu et al. 2026, arXiv 2603.15619).
 
-    In `attention` a layer's read is a softmax of its own, over the slots alone, and the first
-    token's mass is that of its block. Of abstract variables, compiles only and returns None. Raises
-    ValueError for a stream that reads earlier layers without attention, and for a routing that the
-    model cannot run.
+    In the stream `attention`, a layer reads the slots with a separate softmax, and the mass of the
+    first token is that of its block. With abstract variables, this only compiles and returns None.
+    Raises ValueError for a stream that reads earlier layers without attention, and for a routing
+    that the model cannot run.
     """
     model = hparams.model
     if model.depth.stream_class.reads_outputs:
@@ -59,7 +60,7 @@ def depth_mass(variables, hparams: Hparams, batch, routing: str) -> DepthMass | 
 def _names(model: ModelHparams):
     """Names of the layers that read, and of the slots that attention sees."""
     letters = {'attention': 'a', 'attention+ffn': 'af'}.get(model.depth.slots, 'b')
-    if not model.depth.stream_class.attends:  # `value_residual` has slots for its values alone
+    if not model.depth.stream_class.attends:  # in `value_residual`, slots only carry values
         letters = ''
     layers, slots = [], []
     for kind in layer_kinds(model):
@@ -78,17 +79,17 @@ class _Call(NamedTuple):
     q_BTNH: jax.Array
     k_BSKH: jax.Array
     lse_BTN: jax.Array
-    real_BT: jax.Array  # which queries are real
+    real_BT: jax.Array  # bool: the query is a real token
     options: dict  # other arguments
 
 
 def _calls(sown, segment_ids_BT):
-    """The calls of a layer: `sequence`, and `depth` if slots have a softmax of their own."""
+    """The attention calls of a layer: `sequence`, and `depth` if slots have a separate softmax."""
     calls = {}
     for path, (arguments,) in traverse_util.flatten_dict(sown).items():
         q_BTNH, k_BSKH, options, *own = arguments
         _, lse_BNT = depth_attention(q_BTNH, k_BSKH, k_BSKH, return_lse=True, **options)
-        # Places of a routed block that no token took have segment 0, as padding has.
+        # Unused places of a routed block have segment 0, as padding has.
         call_segments_BT = own[0] if own else segment_ids_BT
         index_BT = jnp.broadcast_to(jnp.arange(q_BTNH.shape[1]), q_BTNH.shape[:2])
         positions_BT = index_BT if options.get('positions_BT') is None else options['positions_BT']
@@ -99,7 +100,7 @@ def _calls(sown, segment_ids_BT):
 
 
 def _masses(seen):
-    """Sums over queries of the mass on each slot and on first tokens, and how many queries."""
+    """Sums over queries of the mass on each slot and on first tokens, and numbers of queries."""
     if seen.kind.part == 'entry':
         return None
     calls = _calls(seen.sown, seen.tokens.segment_ids_BT)
@@ -111,7 +112,7 @@ def _masses(seen):
 
 
 def _weights(q_BTNH, k_LBTKH, lse_BTN):
-    """Softmax weights [L, B, T, N] of each query on its own L keys; query head n reads n // G."""
+    """Softmax weights [L, B, T, N] of each query on its L slots; query head n reads head n // G."""
     dtype, (batch, length, heads, width) = lse_BTN.dtype, q_BTNH.shape
     q_BTKGH = q_BTNH.astype(dtype).reshape(batch, length, k_LBTKH.shape[3], -1, width)
     k_LBTKH = k_LBTKH.astype(dtype)
@@ -121,7 +122,7 @@ def _weights(q_BTNH, k_LBTKH, lse_BTN):
 
 
 def _slot_weights(call: _Call):
-    """Weights [L, B, T, N] on the slots, 0 if not visible."""
+    """Weights [L, B, T, N] on the slots; 0 if a slot is not visible."""
     options, k_LBTKH = call.options, call.options.get('k_depth_LBRKH')
     if k_LBTKH is None:
         return jnp.zeros((0, *call.lse_BTN.shape))
@@ -138,7 +139,7 @@ def _slot_weights(call: _Call):
 
 
 def _first_token_sums(call: _Call):
-    """Sum over queries of the mass on the first key of their document, and how many queries."""
+    """Sum over queries of the mass on the first key of their document, and number of queries."""
     options, real_BT = call.options, call.real_BT
     segment_ids_BT, positions_BT = options['segment_ids_BT'], options['positions_BT']
     index_BT = jnp.broadcast_to(jnp.arange(real_BT.shape[1]), real_BT.shape)

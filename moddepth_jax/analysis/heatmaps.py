@@ -1,4 +1,4 @@
-"""Pictures of a model: selected tokens, loads of experts, attention over depth, importance."""
+"""Draws selected tokens, expert loads, attention over depth, and block importance of a model."""
 
 import functools
 from typing import NamedTuple
@@ -16,19 +16,19 @@ from moddepth_jax.model.routing import RoutingRecord
 from moddepth_jax.model.transformer import Transformer
 
 DENSE, SKIPPED, LOOKAHEAD, SELECTED = range(4)
-MAX_LETTERS = 12  # of a token, below its column
+MAX_LETTERS = 12  # of the label of a token
 _VISIBLE = {'\n': '↵', ' ': '·', '\t': '→', '\ufffd': '□'}
 _ROUTING_COLOURS = ('#c9ced6', '#f3f1ec', '#f2b28a', '#1f5f8b')
-_TOP_C = 'skips, but is in the top C of the whole row'
+_TOP_C = 'skips, but is in the top C of the row'
 _ROUTING_LABELS = ('dense block: every token', 'skips', _TOP_C, 'selected')
 
 _LOAD_MAP = LinearSegmentedColormap.from_list(
     'load', ('#b0531f', '#f2b28a', '#f3f1ec', '#6fa0bd', '#0c2b42')
 )
-_FURTHEST = 4  # the colours of loads are those of 1/4 to 4 times an even load
+_FURTHEST = 4  # the colour map covers 1/4 to 4 times an even load
 _LOAD_TICKS = {1 / 4: '1/4 or less', 1 / 2: '1/2', 1: '1', 2: '2', 4: '4 or more'}
 _MAX_LABELS = 40
-_MAX_NUMBERS = 24  # choices; with more of them the cells are too narrow for numbers
+_MAX_NUMBERS = 24  # with more experts the cells are too narrow for numbers
 
 _DEPTH, _FIRST = '#1f5f8b', '#f2b28a'
 _MASS_MAP = LinearSegmentedColormap.from_list('mass', ('#f3f1ec', '#8fb3c9', _DEPTH, '#0c2b42'))
@@ -44,7 +44,7 @@ def _colour_bar(figure, mesh, axes, label):
 
 
 def _rows(axes, names):
-    """Names rows, the first at the bottom, without ticks and frame; returns their middles."""
+    """Label rows, the first at the bottom, without ticks and frame. Returns their y positions."""
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     middles = np.arange(len(names)) + 0.5
@@ -54,7 +54,7 @@ def _rows(axes, names):
 
 
 def _columns(axes, names, total):
-    """Names columns of a heatmap, not all of them if it has many in total."""
+    """Label the columns of a heatmap, leaving some out if it has many in total."""
     every = -(-total // _MAX_LABELS)
     axes.set_xticks(np.arange(0, len(names), every) + 0.5, names[::every], fontsize=8)
 
@@ -66,9 +66,9 @@ def _records(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
 
 
 def routing_record(variables, hparams: Hparams, batch, routing: str) -> RoutingRecord | None:
-    """The decisions on a batch (of `tokens_BT`, `segment_ids_BT`): NumPy [routed layers, B, T].
+    """Return the routing decisions on a batch: NumPy arrays [routed layers, B, T].
 
-    Of abstract variables, compiles only and returns None.
+    With abstract variables, this only compiles and returns None.
     """
     sides = batch['tokens_BT'], batch['segment_ids_BT']
     records = ahead.call(_records, variables, *sides, hparams=hparams, routing=routing)
@@ -76,7 +76,7 @@ def routing_record(variables, hparams: Hparams, batch, routing: str) -> RoutingR
 
 
 def routing_grid(top_c_RT, selected_RT, hparams: Hparams) -> np.ndarray:
-    """int [L, T]: SELECTED, LOOKAHEAD (in the top C only), SKIPPED, or DENSE, from bool [R, T]."""
+    """Return int [L, T]: SELECTED, LOOKAHEAD (in the top C only), SKIPPED or DENSE."""
     grid_LT = np.full((hparams.model.num_blocks, np.shape(top_c_RT)[1]), DENSE)
     skipped_RT = np.where(top_c_RT, LOOKAHEAD, SKIPPED)
     chosen_RT = np.where(selected_RT, SELECTED, skipped_RT)
@@ -97,7 +97,7 @@ def _letter(character):
 
 
 def _label(token: bytes) -> str:
-    """The label of a token: spaces and line ends are made visible, a long one is cut."""
+    """The label of a token: spaces and line ends are made visible, long ones are cut."""
     text = ''.join(map(_letter, token.decode('utf-8', 'replace'))) or '§'
     return text if len(text) <= MAX_LETTERS else f'{text[: MAX_LETTERS - 1]}…'
 
@@ -111,10 +111,16 @@ def plot_routing(
     width: int | None = None,
     names: list[str] | None = None,
 ):
-    """Writes the heatmap of a `routing_grid`, in strips of `width`; the first layer at the bottom.
+    """Write the heatmap of a `routing_grid`, with the first layer at the bottom.
 
-    `tokens` are the bytes of each, b'' for the separator, and `what` they are is written below;
-    `names` are those of the layers, by default their numbers.
+    Args:
+      grid_LT: values of `routing_grid`.
+      tokens: the bytes of each token; b'' for the separator.
+      title: above the heatmap.
+      path: of the file.
+      what: describes the tokens, below the heatmap.
+      width: tokens in a strip. Default: all.
+      names: of the layers. Default: their numbers.
     """
     num_layers, length = grid_LT.shape
     width = min(width or length, length)
@@ -135,7 +141,7 @@ def plot_routing(
         strip.set_xticks(np.arange(len(labels[part])) + 0.5, labels[part], **font)
         _rows(strip, names or [str(layer) for layer in range(num_layers)])
         strip.set_ylabel('layer')
-    marks = '· space, ↵ line end, § document start, □ not whole, or not in this font'
+    marks = '· space, ↵ line end, § document start, □ part of a character, or not in this font'
     axes[-1].set_xlabel(f'{what} ({marks})')
     axes[0].set_title(title, loc='left', fontsize=10, parse_math=False)
     used = [value for value in (SELECTED, LOOKAHEAD, SKIPPED, DENSE) if (grid_LT == value).any()]
@@ -148,16 +154,16 @@ def plot_routing(
 
 
 class ExpertLoad(NamedTuple):
-    """Loads over the mean of all choices: 1 everywhere if tokens are spread evenly."""
+    """Loads relative to the mean of all choices: 1 everywhere if tokens are spread evenly."""
 
     layers: tuple[int, ...]  # numbers of the X layers that have experts, ascending
-    num_routed: int  # E; choices from there on are no-op experts
-    load_XZ: np.ndarray  # float, of each choice; NaN if the layer processed no token
-    largest_load_X: np.ndarray  # float, the fullest routed expert over the mean of the routed ones
+    num_routed: int  # E; later choices are no-op experts
+    load_XZ: np.ndarray  # float, by choice; NaN if the layer processed no token
+    largest_load_X: np.ndarray  # float, fullest routed expert over the mean of the routed experts
 
 
 def expert_load(experts: dict, num_routed: int) -> ExpertLoad:
-    """The loads of `experts` in summary.json, one entry a layer, `num_routed` of them routed."""
+    """Return the loads from `experts` in summary.json, with `num_routed` routed experts."""
     shares = np.array([values['load'] for values in experts.values()], float)
     largest = np.array([values['largest_load'] for values in experts.values()], float)
     layers = tuple(int(layer.removeprefix('layer_')) for layer in experts)
@@ -165,14 +171,14 @@ def expert_load(experts: dict, num_routed: int) -> ExpertLoad:
 
 
 def plot_expert_load(load: ExpertLoad, title: str, path):
-    """Writes the heatmap of loads: experts across, the first layer at the bottom."""
+    """Write the heatmap of loads: experts across, the first layer at the bottom."""
     num_layers, num_choices = load.load_XZ.shape
     size = (min(max(6, 2.4 + 0.34 * num_choices), 16), max(2.4, 1.4 + 0.3 * num_layers))
     figure = Figure(figsize=size, dpi=150, layout='constrained')
     parts = {'routed expert': range(load.num_routed)}
     if num_choices > load.num_routed:
         parts['no-op expert'] = range(load.num_routed, num_choices)
-    # A part of one column still has room for its name.
+    # Leave room for the name of a part with only one column.
     widths = [max(len(columns), 0.14 * num_choices) for columns in parts.values()]
     axes = figure.subplots(1, len(parts), width_ratios=widths, squeeze=False)[0]
     for part, (name, columns) in zip(axes, parts.items(), strict=True):
@@ -180,7 +186,7 @@ def plot_expert_load(load: ExpertLoad, title: str, path):
         _rows(part, load.layers if part is axes[0] else [''] * num_layers)
         part.set_xlabel(name)
     axes[0].set_ylabel('layer')
-    bar = _colour_bar(figure, mesh, axes, 'load, over the mean\nof all choices (×: none)')
+    bar = _colour_bar(figure, mesh, axes, 'load relative to the\nmean of all choices (×: 0)')
     bar.set_ticks(list(_LOAD_TICKS), labels=list(_LOAD_TICKS.values()), fontsize=8)
     bar.minorticks_off()
     figure.suptitle(title, x=0.01, ha='left', fontsize=10, parse_math=False)
@@ -205,7 +211,7 @@ def _draw_loads(axes, load_XZ, columns):
 
 
 def plot_depth_mass(mass: DepthMass, title: str, path):
-    """Writes the heatmap of depth mass, slots across, the first layer at the bottom, and bars."""
+    """Write a heatmap of depth mass, slots across and the first layer at the bottom, with bars."""
     num_layers, num_slots = mass.slots_LS.shape
     width = min(max(0.32 * num_slots, 3), 16)
     size = (width + 6.5 if num_slots else 6, max(2.8, 1.6 + 0.34 * num_layers))
@@ -216,7 +222,7 @@ def plot_depth_mass(mass: DepthMass, title: str, path):
     else:
         first = bars = figure.subplots()
     _draw_bars(bars, mass)
-    first.set_ylabel('layer that reads')
+    first.set_ylabel('reading layer')
     first.set_title(title, loc='left', fontsize=10, pad=12, parse_math=False)
     handles, labels = bars.get_legend_handles_labels()
     figure.legend(handles, labels, loc='lower right', ncols=2, frameon=False, fontsize=8)
@@ -230,7 +236,7 @@ def _draw_slots(axes, mass):
     _rows(axes, mass.layers)
     _columns(axes, mass.slots, len(mass.slots))
     kinds = [kind for kind in _SLOT_KINDS if any(kind[0] in name for name in mass.slots)]
-    axes.set_xlabel(f'slot: layer that wrote it ({", ".join(kinds)})')
+    axes.set_xlabel(f'slot, named after its writing layer ({", ".join(kinds)})')
     _colour_bar(axes.figure, mesh, axes, '% of the attention')
 
 
@@ -247,7 +253,7 @@ def _draw_bars(axes, mass):
 
 
 def plot_importance(importance: dict, title: str, path):
-    """Writes bars of `block_importance`: nats a token that skipping each block and part costs."""
+    """Write bars of `block_importance`: the loss increase from skipping each block and part."""
     blocks = importance['blocks']
     figure = Figure(figsize=(7, max(2.4, 1.4 + 0.5 * len(blocks))), dpi=150, layout='constrained')
     axes = figure.subplots()
@@ -258,8 +264,8 @@ def plot_importance(importance: dict, title: str, path):
         bars = axes.barh(middle_L + shift, costs, 0.26, color=colour, label=part)
         axes.bar_label(bars, fmt='%+.3f', padding=2, fontsize=7)
     axes.margins(x=0.12)
-    axes.set_ylabel('layer that is skipped')
-    axes.set_xlabel('nats a token more')
+    axes.set_ylabel('skipped layer')
+    axes.set_xlabel('loss increase, nats a token')
     axes.set_title(title, loc='left', fontsize=10, parse_math=False)
     figure.legend(loc='outside lower right', ncols=3, frameon=False, fontsize=8)
     figure.savefig(path)

@@ -1,4 +1,4 @@
-"""What skipping each block, its attention or its mlp costs on held-out text."""
+"""Measures how much the held-out loss rises if a block, its attention or its mlp is skipped."""
 
 import functools
 
@@ -15,19 +15,23 @@ PARTS = {'block': (True, True), 'attention': (True, False), 'mlp': (False, True)
 
 
 def check_importance(model: ModelHparams):
-    """Raises ValueError, one line, for a model in which a block cannot be skipped by adding 0."""
+    """Raise ValueError for a model in which adding 0 does not skip a block."""
     if model.norm_placement == 'post':
-        right = 'must be pre or reordered: after a skipped part a norm would still run'
+        right = 'must be pre or reordered: post-norm would still run after a skipped part'
         raise ValueError(f'model.norm_placement={model.norm_placement!r}: {right}')
 
 
 @functools.partial(jax.jit, static_argnames='model')
 def skip_parts(params: dict, kept_L2, *, model: ModelHparams) -> dict:
-    """Parameters of a model whose skipped parts add nothing to the stream.
+    """Return the parameters with the output projections of skipped parts set to 0.
 
-    Their output projections are 0; all else is computed as before, so that one program serves for
-    all `kept_L2`, bool: attention and mlp of each of the L blocks with parameters of their own. The
-    depth slots of a skipped block stay, and so do the values that it gives to later layers.
+    Everything else is computed as before, so one compiled program serves all cases. A skipped block
+    still writes its depth slots and the values that later layers read.
+
+    Args:
+      params: parameters of the Transformer.
+      kept_L2: bool, whether the attention and the mlp of each block with parameters are kept.
+      model: of the parameters.
     """
     numbers = Stack(model, 'top_c').layer_numbers
 
@@ -46,16 +50,16 @@ def skip_parts(params: dict, kept_L2, *, model: ModelHparams) -> dict:
 def block_importance(
     variables, hparams: Hparams, dataset, mesh, num_batches, routing, on_batch=lambda: None
 ) -> dict:
-    """Losses with each block skipped, one at a time, on the first `num_batches` held-out batches.
+    """Measure the loss on the first `num_batches` held-out batches, skipping one block at a time.
 
-    Arguments as of `evaluate`, whose errors these are too; `on_batch` is called after each of
+    Arguments and errors are those of `evaluate`. `on_batch` is called after each of the
     `num_passes` evaluations. A looped block is skipped in all its loops.
 
     Returns:
-      dict: `loss` (nats a target), `bits_per_byte` and `targets` of the model; `blocks`, for each
-      block with parameters of its own its number `layer`, `routed`, and for each of PARTS its
-      `loss` and `bits_per_byte` without it, and `cost` and `cost_bits`: how much more these are;
-      and `ranking`, the numbers of the blocks by the cost of the block, the cheapest first.
+      `loss` (nats per target), `bits_per_byte` and `targets` of the full model; `ranking`, block
+      numbers by the cost of skipping the block, the cheapest first; and `blocks`, a dict for each
+      block with parameters: its number `layer`, `routed`, and for each of PARTS the `loss` and
+      `bits_per_byte` without it, and their increases `cost` and `cost_bits`.
     """
     model = hparams.model
     check_importance(model)
@@ -91,5 +95,5 @@ def block_importance(
 
 
 def num_passes(model: ModelHparams) -> int:
-    """Evaluations of `block_importance`."""
+    """Return the number of evaluations of `block_importance`."""
     return 1 + len(PARTS) * model.num_layers

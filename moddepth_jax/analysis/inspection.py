@@ -1,4 +1,4 @@
-"""One text through one model, token by token: which block processes it, the change, the entropy."""
+"""Runs a text through a model and records, for each token, routing, change, entropy and loss."""
 
 from typing import NamedTuple
 
@@ -17,26 +17,26 @@ from moddepth_jax.training.losses import IGNORED
 
 
 class Inspection(NamedTuple):
-    """What a model with L blocks and R routers does with each of N tokens: NumPy arrays."""
+    """NumPy arrays that describe what a model with L blocks and R routers does with N tokens."""
 
-    routers: tuple[int | None, ...]  # of each block, which of the R chooses its tokens; None: none
+    routers: tuple[int | None, ...]  # index of each block's router; None for an unrouted block
     tokens_N: np.ndarray  # int32 ids
     pieces: tuple[bytes, ...]  # the bytes of each token; b'' for the separator
-    routing: RoutingRecord  # of arrays [R, N]; the top C are those of the window
+    routing: RoutingRecord  # arrays [R, N]; the top C are those of the window
     # |delta| / |input| of the block, without the gate; NaN if the block skipped the token.
     change_LN: np.ndarray
-    entropy_N: np.ndarray  # of the distribution of the next token, in nats
-    # Nats of the next token, which may be the first of the next window; NaN at the end of the text.
+    entropy_N: np.ndarray  # entropy of the next-token distribution, in nats
+    # Loss on the next token in nats (it may begin the next window); NaN at the end of the text.
     loss_N: np.ndarray
 
 
 def inspect_tokens(
     variables, hparams: Hparams, tokens_N, tokenizer, routing: str, on_window=lambda: None
 ) -> Inspection:
-    """Runs the model on the ids of one text, its separator first, in windows of sequence_length.
+    """Run the model on the ids of a text, including the separator, in windows of sequence_length.
 
-    `on_window` is called after each. Raises ValueError for no token and for a routing that the
-    model cannot run.
+    `on_window` is called after each window. Raises ValueError if there is no token, and for a
+    routing that the model cannot run.
     """
     check_routing(hparams, routing)
     tokens_N = np.asarray(tokens_N, np.int32)
@@ -77,11 +77,12 @@ def _measure(deltas, labels_BT):
 
 
 def totals(inspection: Inspection, classes_N) -> dict:
-    """Summarizes the text, as JSON scalars and lists; NaN if there is nothing to divide by.
+    """Summarize the text as JSON scalars and lists; NaN if there is nothing to average.
 
-    `blocks_entered` has an entry for each number of blocks from 0 on; of `layers`, `both` is the
-    share in the top C that entered, and `relative` mean, 10th, 50th and 90th percentile of the
-    change. Correlations are of ranks: of the entropy with the blocks entered, of score and change.
+    `blocks_entered` has an entry for each possible number of entered blocks, from 0. In `layers`,
+    `both` is the share of tokens that are in the top C and entered, and `relative` has the mean and
+    the 10th, 50th and 90th percentile of the change. Correlations are rank correlations: entropy
+    with the number of entered blocks, and score with change.
     """
     selected_RN = inspection.routing.selected_BT
     num_routed = len(selected_RN)

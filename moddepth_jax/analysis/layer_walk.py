@@ -1,4 +1,4 @@
-"""A forward pass layer by layer, outside the scan: what each layer reads, computes and adds."""
+"""Runs a forward pass layer by layer, without the scan, to observe what each layer does."""
 
 import functools
 from typing import NamedTuple
@@ -26,29 +26,41 @@ from moddepth_jax.model.streams import LayerKind, layer_kinds
 from moddepth_jax.model.transformer import causal_sizes, token_info
 
 
-class Seen(NamedTuple):
-    """What there is to observe of one layer."""
+class ObservedLayer(NamedTuple):
+    """What can be observed of one layer."""
 
     kind: LayerKind
     tokens: TokenInfo
     records: Records
-    # Of the block: inputs_BTD, and outputs_BTD or indices_BC, delta_BCD; `added`, `mixtures`.
+    # Arrays of the block by name: inputs_BTD; outputs_BTD, or indices_BC and delta_BCD; `added`;
+    # `mixtures`.
     caught: dict
-    sown: dict  # intermediates
+    sown: dict  # Flax intermediates
 
 
 def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, observe):
-    """Runs the layers one by one, for all tokens of complete rows.
+    """Run the layers one by one over complete rows.
 
-    Returns a list of (LayerKind, observe(Seen)), of a traced function `observe`, and x_BTD as the
-    final norm reads it; of abstract variables, both abstract, and compiles only. Raises ValueError
-    if the model cannot run this routing.
+    Args:
+      variables: of the Transformer. If they are abstract, this only compiles, and the results are
+        abstract.
+      hparams: of the model.
+      tokens_BT: int32 ids.
+      segment_ids_BT: documents of the tokens; 0 is padding.
+      routing: the routing rule.
+      observe: traceable function of ObservedLayer.
+
+    Returns:
+      A list of (LayerKind, observe(ObservedLayer)), and x_BTD as the final norm reads it.
+
+    Raises:
+      ValueError: the model cannot run this routing.
     """
     check_routing(hparams, routing)
     layers, layer_args, tokens, carry, embedded_BTD = ahead.call(
         _begin, variables, tokens_BT, segment_ids_BT, hparams=hparams, routing=routing
     )
-    # Only the largest size: with several, the layer would be a switch, which hides intermediates.
+    # Only the largest size: several sizes make the layer a switch, which hides intermediates.
     sizes = causal_sizes(hparams, tokens_BT.shape[1], routing)[-1:]
     stack, found, count = Stack(hparams.model, routing, sizes), [], 0
     for kind, params, args in zip(layer_kinds(hparams.model), layers, layer_args, strict=True):
@@ -75,7 +87,7 @@ def _begin(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
 
 @functools.partial(jax.jit, static_argnames=('stack', 'kind', 'observe'))
 def _visit(params, carry, count, tokens, layer_args, embedded_BTD, *, stack, kind, observe):
-    """One layer: the next carry, and what is observed."""
+    """Run one layer; returns the next carry and what is observed."""
     caught = {}
 
     def catch(call, args, kwargs, context):
@@ -83,8 +95,8 @@ def _visit(params, carry, count, tokens, layer_args, embedded_BTD, *, stack, kin
         module, method = context.module, context.method_name
         if isinstance(module, MixtureOfDepths) and method == 'gathered':
             caught['indices_BC'] = args[3]
-        elif isinstance(module, Block) and method == 'read':  # first by the router, of all tokens
-            several = isinstance(result[0], AttentionInputs)  # then, what the block adds to
+        elif isinstance(module, Block) and method == 'read':  # the router reads all tokens first
+            several = isinstance(result[0], AttentionInputs)  # then args hold the residual
             caught.setdefault('inputs_BTD', args[0].residual_BTD if several else result[0])
         elif isinstance(module, MixtureOfDepths) and method == 'decide':
             caught['inputs_BTD'] = args[0]
@@ -93,7 +105,7 @@ def _visit(params, carry, count, tokens, layer_args, embedded_BTD, *, stack, kin
         elif isinstance(module, Block) and not module.gathered and method == '__call__':
             caught['outputs_BTD'] = result[0]
         elif isinstance(module, Block) and method == '_run' and module.attention_connection:
-            caught['added'] = result[0] + result[2]  # there is no output to compare with the input
+            caught['added'] = result[0] + result[2]  # the output is not input + delta here
         elif method == 'mixture':  # of attention and mlp
             caught.setdefault('mixtures', []).append(result)
         return result
@@ -112,29 +124,28 @@ def _visit(params, carry, count, tokens, layer_args, embedded_BTD, *, stack, kin
         )
     carry = (output.x_BTD, *put_slots(slots, valid_LBT, output.written, count))
     sown = sown.get('intermediates', {})
-    return carry, observe(Seen(kind, tokens, output.records, caught, sown))
+    return carry, observe(ObservedLayer(kind, tokens, output.records, caught, sown))
 
 
 class LayerDeltas(NamedTuple):
-    """Every block's input and delta on a batch; L blocks, the first one first.
+    """The input and delta of each of L blocks on a batch, in order.
 
-    Those of the routed sublayer, in a block of which `model.routing.part` is not all.
-
-    Arrays are float32 (or wider); the inputs and the final stream have the model's dtype.
+    If `model.routing.part` routes only one sublayer of a block, they are those of the routed
+    sublayer. Arrays are float32 or wider; inputs and the final stream have the model's dtype.
     """
 
-    inputs_LBTD: jax.Array  # the stream as the block, or its router, reads it
-    deltas_LBTD: jax.Array  # what the block adds, without the gate; 0 if the token was skipped
-    selected_LBT: jax.Array  # bool, tokens that the block processed; never padding
+    inputs_LBTD: jax.Array  # the stream as the block or its router reads it
+    deltas_LBTD: jax.Array  # what the block adds, without the gate; 0 if it skipped the token
+    selected_LBT: jax.Array  # bool: the block processed the token; False for padding
     final_BTD: jax.Array  # the stream that the final norm reads
-    logits_BTV: jax.Array  # those of the Transformer
-    records: Records | None  # as the Transformer returns them
+    logits_BTV: jax.Array  # logits of the Transformer
+    records: Records | None  # records of the Transformer
 
 
 def layer_deltas(
     variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str
 ) -> LayerDeltas:
-    """Runs a batch and keeps what the blocks read and add: 2 L B T D numbers.
+    """Run a batch and keep what the blocks read and add, 2 L B T D numbers.
 
     Raises ValueError if the model cannot run this routing.
     """
@@ -161,7 +172,7 @@ def layer_deltas(
 
 
 def _block_arrays(seen):
-    """(input, delta, selected) of a block, and its Records."""
+    """((input, delta, selected) of a block, its Records)."""
     if seen.kind.part != 'block':
         return None
     caught, records, record = seen.caught, seen.records, seen.records.routing
@@ -183,7 +194,7 @@ def _block_arrays(seen):
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
 def _recursion_arrays(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
-    """Arrays of LayerDeltas by block, Records, and the final x_BTD; of a model of routed loops."""
+    """The arrays of LayerDeltas, Records and the final x_BTD for a model with routed loops."""
     unrolled = unroll(variables, hparams, routing)
     layers = list(layers_of(unrolled, hparams, routing))
     tokens, length = token_info(hparams, tokens_BT, segment_ids_BT), tokens_BT.shape[1]
@@ -218,18 +229,18 @@ def _logits(params, x_BTD, *, hparams):
 
 @jax.jit
 def entropies(logits_BTV):
-    """float32 [B, T]: the entropy of each next-token distribution, in nats."""
+    """Return the entropy of each next-token distribution in nats, float32 [B, T]."""
     log_p_BTV = jax.nn.log_softmax(logits_BTV)
     return -jnp.sum(jnp.exp(log_p_BTV) * log_p_BTV, axis=-1)
 
 
 def relative_change(inputs_LBTD, deltas_LBTD):
-    """float32 (or wider) [L, B, T]: |delta| / |input| of each token in each block, L2 norms."""
+    """Return |delta| / |input| (L2 norms) by block and token, float32 or wider [L, B, T]."""
     return root_mean_square(deltas_LBTD) / root_mean_square(inputs_LBTD)
 
 
 @jax.jit
 def root_mean_square(x_LBTD):
-    """float32 (or wider) [L, B, T], over the width."""
+    """Return the root mean square over the width, float32 or wider [L, B, T]."""
     wide = jnp.promote_types(x_LBTD.dtype, jnp.float32)
     return jnp.sqrt(jnp.mean(x_LBTD.astype(wide) ** 2, axis=-1))

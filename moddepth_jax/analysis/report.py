@@ -1,6 +1,6 @@
-"""What a user sees when a run ends: numbers, a heatmap, a sample, and what to do next.
+"""The report at the end of a run: numbers, pictures, a sample, and suggested next commands.
 
-Pictures are imported where they are drawn: matplotlib is slow to import.
+Modules that draw are imported inside functions, because Matplotlib is slow to import.
 """
 
 import functools
@@ -27,13 +27,13 @@ from moddepth_jax.training.tables import Table, to_rich
 
 SAMPLE_FILE = 'sample.txt'
 ROC_FILE = 'router_roc.json'
-DEPTH_TOKENS = 4096  # held-out tokens whose attention is measured, in whole rows
+DEPTH_TOKENS = 4096  # held-out tokens whose attention is measured, rounded to complete rows
 
 
 def prompt_tokens(hparams: Hparams, tokenizer) -> tuple[list[int], int]:
-    """The separator and `report.prompt`, and how many tokens the sample adds to them.
+    """Return the separator and `report.prompt` as ids, and the number of tokens to sample.
 
-    If they do not fit the context, the prompt keeps its first half at most, the sample the rest.
+    If they do not fit the context, the prompt gets at most half of it, and the sample the rest.
     """
     context = hparams.data.sequence_length
     encoded = tokenizer.encode(hparams.report.prompt.encode())
@@ -42,7 +42,7 @@ def prompt_tokens(hparams: Hparams, tokenizer) -> tuple[list[int], int]:
 
 
 def report_programs(state, dataset):
-    """Functions that compile, of an abstract TrainState, what `write_report` will run; by name."""
+    """Return functions, by name, that compile what `write_report` runs, for an abstract state."""
     run, model = Run(state.hparams, None, state, dataset, None), state.hparams.model
     heatmaps = 'moddepth_jax.analysis.heatmaps'
     programs = {'importing matplotlib': functools.partial(importlib.import_module, heatmaps)}
@@ -54,13 +54,13 @@ def report_programs(state, dataset):
 
 
 def write_report(run: Run, console: rich.console.Console | None = None):
-    """Writes the pictures and the sample into the workdir and prints the end of the run."""
+    """Write the pictures and the sample into the workdir and print the report."""
     console = console or rich.console.Console(highlight=False)
     model = run.hparams.model
     rule = causal_routing(run.hparams) if model.looks_ahead else None
     console.print(loss_table(run.summary['eval'], rule, title='held-out text'))
     if 'domains' in run.summary:
-        title = 'held-out text by domain (above: means of these, weighted by share)'
+        title = 'held-out text by domain (above: means weighted by share)'
         console.print(domain_table(run.summary['domains'], title))
     _print(console, *_lines(run))
     if model.routed_layers and run.hparams.data.source == 'recall':
@@ -85,7 +85,7 @@ def _print(console, *lines):
 
 
 def loss_table(evaluation: dict, rule: str | None, title: str | None = None) -> rich.table.Table:
-    """The losses of an evaluation under `rule`, or None if the model never looks ahead."""
+    """Return a table of the losses of an evaluation; `rule` is None if the model is causal."""
     top_c = 'top-C (sees the future)'
     rows = {top_c if rule == 'top_c' else rule or 'none (causal as it is)': 'loss'}
     if 'loss_top_c' in evaluation:
@@ -97,14 +97,14 @@ def loss_table(evaluation: dict, rule: str | None, title: str | None = None) -> 
 
 
 def describe_gap(gap: float) -> str:
-    """What a routing gap in nats means (docs/mixture_of_depths.md)."""
+    """Say in words what a routing gap in nats means (docs/mixture_of_depths.md)."""
     if not math.isfinite(gap):
-        return 'no number: the loss is not finite'
+        return 'undefined, because the loss is not finite'
     if abs(gap) <= 0.01:
         return 'negligible'
     if gap < 0:
         return 'the causal rule does better than top-C; report both'
-    return 'invalidates the run' if gap >= 0.05 else 'to be reported with the loss'
+    return 'invalidates the run' if gap >= 0.05 else 'report it with the loss'
 
 
 def _lines(run):
@@ -134,7 +134,7 @@ def _lines(run):
 
 
 def expert_line(layers, hparams):
-    """The loads of the experts in a summary: of all layers the most uneven one, and means."""
+    """Describe the expert loads of a summary: the most uneven layer, and means over layers."""
     loads = {layer: values['largest_load'] for layer, values in layers.items()}
     fullest = max(loads, key=lambda layer: np.nan_to_num(loads[layer]))
     where = fullest.replace('_', ' ')
@@ -147,20 +147,20 @@ def expert_line(layers, hparams):
         parts.append(f'dropped {_mean_ratio(layers, "dropped_fraction"):.2f}')
     if hparams.choice == 'expert':
         passed = _mean_ratio(layers, 'computed_fraction') * hparams.top_k
-        parts.append(f'a token passes {passed:.2f} of them, in training {hparams.top_k}')
+        parts.append(f'{passed:.2f} experts per token, {hparams.top_k} in training')
     if unused := sum(values['unused'] for values in layers.values()):
         parts.append(f'{unused:.0f} without a token')
     return ', '.join(parts)
 
 
 def _mean_ratio(experts, name):
-    """The mean of a ratio over the layers where it is finite; NaN if it is finite in none."""
+    """The mean of a ratio over the layers where it is finite; NaN if there are none."""
     found = [values[name] for values in experts.values() if math.isfinite(values[name])]
     return sum(found) / len(found) if found else math.nan
 
 
 def _roc_lines(run):
-    """On the corpus whose hard positions are known: whether the routers found them."""
+    """Lines on whether the routers found the hard positions, which the recall corpus knows."""
     from moddepth_jax.analysis.router_roc import router_roc
 
     num_batches = run.hparams.evaluation.final_batches
@@ -191,8 +191,8 @@ def _draw_routing(run, path):
     hparams, record = run.hparams, _routing_record(run)
     length = hparams.data.sequence_length
     width = min(hparams.report.heatmap_tokens, length)
-    # The end of a row shows routing with context behind it; of the rows, the one that has most to
-    # read there: indented code begins with many columns of spaces.
+    # The end of a row shows routing with much context. Choose the row with the least whitespace
+    # there: indented code begins with many columns of spaces.
     tokens_BT = run.dataset.held_out_batch(0)['tokens_BT']
     pieces = [run.dataset.tokenizer.pieces(row_T[-width:]) for row_T in tokens_BT]
     row = np.argmin([sum(map(bytes.isspace, tokens)) for tokens in pieces])
@@ -232,7 +232,7 @@ def _draw_depth_mass(run, path):
 
 
 def _write_numbers(run, measured, path):
-    """Writes the fields of a NamedTuple, and the routing that they were measured under."""
+    """Write the fields of a NamedTuple, and the routing under which they were measured."""
     numbers = {name: np.asarray(value).tolist() for name, value in measured._asdict().items()}
     content = replace_nonfinite({'routing': causal_routing(run.hparams), **numbers})
     text = json.dumps(content, indent=2, allow_nan=False) + '\n'
@@ -240,7 +240,7 @@ def _write_numbers(run, measured, path):
 
 
 def _pictures(model):
-    """(file, what it shows, function that draws it) of the pictures of what the model has."""
+    """(file, description, drawing function) of each picture that applies to the model."""
     routing = 'routing.png', 'tokens selected by each routed block', _draw_routing
     load = 'expert_load.png', 'how evenly the tokens fall on the experts', _draw_expert_load
     mass = 'depth_mass.png', 'how much attention goes to earlier layers', _draw_depth_mass
@@ -281,7 +281,7 @@ def _next_steps(run):
 
 
 def _counterpart(model):
-    """A model without one mechanism of this one, or a routed one: its name, and the knob to set."""
+    """A model to compare with: the name and the knob that removes a mechanism or adds routing."""
     if model.depth.stream != 'residual':
         return 'residual', '--config.model.depth.stream=residual'
     if model.routed_layers:
@@ -291,7 +291,7 @@ def _counterpart(model):
     return 'mod', '--config.model.routing.router=learned'
 
 
-# key: (heading, format of a number). A key that no text has gets no column.
+# key: (heading, number format). Keys that no text has get no column.
 _COLUMNS = {
     'text': ('text', ''),
     'share': ('share', '.1%'),
@@ -305,7 +305,7 @@ _COLUMNS = {
 
 
 def domain_table(domains: dict[str, dict], title: str | None = None) -> rich.table.Table:
-    """The losses of several texts, one a row; `domains` has some keys of _COLUMNS by name."""
+    """Return a table of losses with one row per text; the values have some keys of _COLUMNS."""
     keys = [key for key in _COLUMNS if any(key in values for values in domains.values())]
     lines = {name: [_cell(values, key) for key in keys] for name, values in domains.items()}
     return to_rich(Table(title, ['domain', *(_COLUMNS[key][0] for key in keys)], lines))

@@ -1,4 +1,4 @@
-"""Does a router rank highest the tokens that need its block? ROC area over known positions."""
+"""Measures by ROC area whether routers rank the tokens that need far context highest."""
 
 import functools
 
@@ -15,15 +15,15 @@ from moddepth_jax.training.losses import masked_labels
 
 
 def roc_area(scores, positives) -> float:
-    """The probability that a positive scores above a negative, a tie counted half.
+    """Return the probability that a positive scores above a negative; a tie counts half.
 
-    `scores` and `positives` (bool) have one shape. Raises ValueError if a class is empty.
+    `scores` and `positives` (bool) have the same shape. Raises ValueError if a class is empty.
     """
     scores, positives = np.asarray(scores, float), np.asarray(positives, bool)
     above, below = scores[positives], scores[~positives]
     if not above.size or not below.size:
         found = f'{above.size} positives, {below.size} negatives'
-        raise ValueError(f'{found}: must be one of each at least')
+        raise ValueError(f'{found}: must be at least one of each')
     pairs = above.size * below.size
     return float(scipy.stats.mannwhitneyu(above, below, method='asymptotic').statistic / pairs)
 
@@ -42,12 +42,16 @@ def _forward(variables, batch, *, hparams, routing):
 def router_roc(
     variables, hparams: Hparams, dataset, num_batches: int, routing: str = 'top_c'
 ) -> dict:
-    """How the routers of a model trained on data.source='recall' rank the needed positions.
+    """Measure how the routers of a model trained on data.source='recall' rank needed positions.
 
-    Returns, over at most `num_batches` held-out batches, `layers`: by routed layer the ROC `area`
-    of its scores for `needs_far_context` against all other real tokens, and the share of these that
-    `entered`; `recall_accuracy`, the share of them whose answer is the likeliest token;
-    `recall_nats` per answer; `loss`, nats per target. Raises ValueError without such a position.
+    Needed positions are those of `needs_far_context`. At most `num_batches` held-out batches are
+    read. Raises ValueError if they have no needed position.
+
+    Returns:
+      `layers`: for each routed layer the ROC `area` of its scores for needed positions against all
+      other real tokens, and the share of needed positions that `entered`; `recall_accuracy`: the
+      share of needed positions whose answer is the most likely token; `recall_nats`: loss per
+      answer; `loss`: nats per target.
     """
     parts = []
     for index in range(min(num_batches, dataset.num_held_out_batches)):

@@ -1,10 +1,10 @@
 'use strict';
-// The data is only ever assigned to textContent, so that no text can become markup.
+// Data is only assigned to textContent, so that no text can become markup.
 const data = JSON.parse(document.getElementById('data').textContent);
 const { about, tokens, layers, totals } = data;
 const size = tokens.shown.length;
 const routed = layers.filter((layer) => layer.routed);
-// One layer for each choice: of a routed loop, whose blocks share one, the first.
+// One layer for each router: the blocks of a routed loop share one, so the first stands for all.
 const choices = routed.filter((layer) => routed.find((other) => other.router === layer.router) === layer);
 const unit = about.loops ? 'loop' : 'routed block';
 const RAMP = [[243, 241, 236], [143, 179, 201], [31, 95, 139], [12, 43, 66]];
@@ -61,7 +61,7 @@ function scale(values) {
   return [low, high > low ? high : low + 1];
 }
 
-// A way to colour: its name, the layers to choose from, and (layer) -> paint function and legend.
+// A colouring has a name, the layers to choose from, and make(layer) -> paint function and legend.
 function ramp(values, [low, high], digits, none) {
   const paint = (i) => (values[i] === null ? ['#fff', '#9a9488'] : blend((values[i] - low) / (high - low)));
   return { paint, ramp: [number(low, digits), number(high, digits)], none };
@@ -194,7 +194,7 @@ function select(i) {
     ];
   });
   if (pinned) {
-    const note = element('div', 'kept here until a second click or Escape');
+    const note = element('div', 'pinned; click again or press Escape to unpin');
     note.className = 'pinned';
     side.push(note);
   }
@@ -227,8 +227,8 @@ function listen() {
   });
 }
 
-// data-if="name" keeps an element if about[name] is set, data-if="name=value" if it has that value;
-// data-show="name" shows about[name].
+// data-if="name" keeps an element if about[name] is set, and data-if="name=value" if it has that
+// value. data-show="name" shows about[name].
 function fillIn() {
   for (const part of document.querySelectorAll('[data-if]')) {
     const [name, value] = part.dataset.if.split('=');
@@ -256,7 +256,7 @@ function drawTop() {
   if (routed.length) {
     tiles.push(
       about.loops
-        ? tile(percent(totals.blocks_entered[1].tokens / size), 'of the tokens go through one loop alone')
+        ? tile(percent(totals.blocks_entered[1].tokens / size), 'of the tokens go through only one loop')
         : tile(percent(totals.enter_none), 'of the tokens skip every routed block'),
       tile(percent(totals.enter_all), `of the tokens pass every ${unit} (${choices.length})`),
       tile(signed(totals.entropy_correlation), `rank correlation of the number of ${unit}s that process a token with its entropy`),

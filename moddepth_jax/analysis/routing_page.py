@@ -1,4 +1,4 @@
-"""An Inspection as JSON, and as one web page that needs no network."""
+"""Converts an Inspection to JSON and to a self-contained web page."""
 
 import importlib.resources
 import itertools
@@ -15,7 +15,7 @@ from moddepth_jax.analysis.token_classes import CLASSES
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.training.summary import replace_nonfinite
 
-# What a causal rule compares with a token, as a heading of the page.
+# Column heading, by causal rule, for the number that the rule uses.
 RULE_COLUMNS = {
     'predictor': 'predictor',
     'aux_loss': 'sigmoid',
@@ -24,12 +24,12 @@ RULE_COLUMNS = {
 }
 _DIGITS = 4  # significant digits of the numbers of tokens
 _MARKS = {'\n': '↵\n', '\t': '→\t', '\x7f': '␡'}
-_REST = '▫'  # a token in which no character begins
-_UNSHOWN = '□'  # a byte that is not UTF-8, or a character that is invisible or acts on the page
+_REST = '▫'  # token in which no character begins
+_UNSHOWN = '□'  # byte that is not UTF-8, or invisible or control character
 
 
 def shown_tokens(pieces) -> list[str]:
-    """The text that the page shows for each token (bytes): the characters that begin in it."""
+    """Return the text that the page shows for each token (bytes): characters that begin in it."""
     text = b''.join(pieces).decode('utf-8', 'surrogateescape')
     begins = np.cumsum([0, *(len(c.encode('utf-8', 'surrogateescape')) for c in text)])[:-1]
     ends = np.cumsum([0, *map(len, pieces)])
@@ -57,10 +57,10 @@ def page_data(
     names: dict,
     depth: DepthMass | None = None,
 ) -> dict:
-    """The content of routing.json: JSON scalars, lists and dicts; None for what is not finite.
+    """Return the content of routing.json: JSON values; None for numbers that are not finite.
 
-    `names` has `run`, `step`, `num_steps`, `text` (what it is called), `language`, `cut` (tokens
-    left out at its end) and `depth_tokens` (those that `depth` was measured on).
+    `names` has `run`, `step`, `num_steps`, `text` (its name), `language`, `cut` (number of tokens
+    left out at the end) and `depth_tokens` (number of tokens on which `depth` was measured).
     """
     logits_of = hparams.model.routing.causal_rule if routing == 'top_c' else routing
     data = {
@@ -139,12 +139,12 @@ def _layer(inspection, layer, logits_of):
 
 
 def render(data: dict) -> str:
-    """The page of `page_data`: HTML, style, script and data in one file."""
+    """Return the page for `page_data`: HTML, style, script and data in one file."""
     here = importlib.resources.files('moddepth_jax.analysis')
     page = here.joinpath('routing_page.html').read_text(encoding='utf-8')
     script = here.joinpath('routing_page.js').read_text(encoding='utf-8')
     text = json.dumps(data, allow_nan=False, separators=(',', ':'))
-    for character in '<>&':  # so that no text can end the element that holds it
+    for character in '<>&':  # so that no text can close the script element
         text = text.replace(character, f'\\u{ord(character):04x}')
     before, after = page.split('__DATA__')
     return before + text + after.replace('__SCRIPT__', script.rstrip())

@@ -1,6 +1,6 @@
-"""Signal dilution: how well a linear probe recovers a block's output from the final stream.
+"""Measures signal dilution: how well a linear probe recovers a block's delta from the final stream.
 
-The probe is a ridge regression from the final stream (before its norm) to a block's delta.
+The probe is a ridge regression from the final stream (before its norm) to the delta of a block.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-RIDGE = 1e-5  # relative to each input's variance, so that scales do not matter
+RIDGE = 1e-5  # relative to the variance of each input, so that scales do not matter
 
 
 class Moments(NamedTuple):
@@ -20,10 +20,10 @@ class Moments(NamedTuple):
     y_E: np.ndarray
     xx_DD: np.ndarray  # sums of products of the deviations from the means
     xy_DE: np.ndarray
-    yy: float  # sum of squared deviations of y, over its E components too
+    yy: float  # sum of squared deviations of y over tokens and components
 
     def __add__(self, other: 'Moments') -> 'Moments':
-        """The moments of both groups of tokens together (Chan, Golub and LeVeque 1983)."""
+        """Return the moments of both groups of tokens together (Chan, Golub and LeVeque 1983)."""
         count = self.count + other.count
         if not other.count or not self.count:
             return self if self.count else other
@@ -52,17 +52,17 @@ def _moments(x_BTD, y_BTE, counted_BT):
 
 
 def moments(x_BTD, y_BTE, counted_BT) -> Moments:
-    """The Moments of the tokens of `counted_BT` (bool), from arrays of any floating dtype."""
+    """Return the Moments of the tokens in `counted_BT` (bool), from arrays of any float dtype."""
     found = jax.device_get(_moments(x_BTD, y_BTE, counted_BT))
     count, *arrays, yy = (np.asarray(part, np.float64) for part in found)
     return Moments(float(count), *arrays, float(yy))
 
 
 def probe_r2(fitted: Moments, scored: Moments) -> float | None:
-    """R^2 of the ridge regression of y on x that is fitted on some tokens and scored on others.
+    """Return R^2 of the ridge regression of y on x, fitted on some tokens and scored on others.
 
-    It is too low if the fitted tokens are not many more than the components of x. None if y or x
-    has no variance.
+    It is too low unless there are many more fitted tokens than components of x. None if x or y has
+    no variance.
     """
     variance_D = np.diag(fitted.xx_DD)
     if not variance_D.any() or not scored.yy:

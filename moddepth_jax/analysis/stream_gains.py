@@ -1,7 +1,7 @@
-"""How far products of the mixtures of hyper-connections amplify along depth.
+"""Measures how much products of the mixing matrices of hyper-connections amplify along depth.
 
-As in the paper of manifold-constrained hyper-connections (arXiv 2512.24880): sums of rows are the
-gains of what is carried forward, sums of columns those of gradients.
+As in the paper of manifold-constrained hyper-connections (arXiv 2512.24880), row sums are the
+gains of the forward signal, and column sums are the gains of gradients.
 """
 
 from typing import NamedTuple
@@ -15,22 +15,22 @@ from moddepth_jax.hparams import Hparams
 
 
 class StreamGains(NamedTuple):
-    """Of the map from the streams before each of L blocks to the last ones: means of tokens."""
+    """Gains of the map from the streams before each of L blocks to the last ones; token means."""
 
-    forward_L: np.ndarray  # the largest sum of a row (weights of old streams), without its sign
-    backward_L: np.ndarray  # of a column (weights in new streams)
+    forward_L: np.ndarray  # largest absolute row sum (over the weights of old streams)
+    backward_L: np.ndarray  # largest absolute column sum (over the weights in new streams)
 
 
 def has_mixtures(hparams: Hparams) -> bool:
-    """Whether each block mixes several streams of every token."""
+    """Return whether each block mixes several streams of every token."""
     model = hparams.model
     return hasattr(model.depth.stream_class.connection, 'mixture') and not model.routed_layers
 
 
 def stream_gains(variables, hparams: Hparams, batch, routing: str) -> StreamGains:
-    """The gains on a batch, over real tokens. ValueError for a model without mixtures."""
+    """Return the gains on the real tokens of a batch. Raises ValueError without mixtures."""
     if not has_mixtures(hparams):
-        right = 'must be hyper_connections, and no block routed'
+        right = 'must be hyper_connections without routed blocks'
         raise ValueError(f'model.depth.stream={hparams.model.depth.stream!r}: {right}')
     tokens_BT, segment_ids_BT = batch['tokens_BT'], batch['segment_ids_BT']
     found, _ = walk(variables, hparams, tokens_BT, segment_ids_BT, routing, _mixtures)
@@ -45,5 +45,5 @@ def stream_gains(variables, hparams: Hparams, batch, routing: str) -> StreamGain
 
 
 def _mixtures(seen) -> jax.Array:
-    """Those of attention and mlp, [2, B, T, new streams, old streams]."""
+    """The mixtures of attention and mlp, [2, B, T, new streams, old streams]."""
     return jnp.stack(seen.caught['mixtures'])

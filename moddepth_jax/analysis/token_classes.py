@@ -1,4 +1,4 @@
-"""What kind of text a token is part of: in Python code by Pygments, in prose by its letters."""
+"""Classifies tokens by the kind of text: Python code with Pygments, prose by characters."""
 
 import re
 
@@ -14,7 +14,7 @@ CLASSES = (
 )
 LANGUAGES = ('python', 'prose')
 _NUMBER = {name: i for i, name in enumerate(CLASSES)}
-# The first that a token of Pygments is a kind of decides.
+# The first Pygments token type that matches decides.
 _PYTHON_CLASSES = (
     (Token.Keyword, 'keyword'),
     (Token.Operator.Word, 'keyword'),
@@ -40,7 +40,7 @@ _SHORT_WORDS = {
     'within without',
 }
 _WITH_WORDS = ('docstring', 'comment', 'word')  # classes of English text
-# Not inside a name, a path or a call, as in `for-loop`, a.in or to().
+# Not inside a name, a path or a call, such as `for-loop`, a.in or to().
 _SHORT_WORD = re.compile(
     r'(?<![\w`.=/-])(?:'
     + '|'.join(f'(?P<{name}>{"|".join(words.split())})' for name, words in _SHORT_WORDS.items())
@@ -56,25 +56,25 @@ _PYTHON_SOURCES = ('stdlib', 'python_environment')  # values of data.source that
 
 
 def guess_language(text: bytes) -> str:
-    """`python` if more than a third of the non-blank lines look like code, else `prose`."""
+    """Return `python` if more than a third of the non-blank lines look like code, else `prose`."""
     lines = [line for line in text.decode('utf-8', 'replace').split('\n') if line.strip()]
     looks = sum(bool(_CODE_LINE.match(line)) for line in lines)
     return 'python' if looks > len(lines) / 3 else 'prose'
 
 
 def language_of(corpus) -> str:
-    """The language of the held-out text of a Corpus, judged by its first bytes."""
+    """Return the language of the held-out text of a Corpus, judged by its first bytes."""
     if corpus.name in _PYTHON_SOURCES:
         return 'python'
     return guess_language(first_bytes(corpus.held_out, MAX_BYTES, b'\n'))
 
 
 def byte_classes(text: bytes, language: str) -> np.ndarray:
-    """The class of each byte of a text: uint8 [len(text)], indices into CLASSES.
+    """Return the class of each byte of a text: uint8 [len(text)], indices into CLASSES.
 
-    `python` is as Pygments reads it, with the inside of a string or comment all of one class, but
-    for the articles and prepositions of docstrings and comments; `other` of `prose` are control
-    characters and bytes that are not UTF-8. Raises ValueError for an unknown language.
+    `python` text is parsed by Pygments. A string or comment is one class throughout, except for
+    articles and prepositions in docstrings and comments. In `prose`, `other` are control characters
+    and bytes that are not UTF-8. Raises ValueError for an unknown language.
     """
     if language not in LANGUAGES:
         raise ValueError(f'language={language!r}: must be one of {", ".join(LANGUAGES)}')
@@ -89,7 +89,7 @@ def byte_classes(text: bytes, language: str) -> np.ndarray:
 
 
 def _short_words(name, text):
-    """(class, text) of the articles and prepositions in a part, and of what is between them."""
+    """Split a part at its articles and prepositions; yields (class, text)."""
     end = 0
     for match in _SHORT_WORD.finditer(text) if name in _WITH_WORDS else ():
         yield name, text[end : match.start()]
@@ -99,7 +99,7 @@ def _short_words(name, text):
 
 
 def _python_parts(text):
-    """(class, text) of each token of Pygments."""
+    """Yield (class, text) for each Pygments token."""
     inside_braces = False  # of an f-string
     for _, kind, part in PythonLexer().get_tokens_unprocessed(text):
         name = next((name for parent, name in _PYTHON_CLASSES if kind in parent), 'other')
@@ -111,7 +111,7 @@ def _python_parts(text):
 
 
 def token_classes(pieces: list[bytes], language: str) -> np.ndarray:
-    """uint8 [N]: the class of each token's first byte that is no whitespace; b'' starts a text."""
+    """Return uint8 [N]: the class of each token's first non-whitespace byte; b'' starts a text."""
     of_bytes = byte_classes(b''.join(pieces), language)
     ends = np.cumsum([len(piece) for piece in pieces])
     classes = np.full(len(pieces), _NUMBER['start of text'], np.uint8)
@@ -124,9 +124,9 @@ def token_classes(pieces: list[bytes], language: str) -> np.ndarray:
 
 
 def held_out_classes(dataset, tokens_XT, language: str) -> np.ndarray:
-    """uint8 [X, T]: the class of each token of complete held-out windows, indices into CLASSES.
+    """Return uint8 [X, T]: the class of each token of complete held-out windows.
 
-    A window may begin inside a string, so each is looked up in the documents it was cut from.
+    A window may begin inside a string, so classes come from the complete documents.
     """
     streams, length = dataset.held_out_streams, tokens_XT.shape[1]
     wanted = [tokens_T.tobytes() for tokens_T in tokens_XT.astype(streams[0].dtype)]

@@ -1,6 +1,6 @@
-"""How long attention takes, with depth slots and without, ours and the fastest public ones.
+"""Times attention with and without depth slots: our implementations and public baselines.
 
-Each implementation is compared with the equation first, and timed if it is right.
+Each implementation is first compared with the reference and is timed only if it is correct.
 """
 
 import functools
@@ -15,14 +15,14 @@ from moddepth_jax.benchmarks.attention_forms import ALONE, PLAIN, RIVALS, Form, 
 from moddepth_jax.benchmarks.timing import time_interleaved, try_run
 from moddepth_jax.benchmarks.worker import SkippedError, WrongError
 
-BASELINES = ('cudnn', 'xla')  # without slots: what the others are divided by
+BASELINES = ('cudnn', 'xla')  # times are relative to these without slots
 SAMPLE_SECONDS = 5e-3  # shorter calls are repeated
-MOST_CALLS = 20
-REPEATS = (3, 25)  # least and most rounds
+MOST_CALLS = 20  # in one sample
+REPEATS = (3, 25)  # minimum and maximum number of rounds
 
 
 def device_ceilings(toy: bool = False) -> dict:
-    """What the device can do at most, measured: bytes read and written, bf16 FLOPs."""
+    """Measure the copy bandwidth and the bf16 matmul rate of the device."""
     size, side = (2**22, 256) if toy else (2**30, 8192)
     x = jax.random.normal(jax.random.key(0), (size,), jnp.bfloat16)
     y = jax.random.normal(jax.random.key(1), (side, side), jnp.bfloat16)
@@ -38,18 +38,22 @@ def device_ceilings(toy: bool = False) -> dict:
 
 
 def _compile_and_check(form, length, inputs, expected):
-    """(the compiled form, None), or (None, why it is not timed); `expected` is filled."""
+    """Compile and check a form.
+
+    Returns (compiled form, None), or (None, reason why it is not timed). `expected` caches the
+    values of the reference.
+    """
     run, why = try_run(lambda: lower(form, inputs).compile())
     if why:
         return None, why
     chosen_C = attention_check.checked_queries(length)
-    key = form.over, form.implementation in RIVALS  # which know no documents
+    key = form.over, form.implementation in RIVALS  # rivals ignore documents
     if key not in expected:
         seen = inputs._replace(options={}) if key[1] else inputs
         expected[key] = try_run(attention_check.compute_expected, seen, chosen_C, form.over)
     values, why = expected[key]
     if why:
-        return None, f'not checked, so not timed: the equation is {why}'
+        return None, f'not checked, so not timed; the reference failed: {why}'
     kept_T = jnp.zeros(length, bool).at[chosen_C].set(True)
     masked = inputs._replace(do_BTNH=jnp.where(kept_T[:, None, None], inputs.do_BTNH, 0))
     results, why = try_run(run, masked)
@@ -58,7 +62,7 @@ def _compile_and_check(form, length, inputs, expected):
 
 
 def _time(programs, inputs, seconds):
-    """(seconds of each form by round, why others failed, rounds that take `seconds` together)."""
+    """(seconds of each form by round, reasons of failed forms, number of rounds in `seconds`)."""
     once, failed = {}, {}
     for form, run in programs.items():
         once[form] = functools.partial(run, inputs)
@@ -73,11 +77,11 @@ def _time(programs, inputs, seconds):
 
 
 def _row(form, seconds, run, case, baseline):
-    """What was measured of a form, and what follows from it."""
+    """The measurements of a form, and rates and ratios that follow from them."""
     values, forward = seconds[form], form.direction == 'forward'
     row = {**form._asdict(), 'seconds': float(np.median(values))}
     row['temp_bytes'] = run.memory_analysis().temp_size_in_bytes
-    if form.over == ALONE:  # of the backward pass alone, if the form has one
+    if form.over == ALONE:  # the bandwidth of the backward pass excludes the forward pass
         before = 0 if forward else seconds.get(form._replace(direction='forward'), np.inf)
         median = float(np.median(values - before))
         amount = attention_cases.depth_bytes(case, backward=not forward)
@@ -93,13 +97,17 @@ def _row(form, seconds, run, case, baseline):
 
 
 def bench_case(case: Case, names, seconds: float, brief: bool = False) -> dict:
-    """Checks and times every form of some implementations at one shape, for about `seconds`.
+    """Check and time every form of some implementations at one shape, for about `seconds`.
 
-    Returns the shape, `baseline` (the first of BASELINES that is right) and `rows`: of each Form
-    its fields and either `failed`, one line, or the median `seconds` of a call; `flops_per_second`,
-    of the visible pairs; `over_plain`, the median over rounds of its time over the baseline's
-    without slots and documents. Of the slots alone `bytes_per_second` instead, of the pass itself.
-    Raises DeviceLostError; ValueError if there is no room for the inputs.
+    Returns:
+      The shape, `baseline` (the first correct one of BASELINES) and `rows`. A row has the fields of
+      a Form and either `failed`, one line, or the median `seconds` of a call, `flops_per_second`
+      (of visible pairs) and `over_plain`, the median ratio to the baseline without slots and
+      documents. For slots alone, it has `bytes_per_second` of the pass instead.
+
+    Raises:
+      DeviceLostError: the device does not respond.
+      ValueError: the inputs do not fit the memory.
     """
     inputs, why = try_run(attention_cases.make_inputs, case)
     if why:
@@ -126,10 +134,10 @@ def bench_case(case: Case, names, seconds: float, brief: bool = False) -> dict:
 
 
 def time_one(implementation: str, sizes: dict, brief: bool, toy: bool = False) -> dict:
-    """`bench_case` of one implementation, in turn with plain cuDNN; of a toy with XLA.
+    """Run `bench_case` for one implementation, interleaved with plain cuDNN (for a toy, XLA).
 
-    `sizes` are fields of attention_cases.Case. Raises WrongError; SkippedError if the device cannot
-    do it; ValueError if nothing could be timed.
+    `sizes` are fields of attention_cases.Case. Raises WrongError for a wrong result, SkippedError
+    if the device does not support it, and ValueError if nothing could be timed.
     """
     case, baseline = Case(**sizes), 'cudnn'
     if toy:

@@ -1,4 +1,4 @@
-"""The shapes at which attention is timed, and what they must compute and move."""
+"""The shapes at which attention is timed, their FLOPs, and the bytes they must move."""
 
 from typing import NamedTuple
 
@@ -17,12 +17,12 @@ class Case(NamedTuple):
     slots: int = 64
     batch: int = 1
     dtype: str = 'bfloat16'
-    written: int | None = None  # visible slots, known only when the program runs; None: all
-    documents: int = 0  # packed in a row, of random lengths; 0: the row is one text
+    written: int | None = None  # visible slots, passed as a traced value; None: all
+    documents: int = 0  # packed documents of random lengths in a row; 0: the row is one text
 
     @property
     def visible(self) -> int:
-        """Slots that a query attends to."""
+        """Number of slots that a query attends to."""
         return self.slots if self.written is None else self.written
 
     def __str__(self):
@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What is attended to, and the cotangent of the output."""
+    """The inputs of attention, and the cotangent of its output."""
 
     q_BTNH: jax.Array
     k_BTKH: jax.Array
@@ -41,11 +41,11 @@ class Inputs(NamedTuple):
     k_depth_LBTKH: jax.Array
     v_depth_LBTKH: jax.Array
     do_BTNH: jax.Array
-    q_depth_BTNH: jax.Array | None = None  # queries of the slots; None: q_BTNH
-    options: dict = {}  # further arrays by their name in depth_attention
+    q_depth_BTNH: jax.Array | None = None  # queries on the slots; None: q_BTNH
+    options: dict = {}  # other arrays by argument name of depth_attention
 
 
-# Lengths and shapes of docs/gpu.md: N=64, K=8, H=64, L=64 where nothing else is said.
+# Lengths and shapes of docs/gpu.md, with N=64, K=8, H=64 and L=64 by default.
 LENGTHS = {'4k': 4096, '16k': 16384, '64k': 65536}
 SHAPES = {
     **{f'slots_{slots}_': {'slots': slots} for slots in (16, 24, 48)},
@@ -58,7 +58,7 @@ NO_SLOTS, PACKED = {'slots': 0}, {'documents': 16}
 
 
 def toy(case: Case) -> Case:
-    """The case at a size for CPUs."""
+    """Reduce a case to a size for CPUs."""
     return case._replace(
         length=24,
         heads=4,
@@ -72,7 +72,7 @@ def toy(case: Case) -> Case:
 
 
 def document_lengths(case: Case) -> np.ndarray:
-    """int64 [documents], random, 1 or more, with sum T; [T] if the row is one text."""
+    """Return random document lengths with sum T, int64 [documents]; [T] if the row is one text."""
     if not case.documents:
         return np.array([case.length])
     rng = np.random.default_rng(case.length + case.documents)
@@ -81,7 +81,7 @@ def document_lengths(case: Case) -> np.ndarray:
 
 
 def make_inputs(case: Case) -> Inputs:
-    """Random normal arrays; the slots' keys are larger, so that they get much of the softmax."""
+    """Draw normal arrays; the keys of slots are larger, so that slots get much of the softmax."""
     q_shape = (case.batch, case.length, case.heads, case.width)
     k_shape = (case.batch, case.length, case.kv_heads, case.width)
     slots_shape = (case.slots, *k_shape)
@@ -106,10 +106,9 @@ def make_inputs(case: Case) -> Inputs:
 
 
 def flops(case: Case, slots: int, backward: bool) -> float:
-    """FLOPs of the forward pass, or of both passes: seven products instead of two.
+    """Return the FLOPs of the forward pass (two products) or of both passes (seven products).
 
-    Counts the visible query-key pairs, which are the causal half inside each document, and `slots`
-    of the query's own token.
+    Visible pairs count: the causal half within each document, and `slots` pairs per query.
     """
     visible = float(np.sum(document_lengths(case).astype(float) ** 2)) / 2
     pairs = case.batch * case.heads * (visible + case.length * slots)
@@ -117,9 +116,9 @@ def flops(case: Case, slots: int, backward: bool) -> float:
 
 
 def depth_bytes(case: Case, backward: bool) -> float:
-    """The least number of bytes that the depth part must move: slots once, queries and outputs.
+    """Return the least number of bytes that the depth part moves: slots once, queries, outputs.
 
-    `backward`: of the backward pass alone, which reads the slots and writes their gradients.
+    With `backward`, those of the backward pass, which reads slots and writes their gradients.
     """
     item = jnp.dtype(case.dtype).itemsize
     per_side = case.batch * case.length * case.width

@@ -1,8 +1,8 @@
-"""How far an attention is from the equation at the size at which it is timed.
+"""Checks an attention program against the reference at the size at which it is timed.
 
-T x T scores do not fit at T = 65536. So the cotangent of the output is zero but for some queries:
-the equation is computed for these alone, in float32, and the gradients of all keys, of the slots of
-these queries and of no others follow from it. What is checked is the very program that is timed.
+T x T scores do not fit at T = 65536. So the cotangent of the output is zero except at some queries.
+The reference is computed in float32 for these queries only. It gives the gradients of all keys and
+of the slots of these queries; all other gradients must be zero.
 """
 
 import functools
@@ -21,12 +21,12 @@ NAMES = ('o', 'dq', 'dk', 'dv', 'dk_depth', 'dv_depth', 'dq_depth')
 
 
 def largest(array) -> float:
-    """The largest absolute value, 0 of an empty array."""
+    """Return the largest absolute value; 0 for an empty array."""
     return float(abs(array).max(initial=0))
 
 
 def allowed_errors(exact: dict, plain: dict, dtype: str) -> dict[str, float]:
-    """The largest error that each result may have, by the error of XLA's form in the same dtype."""
+    """Return the allowed error of each result, from the error of XLA's form in the same dtype."""
     return {
         name: allowed_error(dtype, name != 'o', largest(plain[name] - value), largest(value))
         for name, value in exact.items()
@@ -34,7 +34,7 @@ def allowed_errors(exact: dict, plain: dict, dtype: str) -> dict[str, float]:
 
 
 def errors_of(found: dict, exact: dict, allowed: dict) -> tuple[dict[str, float], list[str]]:
-    """The largest error of each result, and a line for each that is beyond what is allowed."""
+    """Return the largest error of each result, and a line for each result above its limit."""
     errors = {name: largest(value - exact[name]) for name, value in found.items()}
     return errors, [
         f'{name} is off by {error:.3g}, allowed {allowed[name]:.3g}'
@@ -44,7 +44,10 @@ def errors_of(found: dict, exact: dict, allowed: dict) -> tuple[dict[str, float]
 
 
 def checked_queries(length: int) -> np.ndarray:
-    """int32, ascending: all of a short sequence; else the first two, the last and others."""
+    """Return the checked positions, int32 ascending: all of a short sequence, else a sample.
+
+    The sample includes the first two positions and the last.
+    """
     if length <= 2 * CHECKED:
         return np.arange(length, dtype=np.int32)
     spread = np.linspace(0, length - 1, CHECKED - 1).round()
@@ -53,7 +56,7 @@ def checked_queries(length: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _compute(inputs, chosen_C, over, implementation, dtype):
-    """Both passes of the chosen queries alone, in a dtype."""
+    """Both passes for the chosen queries only, in a dtype."""
     q, k, v, k_depth, v_depth, do = (x.astype(dtype) for x in inputs[:6])
     batch, length = k.shape[:2]
     options = dict(inputs.options)
@@ -70,9 +73,9 @@ def _compute(inputs, chosen_C, over, implementation, dtype):
 
 
 def compute_expected(inputs: Inputs, chosen_C, over: str) -> tuple[dict, dict[str, float]]:
-    """The equation in float32 for some queries, and the largest error of each result that passes.
+    """Return the reference in float32 for some queries, and the allowed error of each result.
 
-    What passes follows from XLA's form in the inputs' dtype. `over` is that of a Form.
+    The allowed errors follow from XLA's form in the dtype of the inputs. `over` is that of a Form.
     """
     dtype = inputs.q_BTNH.dtype.name
     values = _compute(inputs, chosen_C, over, 'reference', 'float32')
@@ -81,9 +84,9 @@ def compute_expected(inputs: Inputs, chosen_C, over: str) -> tuple[dict, dict[st
 
 
 def find_wrong(results, expected, chosen_C) -> str | None:
-    """What is wrong with (o, *gradients), in one line; None: nothing.
+    """Return one line on what is wrong with (o, *gradients), or None.
 
-    `expected` is of `compute_expected`. Gradients of other queries and slots must be zero.
+    `expected` is a result of `compute_expected`. Gradients of other queries and slots must be zero.
     """
     for name, array in zip(NAMES, results, strict=False):
         if not array.size:

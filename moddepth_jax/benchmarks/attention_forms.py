@@ -1,4 +1,4 @@
-"""The forms of attention that are checked and timed, ours and rival ones, as programs of arrays."""
+"""The attention programs that are checked and timed: ours and public baselines."""
 
 import functools
 from typing import NamedTuple
@@ -9,20 +9,23 @@ import jax.numpy as jnp
 from kernels_pallas import depth_attention
 from moddepth_jax.benchmarks.attention_cases import Case
 
-# What is attended to: the sequence, both, or the slots (a sequence without keys).
+# What a query attends to: the sequence, the sequence and slots, or slots only (0 sequence keys).
 PLAIN, BOTH, ALONE = 'no slots', 'slots', 'slots alone'
 
 
 class Form(NamedTuple):
-    """One program."""
+    """One program to time."""
 
-    implementation: str  # one of RIVALS or of kernels_pallas
+    implementation: str  # key of RIVALS, or an implementation of kernels_pallas
     over: str  # PLAIN, BOTH or ALONE
-    direction: str  # `forward`, or `fresh`: both passes
+    direction: str  # `forward`, or `fresh` for both passes
 
 
 def forms(name: str, case: Case, brief: bool = False) -> list[Form]:
-    """All programs of an implementation: of rivals without slots; `brief`: of ours with them."""
+    """Return the programs of an implementation. Rivals have none with slots.
+
+    With `brief`, ours are only timed with slots.
+    """
     over = [PLAIN]
     if name not in RIVALS and case.slots:
         over = [BOTH] if brief else [PLAIN, BOTH, ALONE]
@@ -42,12 +45,12 @@ def _flash_attention_2(q_BTNH, k_BTKH, v_BTKH, **_):
     return flash_attention(q_BTNH, *(jnp.repeat(x, group, axis=2) for x in (k_BTKH, v_BTKH)))
 
 
-# They know no documents: to them a row is one text.
+# Public implementations. They ignore documents and treat a row as one text.
 RIVALS = {'cudnn': _cudnn, 'flash_attention_2': _flash_attention_2}
 
 
 def _arguments(over, inputs):
-    """(arrays that are differentiated, options) of what a form attends to."""
+    """(differentiated arrays, options) for what a form attends to."""
     arrays, slots = inputs[:3], inputs[3:5]
     of_slots = {name: x for name, x in inputs.options.items() if 'slot' in name}
     if over == PLAIN:
@@ -60,7 +63,7 @@ def _arguments(over, inputs):
 
 
 def make_program(function, over: str, direction: str):
-    """A Form of `function`, which is as depth_attention: f(inputs) -> (o, *gradients)."""
+    """Return a function from Inputs to (o, *gradients); `function` is like depth_attention."""
 
     def program(inputs):
         arrays, options = _arguments(over, inputs)
@@ -78,7 +81,7 @@ def make_program(function, over: str, direction: str):
 
 
 def lower(form: Form, inputs):
-    """The program of a form, lowered for Inputs. Raises anything if it cannot be."""
+    """Lower the program of a form for Inputs. Any exception may be raised."""
     ours = functools.partial(depth_attention, implementation=form.implementation)
     function = RIVALS.get(form.implementation, ours)
     return jax.jit(make_program(function, form.over, form.direction)).lower(inputs)

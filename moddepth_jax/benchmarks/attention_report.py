@@ -1,4 +1,4 @@
-"""The benchmark of attention: times as tables, next to their targets."""
+"""The benchmark of attention: tables of times and of targets."""
 
 import itertools
 import sys
@@ -10,20 +10,21 @@ from moddepth_jax.benchmarks.attention import bench_case, device_ceilings
 from moddepth_jax.benchmarks.attention_cases import LENGTHS, Case
 from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PLAIN, RIVALS
 from moddepth_jax.benchmarks.models import Dtype
+from moddepth_jax.hparams.checks import one_of
 from moddepth_jax.studies.plot_style import new_figure
 from moddepth_jax.training.summary import versions
 from moddepth_jax.training.tables import Table, pivot
 
-# Times of both passes over plain cuDNN's, at TARGET_SHAPE on an H200, by T.
+# Target for the time of both passes relative to plain cuDNN, at TARGET_SHAPE on an H200, by T.
 TARGETS = {4096: 1.37, 16384: 1.11, 65536: 1.03}
 TARGET_SHAPE = Case(0)._asdict()
 del TARGET_SHAPE['length']
-COPY_TARGET = 0.9  # of the measured copy bandwidth, by the depth kernels
+COPY_TARGET = 0.9  # target of the depth kernels, as a share of the measured copy bandwidth
 DIRECTIONS = {'forward': 'forward', 'fresh': 'forward + backward'}
 
 
 def case_title(result: dict) -> str:
-    """The shape of a case in one line."""
+    """Format the shape of a case in one line."""
     return str(Case(**{name: result[name] for name in Case._fields}))
 
 
@@ -39,13 +40,13 @@ def _cell(row):
 
 
 def case_table(result: dict) -> Table:
-    """A line for each implementation and what it attends to, of one result of bench_case.
+    """Return a table of one result of bench_case, with a line for each implementation and form.
 
-    `x` is the time over the baseline's without slots; GB/s are those of the depth part alone, of
-    its backward pass where a column has both passes.
+    `x` is the time relative to the baseline without slots. GB/s are those of the depth part; in the
+    column with both passes, those of its backward pass.
     """
     return pivot(
-        f'attention, {case_title(result)}; x: over {result["baseline"]}, no slots',
+        f'attention, {case_title(result)}; x: relative to {result["baseline"]} without slots',
         result['rows'],
         line=lambda row: f'{row["implementation"]}, {row["over"]}',
         column=lambda row: DIRECTIONS[row['direction']],
@@ -54,7 +55,7 @@ def case_table(result: dict) -> Table:
 
 
 def failures(result: dict) -> list[str]:
-    """A line for each reason why some form was not timed."""
+    """Return a line for each reason why a form was not timed."""
     reasons = {}
     for row in result['rows']:
         if 'failed' in row:
@@ -64,7 +65,7 @@ def failures(result: dict) -> list[str]:
 
 
 def find(result: dict, key: str, over: str, direction: str) -> dict:
-    """`key` by implementation, of the rows of such forms that have it."""
+    """Return the value of `key` by implementation for the rows of a form that have it."""
     return {
         row['implementation']: row[key]
         for row in result['rows']
@@ -73,7 +74,7 @@ def find(result: dict, key: str, over: str, direction: str) -> dict:
 
 
 def targets_table(results: list[dict], copy_bytes_per_second: float) -> Table:
-    """The targets, and what the best of our implementations reached, of results of bench_case."""
+    """Return a table of the targets and what the best of our implementations reached."""
     lines = {}
 
     def add(name, target, by_implementation, best):
@@ -111,25 +112,24 @@ def attention(
     dtype: Dtype = 'bfloat16',
     seconds: int = 60,
 ):
-    """Every implementation of attention over sequence and depth slots, and plain attention.
+    """Attention over sequence and depth slots by every implementation, and plain attention.
 
-    Each is compared with the equation before it is timed, in this process; launch.gpu times the
-    shapes that are committed, each in a process of its own. On a CPU kernels are interpreted.
+    Each implementation is checked against the reference before it is timed. Everything runs in this
+    process; launch.gpu times fixed shapes in separate processes. On a CPU, kernels are interpreted.
 
     Args:
-      implementations: what is timed. Default: ours, cudnn and flash_attention_2.
+      implementations: names to time. Default: ours, cudnn and flash_attention_2.
       lengths: sequence lengths. Default: 4096,16384,65536; on a CPU 48.
       heads: query heads. Default: 64; on a CPU 4.
       kv_heads: key/value heads. Default: 8; on a CPU 2.
-      widths: of a head. Default: 64; on a CPU 16.
-      slots: depth slots of a token. Default: 64; on a CPU 5.
-      dtype: of all arrays.
-      seconds: of timing at each shape.
+      widths: head widths. Default: 64; on a CPU 16.
+      slots: depth slots per token. Default: 64; on a CPU 5.
+      dtype: dtype of all arrays.
+      seconds: time budget for each shape.
     """
     known, on_gpu = (*RIVALS, *IMPLEMENTATIONS), jax.default_backend() == 'gpu'
     for name in implementations or ():
-        if name not in known:
-            raise ValueError(f'--implementations={name}: must be one of {", ".join(known)}')
+        one_of('--implementations', name, known)
     sizes = [tuple(LENGTHS.values()), (64,), (8,), (64,), (64,)]
     sizes = sizes if on_gpu else [(48,), (4,), (2,), (16,), (5,)]
     given = (lengths, heads, kv_heads, widths, slots)
@@ -142,7 +142,7 @@ def attention(
         case = Case(*shape, dtype=dtype)
         try:
             result = bench_case(case, implementations or known, seconds)
-        except ValueError as error:  # no room for its inputs: the other shapes may fit
+        except ValueError as error:  # the inputs do not fit; other shapes may
             print(f'{case}: {error}', file=sys.stderr)
             continue
         yield result, [case_table(result)]
@@ -151,9 +151,9 @@ def attention(
 
 
 def draw_times(results: list[dict], path) -> bool:
-    """Draws the times of both passes by T: ours with slots, and cuDNN and FlashAttention-2 without.
+    """Plot the times of both passes by T at TARGET_SHAPE, with its slots and without slots.
 
-    Of results of bench_case those of TARGET_SHAPE, with its slots or none. False: there are none.
+    Returns False if no result of bench_case has this shape.
     """
     times = {}
     for result in results:

@@ -1,4 +1,4 @@
-"""Our times next to those that the authors of MoDA published, at the shapes of their table.
+"""Compares our times with those that the authors of MoDA published, at the shapes of their table.
 
 Zhu et al. 2026 (https://arxiv.org/abs/2603.15619, table 2; https://github.com/hustvl/MoDA, README):
 both passes in Triton on an A100, bfloat16, B = 1, K = 8, H = 64, chunks of 64.
@@ -13,11 +13,12 @@ from moddepth_jax.benchmarks.attention import bench_case
 from moddepth_jax.benchmarks.attention_cases import Case
 from moddepth_jax.benchmarks.attention_forms import BOTH, PLAIN
 from moddepth_jax.benchmarks.attention_report import failures, find
+from moddepth_jax.hparams.checks import one_of
 from moddepth_jax.training.summary import versions
 from moddepth_jax.training.tables import Table
 
 FLASH = 'flash_attention_2'
-# (T, G, slots): ms of FlashAttention-2 without slots, and of MoDA, as they were published.
+# (T, G, slots): published milliseconds of FlashAttention-2 without slots, and of MoDA.
 PUBLISHED = {
     (4096, 8, 64): (7.970, 10.750),
     (8192, 8, 64): (28.700, 35.427),
@@ -34,7 +35,7 @@ PUBLISHED = {
 
 
 def _row(published, result, names):
-    """Cells of a shape: FlashAttention-2 and MoDA as published, then here; ms, and their ratio."""
+    """Cells of a shape: milliseconds and ratio of FlashAttention-2 and MoDA, published and here."""
     flash, moda = published
     cells = [f'{flash:.1f}', f'{moda:.1f}', f'{moda / flash:.3f}']
     plain = find(result, 'seconds', PLAIN, 'fresh') if result else {}
@@ -51,19 +52,18 @@ def _row(published, result, names):
 def authors(*, implementations: list[str] | None = None, seconds: int = 20):
     """Both passes of attention with slots at the shapes that the MoDA authors timed on an A100.
 
-    Needs a GPU. x: over FlashAttention-2 in Triton without slots, on the same GPU.
+    Needs a GPU. `x` is relative to FlashAttention-2 in Triton without slots, on the same GPU.
 
     Args:
-      implementations: of ours. Default: mosaic_gpu_fused, mosaic_gpu, pallas and xla.
-      seconds: of timing at each shape.
+      implementations: our implementations. Default: mosaic_gpu_fused, mosaic_gpu, pallas and xla.
+      seconds: time budget for each shape.
     """
     known = [name for name in IMPLEMENTATIONS if name != 'reference']
     names = implementations or ['mosaic_gpu_fused', 'mosaic_gpu', 'pallas', 'xla']
     for name in names:
-        if name not in known:
-            raise ValueError(f'--implementations={name}: must be one of {", ".join(known)}')
+        one_of('--implementations', name, known)
     if jax.default_backend() != 'gpu':
-        raise ValueError(f'authors: needs a GPU, and JAX has a {jax.default_backend()} here')
+        raise ValueError(f'authors: needs a GPU, but JAX has a {jax.default_backend()}')
     yield {'versions': versions(), 'device': jax.devices()[0].device_kind}, []
     heads = ['T, G, slots', 'FA2 ms, A100, authors', 'MoDA ms, A100, authors', 'MoDA over FA2']
     heads += ['FA2 ms', *(f'{name} ms' for name in names)]
@@ -74,7 +74,7 @@ def authors(*, implementations: list[str] | None = None, seconds: int = 20):
             result = bench_case(case, [FLASH, *names], seconds, brief=True)
             for line in failures(result):
                 print(line, file=sys.stderr)
-        except ValueError as error:  # no room for its inputs: the other shapes may fit
+        except ValueError as error:  # the inputs do not fit; other shapes may
             print(f'{case}: {error}', file=sys.stderr)
         lines[f'{length}, {group}, {slots}'] = _row(published, result, names)
         yield {'published_ms': published, **(result or {'failed': str(case)})}, []

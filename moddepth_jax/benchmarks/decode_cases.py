@@ -1,4 +1,4 @@
-"""Calls of decode_attention: which are right on this device, and how long they take."""
+"""Checks and times decode_attention on this device."""
 
 import functools
 
@@ -13,7 +13,7 @@ from moddepth_jax.benchmarks.kernel_cases import exact
 from moddepth_jax.benchmarks.timing import time_interleaved
 from moddepth_jax.benchmarks.worker import WrongError
 
-# B rows of a cache of S places, the first `length` of which are filled; C rows of T new tokens.
+# The cache has B rows of S places, of which the first `length` are filled. C rows decode T tokens.
 DEFAULTS = {'B': 2, 'T': 1, 'K': 2, 'G': 2, 'H': 64, 'S': 128, 'length': 100, 'L': 0}
 DEFAULTS |= {'window': 0, 'document': 0, 'slot_window': 0, 'mask': False, 'own_query': False}
 DEFAULTS |= {'rows': None, 'scattered': False}
@@ -33,9 +33,9 @@ CASES = {
 
 
 def _visible(case, rng):
-    """bool [C, T, S] and [C, T, T]: what new tokens see of the cache and of each other."""
+    """bool [C, T, S] and [C, T, T]: whether new tokens see places of the cache and each other."""
     rows, tokens = len(case['rows'] or range(case['B'])), case['T']
-    # Rows have fewer and fewer places; the last one sees all.
+    # Rows have different lengths; the last row sees all places.
     lengths = np.linspace(0.6, 1, rows).round(1) * case['length']
     positions = lengths.astype(int)[:, None] + np.arange(tokens)
     first = np.full(positions.shape, case['document'])
@@ -55,9 +55,9 @@ def _visible(case, rng):
 
 
 def make_case(case: dict, dtype: str, hidden: float):
-    """Arguments of decode_attention by name, o [C, T, N, H] in float64, and the rows that count.
+    """Return arguments of decode_attention, the exact o [C, T, N, H] in float64, and valid rows.
 
-    `hidden` is the number that fills what no token may see, of the cache and of the slots.
+    `hidden` is the number that fills the places and slots that no token may see.
     """
     case = DEFAULTS | case
     rng, rows = np.random.default_rng(case['S'] + case['L']), case['rows']
@@ -107,16 +107,17 @@ def make_case(case: dict, dtype: str, hidden: float):
 
 
 def program(implementation: str, slot_window: int = 0):
-    """f(arguments by name) -> o_CTNH, compiled."""
+    """Return a jitted function from a dict of arguments to o_CTNH."""
     options = {'implementation': implementation, 'slot_window': slot_window}
     return jax.jit(lambda given: decode_attention(**given, **options))
 
 
 def check(implementation: str, case: str, toy: bool = False) -> dict:
-    """Compares an implementation with the softmax in float64, in bfloat16.
+    """Compare an implementation in bfloat16 with the softmax in float64.
 
-    The error is at most twice that of XLA, a rerun has equal bits, and NaN in what is hidden
-    changes nothing. Raises WrongError, and ValueError if this device cannot do it.
+    The error must be at most twice that of XLA, a rerun must give equal bits, and NaN in hidden
+    places must change nothing. Raises WrongError if not, and ValueError if the device does not
+    support it.
     """
     sizes, dtype = CASES[case], 'bfloat16'
     if toy:
@@ -140,7 +141,7 @@ def check(implementation: str, case: str, toy: bool = False) -> dict:
 
 
 def least_bytes(case: dict) -> int:
-    """Bytes of a call in bfloat16 that reads visible keys, values and queries once and writes o."""
+    """Return the bytes of a bfloat16 call that reads visible keys, values and queries once."""
     tokens, kv_heads = case['T'], case['K']
     keys = case['length'] + tokens * (1 + case['L'])
     numbers = 2 * kv_heads * keys + 2 * tokens * kv_heads * case['G']
@@ -148,9 +149,9 @@ def least_bytes(case: dict) -> int:
 
 
 def time_one(implementation: str, sizes: dict, toy: bool = False) -> dict:
-    """Median milliseconds of a call over full caches, in turn with XLA's, and GB/s of the ideal.
+    """Time a call over full caches, interleaved with XLA's.
 
-    The ideal are `least_bytes`.
+    Returns the median milliseconds, and the GB/s that follow from `least_bytes`.
     """
     case = DEFAULTS | sizes
     case |= {'B': 2, 'S': 64, 'length': 64, 'L': min(case['L'], 3)} if toy else {}
@@ -168,7 +169,7 @@ def time_one(implementation: str, sizes: dict, toy: bool = False) -> dict:
     given['visible_CTS'] = jnp.asarray(np.tile(seen, (batch, tokens, 1)))
     given['visible_CTT'] = jnp.asarray(np.tile(np.tri(tokens, dtype=bool), (batch, 1, 1)))
     calls = {name: functools.partial(program(name), given) for name in (implementation, 'xla')}
-    # Several calls, so that the clock and the launches do not count.
+    # Several calls per sample, so that clock resolution and launch overhead do not matter.
     counts = dict.fromkeys(calls, 1 if toy else 20)
     seconds = time_interleaved(calls, 2 if toy else 21, counts=counts)
     ideal, mine = least_bytes(case), float(np.median(seconds[implementation]))

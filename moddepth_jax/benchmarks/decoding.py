@@ -1,4 +1,4 @@
-"""How long a decoded token takes: a dense model and another one, in turn."""
+"""Times decoding steps of a dense model and another model, interleaved."""
 
 import functools
 
@@ -16,32 +16,28 @@ from moddepth_jax.model.kv_cache import Cache, cache_bytes, update_cache
 from moddepth_jax.training.summary import versions
 from moddepth_jax.training.tables import column_per_row, fixed
 
-# Changes of the stream at which tokens leave, so small and so large that none, or all, do at once.
+# Exit thresholds so small that no token leaves the loops, or so large that all leave at once.
 EXIT_THRESHOLDS = {'no token leaves': 1e-9, 'all leave after a loop': 1e9}
-AGAINST = {'mod': ('shape',), 'exits': tuple(EXIT_THRESHOLDS)}  # by model; others have two
+AGAINST = {'mod': ('shape',), 'exits': tuple(EXIT_THRESHOLDS)}  # others: parameters, depth
 WARMUP = 4  # steps before the timed ones
 
 
 def cache_sizes(hparams: Hparams) -> dict:
-    """Arguments of `prefill` and `empty_cache`: the causal rule, caches of the whole context."""
+    """Return arguments of `prefill` and `empty_cache`: causal rule, caches of the whole context."""
     rule, context = causal_routing(hparams), hparams.data.sequence_length
     routed = hparams.model.routing.cache_size(context, rule)
     how = {'hparams': hparams, 'routing': rule}
     return how | {'capacity': context, 'routed_capacity': routed}
 
 
-def _prefill(hparams, unrolled, tokens_BT):
-    return prefill(unrolled, tokens_BT, jnp.ones_like(tokens_BT), **cache_sizes(hparams))
-
-
 def filled_cache(hparams: Hparams, unrolled, batch: int, length: int) -> Cache:
-    """A cache as after `length` tokens in each row; routed blocks hold the share they select.
+    """Return the cache after `length` tokens in each row; routed blocks hold the selected share.
 
-    All keys and values are 0: what they are does not change how long reading them takes.
+    All keys and values are 0: their values do not change how long reading them takes.
     """
     cache = empty_cache(unrolled, batch, **cache_sizes(hparams))
     of_blocks, places = hparams.model.router_of_block, hparams.model.routed_places
-    reads_first = hparams.model.reads_first_keys  # these have no cache
+    reads_first = hparams.model.reads_first_keys  # these blocks have no cache
     routers = [router for router, reads in zip(of_blocks, reads_first, strict=True) if not reads]
     layers = []
     for layer, router in zip(cache.layers, routers, strict=True):
@@ -60,12 +56,12 @@ def filled_cache(hparams: Hparams, unrolled, batch: int, length: int) -> Cache:
 
 
 def random_weights(hparams: Hparams) -> dict:
-    """The unrolled variables of a newly initialised model."""
+    """Return the unrolled variables of a newly initialised model."""
     return jax.jit(lambda: unroll(random_variables(hparams), hparams, causal_routing(hparams)))()
 
 
 class _Decoder:
-    """One model that decodes a random token for every row at each call."""
+    """Decodes a random token for every row at each call."""
 
     def __init__(self, hparams, unrolled, batch, length):
         self.cache = filled_cache(hparams, unrolled, batch, length)
@@ -96,17 +92,24 @@ class _Decoder:
 
 
 def bench_decoding(dense: Hparams, other: Hparams, batches, prompt: int, repeats: int) -> dict:
-    """Times a decoding step of two models at nearly full caches, and the first token of a prompt.
+    """Time a decoding step of two models at nearly full caches, and the first token of a prompt.
 
-    Both have one context, `data.sequence_length`. `batches` are rows that decode
-    together; the prompt has a batch of its own. Of each batch `rows` has median seconds, `speedup`
-    (the median over rounds of dense / other time), bytes of the caches, and, of blocks that cache
-    what they select, the `selected_fraction` of the tokens.
+    Args:
+      dense: the baseline.
+      other: a model with the same context, `data.sequence_length`.
+      batches: numbers of rows that decode together.
+      prompt: tokens of the prompt, which is a batch of one row.
+      repeats: timed rounds.
+
+    Returns:
+      `first_token_seconds` by model, and `rows`: for each batch the median seconds, `speedup` (the
+      median of dense over other time), bytes of the caches, and, for blocks that cache only
+      selected tokens, the `selected_fraction`.
     """
     models, rows = {'dense': dense, 'other': other}, []
     unrolled = {name: random_weights(hparams) for name, hparams in models.items()}
     for batch in batches:
-        # Both start so far from the end of the context that no round reaches it.
+        # Both models start early enough that no round reaches the end of the context.
         length = dense.data.sequence_length - repeats - WARMUP
         decoders = {
             name: _Decoder(hparams, unrolled[name], batch, length)
@@ -136,16 +139,16 @@ def bench_decoding(dense: Hparams, other: Hparams, batches, prompt: int, repeats
 def _first_token(models, unrolled, prompt, repeats):
     tokens_BT = np.random.default_rng(0).integers(0, 256, (1, prompt)).astype(np.int32)
 
-    def first(name, hparams):
-        run = jax.jit(functools.partial(_prefill, hparams))
-        return lambda: run(unrolled[name], tokens_BT)
-
-    seconds = time_interleaved({name: first(name, h) for name, h in models.items()}, repeats)
+    calls = {}
+    for name, hparams in models.items():
+        run = jax.jit(functools.partial(prefill, **cache_sizes(hparams)))
+        calls[name] = functools.partial(run, unrolled[name], tokens_BT, np.ones_like(tokens_BT))
+    seconds = time_interleaved(calls, repeats)
     return {name: float(np.median(values)) for name, values in seconds.items()}
 
 
 def decoding_table(title: str, result: dict, other: str, dense: str = 'dense'):
-    """A column for each batch of `bench_decoding`; `other` and `dense` are names of its models."""
+    """Return a table of `bench_decoding` with a column for each batch and the given model names."""
     first = ', '.join(f'{1e3 * seconds:.1f}' for seconds in result['first_token_seconds'].values())
     lines = {
         f'{dense}, ms a step': ('dense_seconds', fixed(2, 1e3)),
@@ -171,28 +174,28 @@ def decode(
     prompt: int = 1024,
     repeats: int = 31,
 ):
-    """One decoding step of the dense and another model, and the first token.
+    """One decoding step, and the first token after a prompt, of the dense model and others.
 
-    Caches are nearly full. In Mixture-of-Depths an eighth of the tokens passes every other block,
-    by random routing. A looped model and Mixture-of-Recursions (mor; mor_first with the keys of
-    the first loop) run all blocks three times, and are compared with dense models of as many
-    parameters and of as many blocks that run; a looped model whose tokens leave the loops (exits)
-    with the looped model, where all leave after the first loop and where none does.
+    Caches are nearly full. In Mixture-of-Depths (mod), random routing sends an eighth of the tokens
+    through every other block. Looped models and Mixture-of-Recursions (mor; mor_first with the keys
+    of the first loop) run all blocks three times. They are compared with a dense model of equal
+    parameters and with one of equal depth. A looped model with early exits (exits) is compared with
+    the looped model in two cases: all tokens leave after the first loop, or none do.
 
     Args:
       models: mod, looped, exits, mor, mor_first.
-      size: LAYERSxWIDTH, of blocks that have parameters.
-      batches: rows that decode together.
+      size: LAYERSxWIDTH; LAYERS is the number of blocks with parameters.
+      batches: numbers of rows that decode together.
       kv_heads: key/value heads, each in a table.
       context: capacity of the caches, in tokens.
-      prompt: tokens before the first token.
+      prompt: tokens of the prompt.
       repeats: timed rounds.
     """
     if prompt > context:
         raise ValueError(f'--prompt={prompt}: must be --context={context} or less')
     if repeats + WARMUP > context // 2:
         right = f'must be at most {context // 2 - WARMUP} at --context={context}'
-        raise ValueError(f'--repeats={repeats}: {right}, or caches would be far from full')
+        raise ValueError(f'--repeats={repeats}: {right}, or the caches are far from full')
     for model in models:
         one_of('--models', model, ('mod', *LOOPED))
     compared = [
@@ -211,10 +214,9 @@ def decode(
 
 
 def _pair(model, against, size, context, heads):
-    """The dense model, of the size or as deep as the looped ones, and the other.
+    """The Hparams of the baseline and of the other model.
 
-    Of `exits` the looped model, and that whose tokens leave the loops below a change that none, or
-    all, are below.
+    The baseline is dense, of equal size or equal depth. For `exits` it is the looped model.
     """
     layers, _, width = size.partition('x')
     make = functools.partial(make_model, length=context, batch=1, num_kv_heads=heads)

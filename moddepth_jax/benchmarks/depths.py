@@ -1,4 +1,4 @@
-"""What depth costs: memory, compilation and time of models by their number of layers."""
+"""Measures memory, compile time and step time by the number of layers or loops."""
 
 import itertools
 
@@ -16,12 +16,14 @@ LOOPED_VARIANTS = ('looped', 'mor', 'mor_first')
 
 
 def compare_depths(models: dict[str, Hparams], depths, unrolled_up_to: int, repeats: int) -> dict:
-    """Memory, compile time and step time of models by depth, scanned and unrolled.
+    """Measure memory, compile time and step time of models by depth, scanned and unrolled.
 
-    Returns a dict as `compare_steps` does, whose rows have `depth`, `layer_loop` and `remat` too;
-    ratios are to the first model, scanned with recomputation (`block`), of the same depth. Models
-    deeper than `unrolled_up_to` are only scanned: unrolled programs grow with depth. The first is
-    not run without recomputation.
+    Models deeper than `unrolled_up_to` are only scanned, because unrolled programs grow with depth.
+    The first model only runs with recomputation.
+
+    Returns:
+      The dict of `compare_steps`, whose rows also have `depth`, `layer_loop` and `remat`. Ratios
+      are to the first model of the same depth, scanned with remat `block`.
     """
     first, rows = next(iter(models)), []
     for depth in depths:
@@ -41,14 +43,14 @@ def compare_depths(models: dict[str, Hparams], depths, unrolled_up_to: int, repe
 
 
 def depth_tables(result: dict, shape: str) -> list:
-    """Tables of memory, compilation and time by depth; `shape` ends their titles."""
+    """Return tables of memory, compile time and step time by depth; `shape` ends their titles."""
     first = result['rows'][0]['model']
     cells = {
         'temporary memory, MiB': lambda row: f'{row["temp_bytes"] / 2**20:.1f}',
-        'compilation (tracing and lowering before it), s': lambda row: (
+        'compilation (tracing and lowering), s': lambda row: (
             f'{row["compile_seconds"]:.1f} ({row["trace_seconds"]:.1f})'
         ),
-        f'train step, ms (over {first}, scan, block; for equal FLOPs)': lambda row: (
+        f'train step, ms (relative to {first}, scan, block; per FLOP)': lambda row: (
             f'{1e3 * row["step_seconds"]:.0f} '
             f'({row["time_ratio"]:.2f}; {1 / row["realised_saving"]:.2f})'
         ),
@@ -75,17 +77,17 @@ def loops(
     rows: int = 4,
     repeats: int = 3,
 ):
-    """Memory, program and time of a training step of looped models, by their number of loops.
+    """Memory, program size and time of a training step of looped models, by number of loops.
 
-    Beyond what each block that runs saves for the backward pass, on its tokens: what it read, and
-    the output of its attention.
+    Memory is also shown without saved activations: each block that runs saves its input and the
+    output of its attention for the backward pass.
 
     Args:
       variants: looped, mor, mor_first.
-      size: LAYERSxWIDTH, of blocks that have parameters, all of which are looped.
+      size: LAYERSxWIDTH; LAYERS is the number of blocks with parameters, which are all looped.
       counts: numbers of loops.
       length: sequence length.
-      rows: of a batch.
+      rows: rows of a batch.
       repeats: timed rounds.
     """
     for variant in variants:
@@ -124,7 +126,7 @@ def loops(
 
 
 def saved_bytes(hparams: Hparams) -> int:
-    """What the blocks of a looped model save under remat=block, with their number of tokens."""
+    """Return the bytes that a looped model saves for the backward pass under remat=block."""
     model, length = hparams.model, hparams.data.sequence_length
     places = model.routed_places if model.routing.routes_loops else (None,) * model.loops
     tokens = sum(
@@ -145,20 +147,20 @@ def depth(
     rows: int = 4,
     repeats: int = 5,
 ):
-    """One training step of the dense model and of others: time over FLOPs, then costs by depth.
+    """One training step of the dense model and others: time relative to FLOPs, and costs by depth.
 
-    First at the size's own depth, with recomputation (model.remat block) and without; then memory,
-    compile time and step time by depth, scanned and unrolled. Key/value heads are half of the
-    query heads.
+    The first comparison is at the depth of --size, with recomputation (model.remat=block) and
+    without. The second shows memory, compile time and step time by depth, scanned and unrolled.
+    Key/value heads are half of the query heads.
 
     Args:
-      variants: models, dense first; others as of `step`, such as moda, attnres, mhc.
-      size: LAYERSxWIDTH; its layers are those of the comparison with FLOPs.
+      variants: models, dense first; see `step`, such as moda, attnres, mhc.
+      size: LAYERSxWIDTH; LAYERS is the depth of the first comparison.
       depths: numbers of layers.
       length: sequence length of the comparison by depth.
-      unrolled_up_to: most layers of the unrolled forms, which compile for a minute at 16.
-      ratio_length: sequence length of the comparison with FLOPs.
-      rows: of a batch.
+      unrolled_up_to: largest unrolled depth; unrolled models compile for a minute at 16 layers.
+      ratio_length: sequence length of the first comparison.
+      rows: rows of a batch.
       repeats: timed rounds.
     """
     variants = check_variants(list(variants))
@@ -168,7 +170,7 @@ def depth(
         {TITLES[kind]: make_model(kind, size, n, rows, num_kv_heads=heads) for kind in variants}
         for n in (ratio_length, length)
     )
-    jax.config.update('jax_enable_compilation_cache', False)  # what is read from it is not timed
+    jax.config.update('jax_enable_compilation_cache', False)  # compilation is timed
     facts = {'kv_heads': heads, 'size': size}
     for remat in ('block', 'none'):
         each = {name: with_model(hparams, remat=remat) for name, hparams in first.items()}

@@ -1,4 +1,4 @@
-"""How long the routed experts of one layer take by each grouped matmul, and as a dense loop."""
+"""Times the routed experts of one layer with each grouped matmul, and as a dense loop."""
 
 import functools
 from typing import NamedTuple
@@ -17,12 +17,12 @@ from moddepth_jax.training.summary import versions
 from moddepth_jax.training.tables import pivot
 
 DENSE = 'dense loop'
-EXPANDED = 1.5  # executed over active FLOPs, above which XLA expanded a ragged_dot
-MOST_DENSE_FLOPS = 2e11  # of both passes, above which the dense loop is left out
+EXPANDED = 1.5  # a higher ratio of executed to active FLOPs means that XLA expanded ragged_dot
+MOST_DENSE_FLOPS = 2e11  # the dense loop is left out above this, forward and backward
 
 
 class Shape(NamedTuple):
-    """Sizes of a layer of experts; each token passes top_k of them."""
+    """Sizes of a layer of experts; each token goes to top_k of them."""
 
     tokens: int
     d_model: int
@@ -35,7 +35,7 @@ SHAPES = (Shape(64, 256, 176, 64, 6), Shape(512, 256, 176, 64, 6), Shape(4096, 2
 
 
 def active_flops(shape: Shape) -> float:
-    """Counted FLOPs of forward and backward, of the pairs of token and expert alone."""
+    """Return the counted FLOPs of forward and backward for the selected (token, expert) pairs."""
     return 3 * 6.0 * shape.tokens * shape.top_k * shape.d_model * shape.d_ff
 
 
@@ -67,7 +67,7 @@ def _dense(expert_Nk, x_ND, weight_Nk, *matrices_E):
 
 
 def _both_passes(function):
-    """A function of (expert_Nk, dy_ND, differentiable ones): the value and all cotangents."""
+    """Function of (expert_Nk, dy_ND, *operands) that returns the value and all gradients."""
 
     def run(expert_Nk, dy_ND, *operands):
         value, pull = jax.vjp(functools.partial(function, expert_Nk), *operands)
@@ -84,14 +84,14 @@ def _forms(shape):
 
 
 def _rows(shape, repeats, dtype):
-    """A row for each form."""
+    """One result row for each form."""
     expert_Nk, operands = _operands(shape, dtype)
     dy_ND, calls, rows = operands[0], {}, {}
     for name, form in _forms(shape).items():
         compiled = _both_passes(form).lower(expert_Nk, dy_ND, *operands).compile()
-        if name == 'ragged_dot':  # its trace does not show whether XLA expands it
+        if name == 'ragged_dot':  # the trace does not show whether XLA expands it
             executed = (compiled.cost_analysis() or {}).get('flops')
-        else:  # counted in the trace, since XLA counts the body of a loop only once
+        else:  # counted in the trace, because XLA counts the body of a loop only once
             forward = jax.make_jaxpr(functools.partial(form, expert_Nk))(*operands)
             executed = 3 * dot_general_flops(forward)
         rows[name] = {
@@ -108,12 +108,15 @@ def _rows(shape, repeats, dtype):
 
 
 def bench_experts(shapes, repeats: int, dtype: str = 'float32') -> dict:
-    """Times forward and backward of routed SwiGLU experts by each implementation, in turn.
+    """Time forward and backward of routed SwiGLU experts with each implementation, interleaved.
 
-    Every token has top_k distinct experts, drawn evenly; parameters are float32. `expands`: here
-    XLA makes of a ragged_dot the products of all rows with all matrices; None if it counts no
-    FLOPs. `executed_over_active` of a row is three times the traced forward products, padding
-    included, over the active `flops` of both passes; of ragged_dot what XLA counts, or None.
+    Every token has top_k distinct experts, drawn uniformly. Parameters are float32.
+
+    Returns:
+      `expands`: whether XLA multiplies all rows by all matrices in a ragged_dot here; None if it
+      counts no FLOPs. `rows`, with `executed_over_active`: for ragged_dot the FLOPs that XLA counts
+      (or None), else three times the traced forward products, including padding, over the active
+      `flops` of both passes.
     """
     rows = [row for shape in shapes for row in _rows(shape, repeats, dtype)]
     known = [row['executed_over_active'] for row in rows if row['form'] == 'ragged_dot']
@@ -129,7 +132,7 @@ def bench_experts(shapes, repeats: int, dtype: str = 'float32') -> dict:
 
 
 def experts_tables(result: dict) -> list:
-    """Time, executed FLOPs and memory of each form, in a column for each shape."""
+    """Return tables of time, executed FLOPs and memory with a column for each shape."""
     expands = {True: 'expands ragged_dot', False: 'groups ragged_dot', None: 'counts no FLOPs'}
     device = f'{result["device"]}, which {expands[result["expands"]]}'
     cells = {
@@ -154,13 +157,13 @@ def experts_tables(result: dict) -> list:
 
 
 def experts(*, shapes: list[str] | None = None, dtype: Dtype = 'float32', repeats: int = 5):
-    """The routed experts of one layer by each grouped matmul, and all experts over all tokens.
+    """The routed experts of one layer with each grouped matmul, and all experts on all tokens.
 
-    Forward and backward: time, memory, and what is executed over active FLOPs.
+    Shows time, memory, and executed over active FLOPs of forward and backward.
 
     Args:
       shapes: TOKENSxWIDTHxEXPERT_WIDTHxEXPERTSxTOP_K, such as 1024x256x704x64x6.
-      dtype: of activations.
+      dtype: dtype of activations.
       repeats: timed rounds.
     """
     chosen = [] if shapes is not None else SHAPES

@@ -1,4 +1,4 @@
-"""What launch.gpu runs: a list of cases in order of value, for short visits to a GPU."""
+"""The cases of launch.gpu in order of value, for short visits to a GPU."""
 
 import fnmatch
 
@@ -9,7 +9,7 @@ from moddepth_jax.benchmarks.runner import Case
 
 FUSED, CUDNN = 'mosaic_gpu_fused', 'cudnn'
 _PLAIN, _PACKED = tuple(CASES), tuple(PACKED_CASES)
-# What an implementation is checked with; the fused kernel and cuDNN support only some cases.
+# The cases that check an implementation; the fused kernel and cuDNN support only some.
 _CHECKED = {
     FUSED: ('group_of_8', 'group_of_2', 'rows', 'window', 'own_query', 'group_of_1', 'group_of_3')
     + ('group_of_16', 'group_of_5', 'group_of_12', 'masked', 'sums', 'octets_of_7', 'one_slot'),
@@ -19,17 +19,17 @@ _CHECKED = {
     'xla': ('group_of_8', 'group_of_2', 'masked', 'rows', 'own_query', 'float32'),
 }
 _FUSED_PACKED = tuple(name for name in _PACKED if name != 'no_slots')
-# Decoding of one and of 64 rows; B, S, K, G, H and L of decode_cases.
+# Shapes of the decoding kernel, with the names of decode_cases.
 DECODE_SHAPES = {
     f'b{rows}_4k_g{group}_h{width}': dict(B=rows, S=4096, length=4096, K=8, G=group, H=width, L=64)
     for rows in (1, 64)
     for group, width in ((8, 64), (2, 128))
 }
-# Length and rows of a batch that fit one large GPU.
+# Sequence length and rows of a batch that fit one large GPU.
 _BATCHES = {'124m': (2048, 16), '700m': (4096, 4)}
-# Expected seconds of a training step's case: compilation, and what `auto` measures before it.
+# Expected seconds of a training step case: compilation, and the measurements of `auto`.
 _STEPS = {'dense': 60.0, 'moda': 85.0, 'mod': 60.0, 'both': 110.0}
-# The cases of a rehearsal on a CPU, where a kernel is interpreted: some of each kind.
+# Cases of a rehearsal on a CPU, where kernels are interpreted: some of each kind.
 _TOYS = ('machine/*', 'right/mosaic_gpu/depth_alone')
 _TOYS += tuple(f'right/pallas/{name}' for name in ('group_of_3', 'rows', 'depth_alone'))
 _TOYS += ('right/cudnn/rows', 'right/xla/rows', 'packed/[pxc]*/three', 'packed/[pxc]*/no_slots')
@@ -39,17 +39,17 @@ _TOYS += ('decode/*', 'right/decode/xla/rows', 'decode_kernel/xla/*', 'experts/*
 
 
 def cases(toy: bool = False) -> list[Case]:
-    """All cases, the most valuable first; `toy`: some of each kind, cut down for a CPU."""
+    """Return all cases, the most valuable first; with `toy`, some of each kind at CPU size."""
     found = [_case('machine/ceilings', 'machine', 20.0, 120.0, 'attention:device_ceilings')]
     found += [*_correctness(), *_times(), *_models(), *_more_times()]
-    # Odd shapes, which nothing above waits for.
+    # Unusual shapes, on which no other case depends.
     found += _checks('pallas', [name for name in _PLAIN if name not in _CHECKED['pallas']], 4.0)
-    # A command, which uses the device itself.
+    # Starts a command, which uses the device itself.
     run = ('run/train', 'run/train', 150.0, 420.0, 'gpu_models:training_run')
     found.append(_case(*run, in_process=False, steps=800))
     if not toy:
         return found
-    return [  # on a busy CPU, and nobody waits for the clock
+    return [  # generous limits for a busy CPU
         case._replace(
             expected=min(case.expected, 15.0),
             limit=300.0,
@@ -66,7 +66,7 @@ def _case(name, group, expected, limit, function, needs=(), in_process=True, **a
 
 
 def _checks(implementation, names, expected, packed=()):
-    """Correctness of an implementation: its own cases and packed ones."""
+    """Correctness cases of an implementation, without and with packed documents."""
     call = {'implementation': implementation}
     checked = {f'right/{implementation}/{name}': name for name in names}
     checked |= {f'packed/{implementation}/{name}': f'packed/{name}' for name in packed}
@@ -87,7 +87,7 @@ def _correctness():
 
 
 def _at_lengths(implementation, prefix, sizes, expected, lengths=tuple(LENGTHS), brief=True):
-    """Times of one shape at each length."""
+    """Timing cases of one shape at each length."""
     needs = (f'right/{implementation}/',)
     needs += (f'packed/{implementation}/',) if 'documents' in sizes else ()
     return [
@@ -107,7 +107,7 @@ def _at_lengths(implementation, prefix, sizes, expected, lengths=tuple(LENGTHS),
 
 
 def _times():
-    """Of the shapes of the targets first; then packed ones; then one thing at a time."""
+    """Timing cases: shapes of the targets, then packed documents, then one change at a time."""
     found = []
     for name in ('mosaic_gpu', FUSED):
         found += _at_lengths(name, '', {}, 15.0, brief=False)
@@ -124,7 +124,7 @@ def _times():
 
 
 def _more_times():
-    """What can wait until training steps have been timed."""
+    """Timing cases that run after the training steps."""
     found = _at_lengths('pallas', '', {}, 15.0, brief=False)
     found += _at_lengths('xla', 'packed_no_slots_', PACKED | NO_SLOTS, 9.0)
     for shape, sizes in SHAPES.items():
@@ -136,7 +136,7 @@ def _more_times():
 
 
 def _decoding():
-    """The kernel for decoding: right or not, then its times over full caches, with 64 slots."""
+    """Correctness of the decoding kernel, then its times over full caches with 64 slots."""
     found = []
     for kernel, cases_of_kernel in (('mosaic_gpu', DECODE_CASES), ('xla', ('rows',))):
         checks = f'right/decode/{kernel}/'
@@ -159,7 +159,7 @@ def _step(model, size, expected=90.0):
 
 
 def _models():
-    """Training steps, each in a process of its own: the peak of memory is the process's."""
+    """Training steps, each in a separate process, because peak memory is that of the process."""
     found = [_step(model, size, seconds) for size in _BATCHES for model, seconds in _STEPS.items()]
     found += _decoding()
     for model in ('mod', 'moda'):

@@ -1,6 +1,6 @@
-"""The cases of launch.gpu that run models: steps, decoding, experts and whole commands.
+"""The cases of launch.gpu that run models: training steps, decoding, experts and a command.
 
-`toy` cuts each of them down to a size for CPUs.
+`toy` reduces each of them to a size for CPUs.
 """
 
 import json
@@ -23,10 +23,10 @@ STEPS, TOY_SIZE = 10, '2x64'
 
 
 def train_step(model: str, size: str, length: int, rows: int, toy: bool = False) -> dict:
-    """Times the training step of one model in bfloat16, with the settings of its config.
+    """Time the training step of one model in bfloat16 with the settings of its config.
 
-    Besides what steps.step_row returns: the settings that decide what runs, `peak_bytes` of the
-    process, and `attention_backends`, a line for each choice.
+    Returns the fields of steps.step_row, the relevant settings, `peak_bytes` of the process, and
+    `attention_backends`, a line for each choice of a backend.
     """
     if toy:
         size, length, rows = TOY_SIZE, 32, 2
@@ -47,9 +47,9 @@ def train_step(model: str, size: str, length: int, rows: int, toy: bool = False)
 
 
 def decoding(model: str, batches: list[int], kv_heads: int, toy: bool = False) -> dict:
-    """`bench_decoding` of a model of 124m at a nearly full cache, in turn with the dense one.
+    """Run `bench_decoding` for the dense model of size 124m and another model.
 
-    `model` is mod (an eighth of the tokens by random routing, which needs no training) or moda.
+    `model` is mod (random routing of an eighth of the tokens, which needs no training) or moda.
     """
     size, context, prompt, repeats = '12x768', 2048, 1024, 31
     if toy:
@@ -60,15 +60,15 @@ def decoding(model: str, batches: list[int], kv_heads: int, toy: bool = False) -
 
 
 def experts(shape: list[int], toy: bool = False) -> dict:
-    """`bench_experts` of one layer; `shape` has the fields of experts.Shape."""
+    """Run `bench_experts` for one layer; `shape` has the fields of experts.Shape."""
     sizes = Shape(*([64, 16, 8, 4, 2] if toy else shape))
     return bench_experts([sizes], 1 if toy else 5, 'bfloat16')
 
 
 def training_run(steps: int, toy: bool = False) -> dict:
-    """Trains MoD with MoDA in bfloat16 and keeps numbers of its summary and its median speeds.
+    """Train MoD with MoDA in bfloat16. Returns numbers of its summary and its median speeds.
 
-    Raises ValueError with the last line of launch.train if it failed.
+    Raises ValueError with the last line of launch.train if it fails.
     """
     knobs = {'model.dtype': 'bfloat16', 'data.sequence_length': 1024, 'data.batch_size': 32}
     knobs |= {'optimizer.learning_rate': 1e-3, 'training.num_steps': 4 if toy else steps}

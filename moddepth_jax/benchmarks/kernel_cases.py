@@ -1,11 +1,11 @@
-"""Random cases of depth attention, their exact values in float64, and the cases of launch.gpu."""
+"""Random inputs of depth attention, exact results in float64, and the cases of launch.gpu."""
 
 import numpy as np
 
 KINDS = {'num': None, 'slot_window': 0, 'mask': False, 'own_query': False}
 SEQUENCE = {'window': 0, 'segments': False, 'scale': None}
 DEFAULTS = {'B': 2, 'S': None, 'R': None, 'K': 2, 'H': 64, 'L': 9, **KINDS, **SEQUENCE}
-# Cases of the compiled kernels on a GPU; bfloat16 if no dtype is named.
+# Cases for compiled kernels on a GPU, in bfloat16 by default.
 CASES = {
     'group_of_8': {'T': 1025, 'N': 8, 'K': 1, 'H': 128, 'L': 64, 'num': 40, 'traced': True},
     'group_of_2': {'T': 200, 'N': 8, 'K': 4, 'H': 128, 'L': 70, 'num': 33, 'traced': True},
@@ -27,7 +27,7 @@ CASES = {
     'group_of_12': {'T': 97, 'N': 12, 'K': 1, 'L': 9},
     'width_256': {'T': 97, 'N': 8, 'H': 256, 'L': 9},
 }
-# Packed documents. In `edges`, boundaries are at the edge of a block and next to it.
+# Packed documents. In `edges`, documents begin at or next to block boundaries.
 PACKED_CASES = {
     'three': {'T': 200, 'N': 8, 'segments': True, 'mask': True},
     'no_slots': {'T': 200, 'N': 8, 'L': 0, 'num': 0, 'segments': True},
@@ -42,12 +42,28 @@ LARGEST_TOYS |= {'window': 4, 'slot_window': 2}
 
 
 def make_case(B, T, S, R, N, K, H, L, num, slot_window, mask, own_query, window, segments, scale):
-    """(q, k, v, k_depth, v_depth, q_depth), cotangents, arguments, key grid, slot grid.
+    """Draw a case. Slots that no query may see hold NaN.
 
-    There are S keys (None: T; 0: the slots alone), R tokens that have slots, of which the queries
-    take some (None: T), and `num` slots written (None: L). Slots that no query may see hold NaN:
-    those behind `num`, `slot_window` or, with `mask`, a random mask. `segments` is True, three
-    documents of random lengths, or a tuple of their lengths. q_depth is drawn in any case.
+    Args:
+      B: batch rows.
+      T: queries.
+      S: keys; None: T; 0: slots only.
+      R: tokens that have slots, of which the queries use some; None: T.
+      N: query heads.
+      K: key/value heads.
+      H: head width.
+      L: slots.
+      num: written slots; None: L.
+      slot_window: newest visible slots; 0: all.
+      mask: whether a random mask hides slots.
+      own_query: unused here; q_depth is always drawn.
+      window: of the sequence; 0: none.
+      segments: True for three documents of random lengths, or a tuple of lengths.
+      scale: of the scores; None: the default.
+
+    Returns:
+      (q, k, v, k_depth, v_depth, q_depth), cotangents, arguments, the token whose slots each query
+      reads, visible keys, visible slots.
     """
     rng = np.random.default_rng(T + N + L + window)
 
@@ -86,7 +102,7 @@ def make_case(B, T, S, R, N, K, H, L, num, slot_window, mask, own_query, window,
 
 
 def exact(inputs, cotangents, taken, keys, slots, scale):
-    """o, lse and six gradients in float64: the softmax over the concatenation, by its Jacobian."""
+    """Return o, lse and six gradients in float64 from the softmax over sequence and slots."""
     q, k, v, kd, vd, qd, do, dlse = (
         np.nan_to_num(np.asarray(x, np.float64)) for x in (*inputs, *cotangents)
     )

@@ -1,8 +1,7 @@
-"""Whether a kernel is right on this device: values, gradients, and equal bits in a second run.
+"""Checks kernels on this device: values, gradients, and equal bits in a rerun.
 
-The reference is the softmax in float64 (kernel_cases.exact); the allowed error follows from that of
-plain attention by XLA in the same dtype. Of each check `toy` cuts the sizes down, for CPUs. All
-raise WrongError.
+The reference is the softmax in float64 (kernel_cases.exact). The allowed error follows from that of
+XLA's attention in the same dtype. `toy` reduces the sizes for CPUs.
 """
 
 import functools
@@ -26,11 +25,11 @@ from moddepth_jax.benchmarks.kernel_cases import (
 )
 from moddepth_jax.benchmarks.worker import WrongError
 
-CUDNN = 'cudnn'  # cuDNN's sequence part with the depth part by XLA: no kernel of ours
+CUDNN = 'cudnn'  # the sequence part by cuDNN and the depth part by XLA, without our kernels
 
 
 def prepare(case: dict, toy: bool) -> tuple[Inputs, dict, dict]:
-    """Inputs of a case, static options of the attention, and exact o and gradients by name."""
+    """Return the Inputs of a case, static options, and the exact o and gradients by name."""
     case = DEFAULTS | {'dtype': 'bfloat16', 'traced': False, 'sums': False} | case
     if toy:
         cut = {name: most for name, most in LARGEST_TOYS.items() if case[name]}
@@ -56,17 +55,20 @@ def prepare(case: dict, toy: bool) -> tuple[Inputs, dict, dict]:
 
 
 def _attention(implementation):
-    """depth_attention by an implementation, or by cuDNN with the depth part by XLA."""
+    """depth_attention by one implementation, or by cuDNN and XLA."""
     chosen = Parts('cudnn', 'xla') if implementation == CUDNN else implementation
     return functools.partial(depth_attention, implementation=chosen)
 
 
 def _in_two_layers(attend):
-    """Half of `attend` twice, with its results: one layer adds to the slots' sums of the other."""
+    """Function that averages two calls of `attend` which share sums of slot gradients.
+
+    The second layer adds to the sums of the first.
+    """
 
     def layers(q_BTNH, k_BTKH, v_BTKH, k_depth_LBTKH, v_depth_LBTKH, **options):
         slots = k_depth_LBTKH, v_depth_LBTKH
-        sums = [side.astype('float32') for side in slots]  # to which gradients flow, as to slots
+        sums = [side.astype('float32') for side in slots]  # gradients of slots flow to these
         arrays = q_BTNH, k_BTKH, v_BTKH, *map(jax.lax.stop_gradient, slots)
         first_BTNH, *sums = attend(*arrays, slot_sums=sums, **options)
         second_BTNH, *sums = attend(*arrays, slot_sums=sums, **options)
@@ -76,27 +78,35 @@ def _in_two_layers(attend):
 
 
 def program(implementation: str, static: dict, toy: bool):
-    """f(inputs) -> (o, *gradients), compiled at its first call; `static` is of `prepare`."""
+    """Return a jitted function from Inputs to (o, *gradients); `static` is from `prepare`."""
     options = {name: value for name, value in static.items() if name != 'sums'}
     function = functools.partial(_attention(implementation), **options)
     function = _in_two_layers(function) if static['sums'] else function
-    # Toys are compiled without optimisation, which takes longer than they do.
+    # Toys compile without optimisation, which would take longer than running them.
     compiler_options = {'xla_backend_optimization_level': 0} if toy else None
     return jax.jit(make_program(function, BOTH, 'fresh'), compiler_options=compiler_options)
 
 
 def _run(run, inputs):
-    """Results of a program in float64, by name."""
+    """The results of a program in float64, by name."""
     return dict(zip(NAMES, (np.asarray(x, np.float64) for x in run(inputs)), strict=False))
 
 
 def check(implementation: str, case: str, toy: bool = False) -> dict:
-    """Compares an implementation with the exact softmax, in values and in all gradients.
+    """Compare the values and all gradients of an implementation with the exact softmax.
 
-    The error is at most twice that of XLA in the same dtype, of gradients three times; a rerun has
-    equal bits, but for the sequence's gradients, which may be cuDNN's; NaN in hidden slots changes
-    nothing. `implementation` is of kernels_pallas, or CUDNN; `case` is in kernel_cases, or
-    packed/NAME. Raises ValueError if this device cannot do it.
+    The error must be at most twice that of XLA in the same dtype (for gradients, three times). A
+    rerun must give equal bits, except for gradients of the sequence, which may be cuDNN's. NaN in
+    hidden slots must change nothing.
+
+    Args:
+      implementation: of kernels_pallas, or CUDNN.
+      case: key of CASES, or packed/NAME with a key of PACKED_CASES.
+      toy: reduces the sizes for a CPU.
+
+    Raises:
+      WrongError: a property does not hold.
+      ValueError: this device does not support the case.
     """
     packed = case.startswith('packed/')
     chosen = PACKED_CASES[case.removeprefix('packed/')] if packed else CASES[case]

@@ -1,4 +1,4 @@
-"""The models that benchmarks compare, by size and by what sets them apart."""
+"""The models that benchmarks compare, by variant and size."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.studies.plan import STREAM_VARIANTS
 
 Dtype = Literal['float32', 'bfloat16']
-# How each variant is called in tables: those of this module, and the depth streams of the studies.
+# Name of each variant in tables: variants of this module, and depth streams of the studies.
 TITLES = {
     **{name: variant.label for name, variant in STREAM_VARIANTS.items() if name != 'wider'},
     'dense': 'dense',
@@ -29,14 +29,14 @@ TITLES = {
 }
 GROUPS = {'mode': ('staged', 'integrated')}  # names that stand for several variants
 LOOPED, LOOPS = ('looped', 'exits', 'mor', 'mor_first'), 3
-# Sizes with a name: the lengths and the tokens of a batch that fit one large GPU.
+# Named sizes: sequence lengths, and tokens of a batch, that fit one large GPU.
 NAMED_SIZES = {'124m': ((2048,), 32768), '700m': ((2048, 4096), 16384)}
 
 
 def check_variants(names: list[str]) -> list[str]:
-    """The names of TITLES that these names, or GROUPS, stand for; dense is the first.
+    """Return the variants (keys of TITLES) for names of variants or GROUPS; dense must be first.
 
-    Raises ValueError for others.
+    Raises ValueError for unknown names.
     """
     known = (*TITLES, *GROUPS)
     for name in names:
@@ -49,7 +49,7 @@ def check_variants(names: list[str]) -> list[str]:
 
 
 def _dense_config(size: str):
-    """The dense model of a size: LAYERSxWIDTH, 124m (GPT-2's smallest) or 700m (moda_700m)."""
+    """The dense config of a size: LAYERSxWIDTH, 124m (the smallest GPT-2) or 700m (moda_700m)."""
     if size == '700m':
         return moda_700m.get_config('slots=none')
     if size != '124m':
@@ -69,13 +69,21 @@ def make_model(
     loops: int = LOOPS,
     **knobs,
 ) -> Hparams:
-    """Hparams of a variant (of TITLES), of size LAYERSxWIDTH or one of NAMED_SIZES.
+    """Return the Hparams of a variant.
 
-    A depth stream has the knobs that it has in the studies. mod, both and staged route an eighth
-    through every other block, by the learned router if `router` is None. moe, staged and integrated
-    have the experts of configs/moe.py in place of the mlp. looped, exits, mor and mor_first run all
-    blocks `loops` times, the last two with the routing of configs/mor.py, mor_first with the keys
-    of the first loop. `knobs` are of `config.model`; None keeps the value of the size.
+    Depth streams have the knobs of the studies. mod, both and staged route an eighth of the tokens
+    through every other block. moe, staged and integrated have the experts of configs/moe.py instead
+    of the mlp. looped, exits, mor and mor_first run all blocks `loops` times; mor and mor_first
+    have the routing of configs/mor.py, and mor_first reads the keys of the first loop.
+
+    Args:
+      variant: key of TITLES.
+      size: LAYERSxWIDTH, or a key of NAMED_SIZES.
+      length: sequence length.
+      batch: rows of a batch.
+      router: of mod, both and staged; None: learned.
+      loops: of looped variants.
+      **knobs: of `config.model`; None keeps the value of the size.
     """
     config = _dense_config(size)
     if variant in STREAM_VARIANTS:
@@ -104,6 +112,6 @@ def make_model(
 
 
 def random_variables(hparams: Hparams) -> dict:
-    """The variables of a newly initialised model."""
+    """Return the variables of a newly initialised model."""
     init = jax.jit(Transformer(hparams).init)
     return init(jax.random.key(hparams.seed), jnp.zeros((1, 16), jnp.int32))

@@ -1,7 +1,7 @@
-"""What attention over sequence and slots must take on Hopper: bytes, and a model of time.
+"""Models the bytes and the time of attention over sequence and slots on Hopper; nothing is run.
 
-Nothing here is measured by us. Times of cuDNN follow from published rates; our kernels' from the
-bytes that kernels_pallas/mosaic/traffic.py counts, and from published rates of Mosaic kernels.
+Times of cuDNN follow from published rates. Times of our kernels follow from the bytes that
+kernels_pallas/mosaic/traffic.py counts, and from published rates of Mosaic kernels.
 """
 
 import itertools
@@ -19,27 +19,27 @@ from moddepth_jax.benchmarks.attention_report import COPY_TARGET
 from moddepth_jax.benchmarks.decode_cases import least_bytes
 from moddepth_jax.training.tables import Table
 
-COPY = COPY_TARGET * 4.3e12  # bytes a second: that share of an H200's copy bandwidth
-# FLOPs a second of causal attention, published for an H100 (T = 16k, bfloat16), by width.
+COPY = COPY_TARGET * 4.3e12  # bytes per second: a share of the copy bandwidth of an H200
+# Published FLOPs per second of causal attention on an H100 (T = 16k, bfloat16), by head width.
 CUDNN, MOSAIC = {64: 538e12, 128: 645e12}, {64: 502e12, 128: 636e12}
-# Of both passes of cuDNN at H = 64, by T (published); wider heads are taken to gain as forward.
+# Both passes of cuDNN at H = 64, by T (published). Wider heads are assumed to gain as in forward.
 CUDNN_BOTH = {4096: 370e12, 16384: 432e12, 65536: 441e12}
-# Of a Mosaic backward pass of two kernels as ours, which run 7 products where 5 are counted.
+# A Mosaic backward pass of two kernels, like ours, which runs 7 products where 5 are counted.
 MOSAIC_BACKWARD, DQ_PRODUCTS, ALL_PRODUCTS = {64: 334e12, 128: 452e12}, 3, 7
-# Slots held and written; None: all.
+# (allocated slots, written slots); None: all are written.
 SLOTS_HELD = ((16, None), (24, None), (48, None), (64, None), (64, 33))
 
 
 class Bytes(NamedTuple):
-    """Bytes of the depth phase of a case, with gradients of its own: fresh, not added to others."""
+    """Bytes of the depth phase of a case whose slot gradients are fresh, not added to others."""
 
-    forward: float  # of the kernel
-    backward: float  # of the kernel
-    around: float  # XLA's: logsumexps of heads padded to eights
+    forward: float  # forward kernel
+    backward: float  # backward kernel
+    around: float  # XLA around the kernels: logsumexps of heads padded to multiples of 8
 
 
 def tile_sizes(case: Case) -> TileSizes:
-    """Sizes of the fused kernel, without documents or windows; with any number of stages."""
+    """Return the sizes of the fused kernel, without documents or windows."""
     flags = dict.fromkeys(('documents', 'own_query', 'masked', 'copy_by_token', 'interpret'), False)
     group = case.heads // case.kv_heads
     return TileSizes(
@@ -48,7 +48,7 @@ def tile_sizes(case: Case) -> TileSizes:
 
 
 def count_bytes(case: Case) -> Bytes:
-    """Bytes of the depth phase of a case of whole octets of slots."""
+    """Return the bytes of the depth phase of a case whose slots are a multiple of 8."""
     group = case.heads // case.kv_heads
     sizes = Sizes(
         *(case.batch, case.length, case.kv_heads, group, case.width, case.slots, case.length),
@@ -56,19 +56,19 @@ def count_bytes(case: Case) -> Bytes:
     )
     forward = traffic.depth_forward(sizes, case.visible)
     backward = traffic.depth_backward(sizes, case.visible)
-    # Read and written twice forward, and once backward.
+    # XLA passes over the padded numbers twice in the forward pass and once in the backward pass.
     padded = (group + sizes.scalars) * (sizes.scalars > group)
     around = 3 * sizes.items * padded * traffic.FLOAT
     return Bytes(forward.total, backward.total, around)
 
 
 def over_cudnn(case: Case) -> dict[str, float]:
-    """Modelled time of both passes over plain cuDNN's, less 1, of four forms.
+    """Return the modelled time of both passes over that of plain cuDNN, minus 1, for four forms.
 
-    `ideal`: cuDNN, and the least bytes of the slots. `split`: cuDNN and our depth kernels. `fused`:
-    a forward and a dq kernel that hide their slots' bytes under their products, or these under the
-    bytes; slots are products of whole 64 x 64 tiles at the kernels' rates. `mixed`: the fused
-    forward pass and the split backward pass.
+    `ideal` is cuDNN and the least bytes of the slots. `split` is cuDNN and our depth kernels.
+    `fused` has a forward kernel and a dq kernel whose time is the larger of products and slot
+    bytes; slots count as products of complete 64 x 64 tiles at the rates of the kernels. `mixed` is
+    the fused forward pass with the split backward pass.
     """
     plain = flops(case, 0, True) / (CUDNN_BOTH[case.length] * CUDNN[case.width] / CUDNN[64])
     forward = flops(case, 0, False) / CUDNN[case.width]
@@ -78,7 +78,7 @@ def over_cudnn(case: Case) -> dict[str, float]:
     moved = traffic.fused_forward(sizes, case.batch, case.slots, case.visible)
     compute = (flops(case, 0, False) + products) / MOSAIC[case.width]
     fused = max(compute, (moved.slots + moved.own) / COPY)
-    # Mosaic's rates are published for T = 16k: they are taken to change with T as cuDNN's.
+    # Mosaic's rates are published for T = 16k. They are assumed to change with T as cuDNN's do.
     slower = CUDNN_BOTH[16384] / CUDNN_BOTH[case.length]
     sequence = slower * (flops(case, 0, True) - flops(case, 0, False)) / MOSAIC_BACKWARD[case.width]
     executed = MOSAIC_BACKWARD[case.width] * ALL_PRODUCTS / 5
@@ -86,7 +86,7 @@ def over_cudnn(case: Case) -> dict[str, float]:
     compute = sequence * DQ_PRODUCTS / ALL_PRODUCTS + 2.5 * products / executed
     dq = max(compute, (moved.slots + moved.sums + moved.own) / COPY)
     both = fused + (slower - 1) * forward + dq + sequence * (1 - DQ_PRODUCTS / ALL_PRODUCTS)
-    # XLA reads o and do for delta.
+    # XLA reads o and do to compute delta.
     queries = 2 * case.batch * case.length * case.heads * case.width * 2
     ideal = depth_bytes(case, False) + depth_bytes(case, True)
     added = {
@@ -99,7 +99,7 @@ def over_cudnn(case: Case) -> dict[str, float]:
 
 
 def _row(case):
-    """The cells of a case: bytes over the ideal, and time over cuDNN's at each length."""
+    """The cells of a case: bytes relative to the ideal, and time relative to cuDNN by length."""
     counts, ideal = count_bytes(case), [depth_bytes(case, backward) for backward in (False, True)]
     shares = counts.forward / ideal[0], counts.backward / ideal[1], sum(counts) / sum(ideal)
     cells = [f'{share:.2f}' for share in shares]
@@ -110,7 +110,7 @@ def _row(case):
 
 
 def _decoding_row(rows, places, group, width, slots):
-    """The cells of a step over full caches: megabytes, and bytes over the least."""
+    """The cells of a decoding step over full caches: megabytes, and bytes relative to the least."""
     shapes = {'B': rows, 'T': 1, 'K': 8, 'G': group, 'H': width, 'length': places, 'L': slots}
     least = least_bytes(shapes)
     sizes = decode.Sizes(
@@ -125,7 +125,7 @@ def _decoding_row(rows, places, group, width, slots):
         own_query=False,
     )
     moved = traffic.decode_forward(sizes, places).total
-    # XLA reads the sums, totals and highest scores of all splits, and writes their softmax.
+    # XLA reads the sums, totals and maximum scores of all splits, and writes their softmax.
     numbers = sizes.heads * width + 2 * sizes.columns
     joined = sizes.blocks * numbers * traffic.FLOAT + rows * 8 * group * width * 2
     cells = sizes.splits, f'{least / 1e6:.1f}', f'{moved / least:.2f}'
@@ -133,13 +133,14 @@ def _decoding_row(rows, places, group, width, slots):
 
 
 def paper(*, kv_heads: list[int] | None = None, widths: list[int] | None = None):
-    """Bytes of the Hopper kernels and times over cuDNN that follow from them; nothing is run.
+    """Bytes of the Hopper kernels, and modelled times relative to cuDNN; nothing is run.
 
-    At 64 query heads, T = 4k, 16k and 64k, and 16 to 64 slots, in bfloat16; and bytes of decoding.
+    The shapes have 64 query heads, T = 4k, 16k and 64k, and 16 to 64 slots in bfloat16. A second
+    table has the bytes of decoding.
 
     Args:
-      kv_heads: that divide 64. Default: 8,32,64.
-      widths: of a head, 64 or 128. Default: 64,128.
+      kv_heads: divisors of 64. Default: 8,32,64.
+      widths: head widths, 64 or 128. Default: 64,128.
     """
     lines = {}
     for few, width in itertools.product(kv_heads or (8, 32, 64), widths or CUDNN):
@@ -153,7 +154,7 @@ def paper(*, kv_heads: list[int] | None = None, widths: list[int] | None = None)
             lines[f'{64 // few}, {width}, {slots}'] = _row(case)
     heads = ['G, H, slots', 'forward', 'backward', 'all']
     heads += [f'{name} {form}' for name in LENGTHS for form in ('ideal', 'split', 'mixed', 'fused')]
-    title = 'bytes of the depth phase over the ideal; % of time over plain cuDNN, by a model'
+    title = 'bytes of the depth phase over the ideal; modelled extra time over plain cuDNN, %'
     caches, heads_of_keys = ((1, 4096), (8, 4096), (64, 4096), (1, 65536)), ((8, 64), (2, 128))
     cases = [(*cache, *of_keys, 64) for cache in caches for of_keys in heads_of_keys]
     decoding = {', '.join(map(str, case)): _decoding_row(*case) for case in cases}

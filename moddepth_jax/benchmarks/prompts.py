@@ -1,4 +1,4 @@
-"""The first token after a prompt that is read in one pass, or in chunks: time and memory."""
+"""Times the first token after a prompt that is read in one pass or in chunks."""
 
 import functools
 
@@ -24,7 +24,7 @@ LINES = {
 
 
 def _temp_bytes(hparams, variables, length, chunk):
-    """Temporary memory of the program of one pass, and of that of a chunk."""
+    """Temporary memory of the program for one pass, and of the program for a chunk."""
     sizes = cache_sizes(hparams)
     how = {name: sizes[name] for name in ('hparams', 'routing')}
     unrolled = jax.eval_shape(functools.partial(unroll, **how), variables)
@@ -64,10 +64,10 @@ def _compare(name, size, length, chunk, repeats):
 
 
 def prompts(*, size: str = '6x256', length: int = 4096, chunk: int = 512, repeats: int = 9):
-    """The first token after a prompt, read in one pass or in chunks.
+    """The first token after a prompt that is read in one pass or in chunks.
 
-    Of the dense and the Mixture-of-Depths model, which routes at random, with random weights.
-    Memory is the temporary memory of the largest program, which leaves out the cache.
+    Compares the dense model and Mixture-of-Depths with random routing, both with random weights.
+    Memory is the temporary memory of the largest program, without the cache.
 
     Args:
       size: LAYERSxWIDTH.

@@ -1,8 +1,8 @@
-"""What launch.bench runs: each benchmark is one function, and its arguments are its flags.
+"""The benchmarks of launch.bench. Each is a function whose keyword arguments become flags.
 
-A benchmark is a generator of (result, tables): the result, a dict of JSON values, is kept, and its
-tables are printed, as soon as they are there. Its keyword arguments, with their types, defaults and
-the texts of its docstring, become flags of launch.bench. Importing this module needs no JAX.
+A benchmark is a generator of (result, tables): a dict of JSON values that is written to --json, and
+tables that are printed. The types, defaults and docstring texts of its arguments define the flags.
+Importing this module does not import JAX.
 """
 
 import functools
@@ -10,7 +10,7 @@ import importlib
 import inspect
 import re
 
-MODULES = {  # of each function, by its name
+MODULES = {  # module of each benchmark, by name
     name: f'{__package__}.{module}'
     for name, module in {
         'step': 'steps',
@@ -30,12 +30,12 @@ MODULES = {  # of each function, by its name
 
 @functools.cache
 def benchmarks() -> dict:
-    """The functions by name."""
+    """Return the benchmark functions by name."""
     return {name: getattr(importlib.import_module(of), name) for name, of in MODULES.items()}
 
 
 def flag_texts(benchmark) -> dict[str, str]:
-    """The text of each argument in the docstring of a benchmark."""
+    """Return the text of each argument in the docstring of a benchmark."""
     section = inspect.getdoc(benchmark).split('Args:\n')[1]
     texts = re.findall(r'^  (\w+): (.*(?:\n    .*)*)', section, re.MULTILINE)
     return {name: ' '.join(text.split()) for name, text in texts}

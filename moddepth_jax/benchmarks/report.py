@@ -1,4 +1,4 @@
-"""What the results of launch.gpu say: one page with every number, and claims."""
+"""Writes the report on results of launch.gpu: a page with all numbers, and claims."""
 
 import collections
 import json
@@ -17,12 +17,12 @@ from moddepth_jax.training.devices import peak_flops
 from moddepth_jax.training.tables import Table, to_markdown
 
 CLAIM_COLUMNS = ('claim', 'paper', 'ours', 'verdict', 'reason')
-EFFICIENCY = 0.973  # of FlashAttention-2, at T = 64k
-SAVING = 0.9  # of what the FLOPs allow
+EFFICIENCY = 0.973  # relative to FlashAttention-2 at T = 64k, claimed by the MoDA paper
+SAVING = 0.9  # least realised share of the FLOP saving
 
 
 def starting(rows: dict[str, dict], start: str) -> dict[str, dict]:
-    """The ok rows of cases whose names begin with `start`, by the rest of the name."""
+    """Return the rows with status ok whose names begin with `start`, by the rest of the name."""
     return {
         name.removeprefix(start): row
         for name, row in rows.items()
@@ -31,7 +31,7 @@ def starting(rows: dict[str, dict], start: str) -> dict[str, dict]:
 
 
 def timed(rows: dict[str, dict]) -> list[dict]:
-    """Results of bench_case, one for each shape; the rows of the baseline are the first ones."""
+    """Return one result of bench_case per shape, joining the implementations; baseline first."""
     joined = {}
     for row in starting(rows, 'time/').values():
         held = joined.setdefault(tuple(row[field] for field in Case._fields), row | {'rows': []})
@@ -42,7 +42,7 @@ def timed(rows: dict[str, dict]) -> list[dict]:
 
 
 def _machines(rows):
-    """A line for each device with its versions and commit, and their dates."""
+    """A line for each device, with versions, commit and dates."""
     found = collections.defaultdict(list)
     for row in rows.values():
         versions = ', '.join(f'{name} {version}' for name, version in row['versions'].items())
@@ -54,7 +54,7 @@ def _machines(rows):
 
 
 def _outcomes(rows):
-    """The number of cases by status, and a line for each that is not ok."""
+    """The number of cases by status, and a line for each case that is not ok."""
     counts = collections.Counter(row['status'] for row in rows.values())
     minutes = sum(row['seconds'] for row in rows.values()) / 60
     listed = ', '.join(f'{number} {status}' for status, number in counts.items())
@@ -67,7 +67,7 @@ def _outcomes(rows):
 
 
 def _correctness(rows):
-    """By kernel: how many cases were right, and the largest error over what is allowed."""
+    """A table by kernel: numbers of correct cases, and the largest error over the allowed error."""
     by_kernel = {}
     for name, row in rows.items():
         kind, kernel, *rest = name.split('/')
@@ -115,7 +115,7 @@ def _attention(rows):
 
 
 def _compared_steps(rows):
-    """Rows of training steps by size and model, with their ratios to the dense model's."""
+    """Rows of training steps by size and model, with ratios to the dense model."""
     by_size = {}
     for name, row in starting(rows, 'step/').items():
         size, model = name.split('/')
@@ -148,7 +148,7 @@ def _model_tables(rows):
 
 
 def _decoding_kernels(rows):
-    """Times of one decoding step's attention over full caches, by kernel and shape."""
+    """A table of the times of decoding attention over full caches, by kernel and shape."""
     cells = {
         name.replace('/', ', '): [
             f'{row["milliseconds"]:.3f}',
@@ -169,13 +169,13 @@ def _models(rows):
 
 
 def _fresh_seconds(rows, implementation, over):
-    """Seconds of both passes at T = 64k; None if they were not timed."""
+    """Seconds of both passes at T = 64k; None if not timed."""
     row = rows.get(f'time/{implementation}/64k', {'rows': ()})
     return attention_report.find(row, 'seconds', over, 'fresh').get(implementation)
 
 
 def _judge_efficiency(rows):
-    """The time of FlashAttention-2 in Triton without slots over the best of ours with them."""
+    """Judge the time of FlashAttention-2 in Triton without slots over our best with slots."""
     plain = _fresh_seconds(rows, 'flash_attention_2', PLAIN)
     names = ('mosaic_gpu', 'mosaic_gpu_fused', 'pallas')
     ours = {seconds: name for name in names if (seconds := _fresh_seconds(rows, name, BOTH))}
@@ -195,7 +195,7 @@ def _judge_efficiency(rows):
 
 
 def _judge_equal_time(rows):
-    """Whether a MoD step is as much faster as its FLOPs are fewer."""
+    """Judge whether the time of a MoD step shrinks as much as its FLOPs."""
     what = 'At equal training FLOPs MoD takes as long to train as the dense model'
     for size, models in _compared_steps(rows).items():
         if {'dense', 'mod'} <= models.keys():
@@ -205,7 +205,7 @@ def _judge_equal_time(rows):
                 'id': f'equal_time_{size}',
                 'claim': f'{what}, {size}',
                 'paper': 'equal',
-                'rule': 'One training step. Holds: (time ratio / FLOP ratio) is at least 0.9.',
+                'rule': 'One training step. Holds: (FLOP ratio / time ratio) is at least 0.9.',
                 'ours': f'{saving:.3f}',
                 'verdict': HOLDS if saving >= SAVING else FAILS,
                 'reason': f'{dense:.1f} ms dense, {mod:.1f} ms MoD',
@@ -213,9 +213,9 @@ def _judge_equal_time(rows):
 
 
 def judge_claims(rows: dict[str, dict]) -> list[dict]:
-    """A row for each claim of the papers with data, as in claims.json of launch.claims.
+    """Return rows as in claims.json of launch.claims, for each claim that has data.
 
-    The rules were set before the first result. `rows` are the newest of each case, by name.
+    The rules were fixed before the first result. `rows` has the newest row of each case by name.
     """
     ok = {name: row for name, row in rows.items() if row['status'] == 'ok' and not row.get('toy')}
     judged = (*_judge_efficiency(ok), *_judge_equal_time(ok))
@@ -228,7 +228,7 @@ def _claims(rows):
 
 
 def page(rows: dict[str, dict], title: str) -> str:
-    """The page, as Markdown, of the newest row of each case."""
+    """Return the page in Markdown from the newest row of each case."""
     lines = [f'# {title}', '', *_machines(rows), '', *_outcomes(rows), '']
     sections = {'Ceilings': _ceilings, 'Correctness': _correctness, 'Attention': _attention}
     sections |= {'Decoding': _decoding_kernels, 'Models': _models, 'Claims': _claims}
@@ -239,9 +239,9 @@ def page(rows: dict[str, dict], title: str) -> str:
 
 
 def write(out: pathlib.Path) -> list[pathlib.Path]:
-    """Writes table.md, claims.json and, of times of attention, attention.png next to results.jsonl.
+    """Write table.md, claims.json and, if attention was timed, attention.png into `out`.
 
-    Returns their paths. Raises ValueError without results.
+    Returns their paths. Raises ValueError if there are no results.
     """
     rows = Results(out / FILE).latest
     if not rows:

@@ -1,4 +1,4 @@
-"""Results of cases as one JSON line each, in a file that survives whatever ends the program."""
+"""Stores the result of each case as a JSON line in a file that survives crashes."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ import subprocess
 from moddepth_jax.data.directory import parse_object
 
 FILE = 'results.jsonl'
-# A case with one of these has its result; with any other status it runs again.
+# Cases with one of these statuses are done; all others run again.
 FINAL = ('ok', 'failed', 'wrong', 'hung', 'skipped')
 BAD = ('failed', 'wrong', 'hung')
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -17,9 +17,10 @@ _PACKAGES = ('configs', 'kernels_pallas', 'launch', 'moddepth_jax')
 
 
 class Results:
-    """The lines of a file, which need not exist, and the newest row of each case, `latest`.
+    """A file of results, which may not exist yet.
 
-    `damaged` is the number of lines that are no JSON object with a case: a write was cut short.
+    `latest` has the newest row of each case. `damaged` is the number of lines that are not a JSON
+    object with a case, because a write was cut short.
     """
 
     def __init__(self, path):
@@ -31,12 +32,12 @@ class Results:
                 self.latest[row['case']] = row
             except (ValueError, KeyError, TypeError):
                 self.damaged += 1
-        # The first new line must not continue a damaged one.
+        # The first new line must not continue a damaged line.
         self._separator = '\n' if text and not text.endswith('\n') else ''
 
     def add(self, row: dict):
-        """Appends a row, with at least `case` and `status`, and waits until the disk has it."""
-        # JSON has no NaN and no infinity: they become strings.
+        """Append a row, which has at least `case` and `status`, and sync it to disk."""
+        # JSON has no NaN or infinity: they become strings.
         row = self.latest[row['case']] = json.loads(json.dumps(row), parse_constant=str)
         with open(self.path, 'a', encoding='utf-8') as file:
             file.write(self._separator + json.dumps(row) + '\n')
@@ -45,14 +46,14 @@ class Results:
         self._separator = ''
 
     def status(self, case: str) -> str | None:
-        """Status of a case; None if it never ran."""
+        """Return the status of a case; None if it never ran."""
         return self.latest.get(case, {}).get('status')
 
 
 def code_version() -> dict[str, str]:
-    """`commit` ('unknown' without git) and `code`, a hash of all sources.
+    """Return `commit` ('unknown' without git) and `code`, a hash of all sources.
 
-    A copy of the sources without git has the same `code` as the commit that it was made from.
+    A copy of the sources without git has the same `code` as its commit.
     """
     digest = hashlib.sha256()
     for package in _PACKAGES:

@@ -1,8 +1,8 @@
-"""Runs cases in child processes, in order, each to its end or its limit.
+"""Runs cases in child processes, in order, with a time limit for each.
 
-A child is sent the names of cases and answers each with a row (worker.py). Cases of one group share
-a child as long as it lives: starting one takes many seconds. A child that crashes or hangs costs
-only the case that it was running.
+The parent sends names of cases to a child, which answers each with a row (worker.py). Cases of one
+group share a child, because starting one takes many seconds. A crash or hang of a child only costs
+the case that it was running.
 """
 
 import collections
@@ -17,28 +17,33 @@ from typing import NamedTuple
 
 from moddepth_jax.benchmarks.results import BAD, FINAL, Results
 
-START_SECONDS = 12.0  # of a new child, until it has imported JAX and met the device
+START_SECONDS = 12.0  # expected time until a new child has imported JAX and found the device
 START_LIMIT = 120.0
-MOST_HUNG = 2  # cases of a group, after which the rest of it is skipped
+MOST_HUNG = 2  # after this many hung cases of a group, the rest of the group is skipped
 
 
 class Case(NamedTuple):
-    """One thing that is checked or measured."""
+    """One check or measurement."""
 
     name: str  # unique, parts separated by slashes
     group: str  # cases of one group share a process
-    expected: float  # seconds on one large GPU, compilation included: a guess
-    limit: float  # seconds after which it counts as hung
+    expected: float  # guess of the seconds on one large GPU, including compilation
+    limit: float  # seconds after which the case counts as hung
     run: str  # MODULE:FUNCTION; the function returns a dict of JSON values
     arguments: dict = {}
-    needs: tuple[str, ...] = ()  # beginnings of names; skipped if such a case was not right
-    in_process: bool = True  # False: it starts a command that uses the device
+    needs: tuple[str, ...] = ()  # name prefixes; the case is skipped if such a case went bad
+    in_process: bool = True  # False: the case starts a command that uses the device
 
 
 def pending(cases, results: Results, code: str, again: bool, chosen: bool):
-    """The Cases that are still to be run, and lines about what the file holds.
+    """Return the cases that still have to run, and lines about the results in the file.
 
-    `again` repeats those whose result is of other `code`, and if the user has `chosen` them, all.
+    Args:
+      cases: of the visit.
+      results: earlier results.
+      code: hash of the current sources.
+      again: repeat cases whose result is of other code; if `chosen`, repeat all cases.
+      chosen: whether the user named the cases.
     """
     rows = {case.name: results.latest.get(case.name, {}) for case in cases}
     done = {name for name, row in rows.items() if row.get('status') in FINAL}
@@ -58,13 +63,13 @@ def pending(cases, results: Results, code: str, again: bool, chosen: bool):
 
 
 class LostError(RuntimeError):
-    """No child can use the device any more."""
+    """Child processes can no longer use the device."""
 
 
 class Child:
-    """One process, of `target`(connection, log, *args), that answers for the cases of a group.
+    """A process that runs `target`(connection, log, *args) and answers the cases of a group.
 
-    The file `log` gets its output.
+    Its output goes to the file `log`.
     """
 
     def __init__(self, target, args, log):
@@ -76,9 +81,9 @@ class Child:
         theirs.close()
 
     def answer(self, seconds: float, name: str | None = None) -> dict | None:
-        """The next row, of the case `name` if there is one; None: none in so many seconds.
+        """Send the case `name`, if given, and return the next row; None after the timeout.
 
-        A process that ended has failed, by its exit status and the last line of its output.
+        If the process ended, the row has failed with the exit status and the last line of output.
         """
         try:
             if name is not None:
@@ -100,30 +105,30 @@ class Child:
         return ': '.join([how, *lines[-1:]])[:240]
 
     def end(self):
-        """Kills the process and whatever it started."""
+        """Kill the process and everything that it started."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has no group of its own yet, or any more
+        except ProcessLookupError:  # it has no process group yet, or no longer
             self.process.kill()
         self.process.join()
         self.connection.close()
 
 
 @dataclasses.dataclass
-class Run:
+class CaseRunner:
     """One pass over a list of cases."""
 
     results: Results  # gets one row for each case
     start: Callable[[], Child]
-    stamp: dict  # is added to every row: device, versions, commit
+    stamp: dict  # fields of every row: device, versions, commit
     seconds_left: Callable[[], float]  # until the deadline
-    say: Callable[[str], None]  # is called with one line for each case
+    say: Callable[[str], None]  # prints one line per case
 
     def run(self, cases) -> list[str]:
-        """Runs the cases in their order and returns the names of those that are not done.
+        """Run the cases in order and return the names of those that are not done.
 
         Raises:
-          LostError: a child cannot start or has no device; the rest was not run.
+          LostError: a child cannot start or has no device; the remaining cases did not run.
         """
         self.child, self.group, self.hung, later = None, None, collections.Counter(), []
         try:
@@ -146,7 +151,7 @@ class Run:
         return later
 
     def _skip(self, case):
-        """The row of a case that does not run; None if it does."""
+        """The row of a case that is skipped; None if it has to run."""
         if self.hung[case.group] >= MOST_HUNG:
             return {'status': 'skipped', 'reason': f'{MOST_HUNG} of {case.group} hung before it'}
         for name, row in self.results.latest.items():
@@ -156,7 +161,7 @@ class Run:
         return None
 
     def _one(self, case):
-        """The row of a case, without what every row has."""
+        """Run a case and return its row without the common fields."""
         left = self.seconds_left()
         row = self.child.answer(min(case.limit, left), case.name)
         if row is None and left < case.limit:

@@ -1,4 +1,4 @@
-"""How long the steps of trained runs take: of training, and on a held-out batch, in turn."""
+"""Times training steps and held-out batches of trained runs, interleaved."""
 
 import functools
 import pathlib
@@ -23,7 +23,7 @@ KINDS = ('train', 'held_out')
 
 
 class _Run:
-    """A run whose steps of training, and of evaluation by its causal rule, are called."""
+    """A run with callable training steps and evaluation steps under its causal rule."""
 
     def __init__(self, workdir):
         run, mesh = load_run(workdir), make_mesh()
@@ -52,16 +52,16 @@ class _Run:
 
 
 def runs(*, workdirs: list[str] = (), repeats: int = 25):
-    """Training steps and held-out batches of trained runs, in turn, at their own batch sizes.
+    """Training steps and held-out batches of trained runs, at their own batch sizes.
 
-    With what trains and the teacher that each run has, at the capacity of its last stage.
+    Each run keeps its trainable parameters and its teacher, and has the capacity of its last stage.
 
     Args:
-      workdirs: directories of runs, the first of which the others are compared with.
+      workdirs: directories of runs. The first run is the baseline.
       repeats: timed rounds.
     """
     if not workdirs:
-        raise ValueError('--workdirs: must name the directory of a run, or several: DIR,DIR')
+        raise ValueError('--workdirs: must name the directories of one run or more: DIR,DIR')
     compared = [_Run(workdir) for workdir in dict.fromkeys(workdirs)]
     rows = [{'run': run.name, 'tokens': run.tokens} for run in compared]
     for number, kind in enumerate(KINDS):

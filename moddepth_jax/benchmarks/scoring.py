@@ -1,4 +1,4 @@
-"""How long a log-likelihood takes: in batches that share contexts, and one request at a time."""
+"""Times log-likelihoods in batches that share contexts, and one request at a time."""
 
 import functools
 
@@ -20,7 +20,7 @@ BATCH_SIZE = 32
 
 
 def _requests(option_tokens):
-    """Questions of random bytes, each with its options."""
+    """Requests for questions of random bytes, each with several options."""
     draw = np.random.default_rng(0)
 
     def text(least, most):
@@ -38,7 +38,7 @@ def _log_p(variables, tokens_BT, segment_ids_BT, hparams):
 
 
 def _one_by_one(variables, hparams, requests):
-    """Log-likelihoods, each computed in a row of its own that is padded as in batches."""
+    """Log-likelihoods, each computed in a separate row that is padded as in batches."""
     totals = []
     for context, labels in requests:
         tokens = [*context, *labels[:-1]]
@@ -58,7 +58,7 @@ def _in_batches(variables, hparams, requests):
 
 
 def _compare(name, hparams, repeats):
-    """A row for each length of options: both ways timed in turn, and how far they differ."""
+    """Yield a row for each length of options: times of both ways, and how far results differ."""
     variables = random_variables(hparams)
     for option, option_tokens in OPTION_TOKENS.items():
         requests = _requests(option_tokens)
@@ -87,9 +87,10 @@ LINES = {
 
 
 def scoring(*, size: str = '6x256', repeats: int = 5):
-    """Log-likelihoods of the options of multiple-choice questions: batches, or one by one.
+    """Log-likelihoods of the options of multiple-choice questions, in batches or one by one.
 
-    Of the dense and the Mixture-of-Depths model, with random weights; batches read a context once.
+    Compares the dense model and Mixture-of-Depths with random weights. Batches read each context
+    only once.
 
     Args:
       size: LAYERSxWIDTH.

@@ -1,4 +1,4 @@
-"""How long training steps take: each model in turn with the first one."""
+"""Times training steps of several models, each interleaved with the first model."""
 
 import dataclasses
 import itertools
@@ -24,14 +24,14 @@ from moddepth_jax.training.summary import num_parameters, versions
 from moddepth_jax.training.tables import column_per_row, fixed
 from moddepth_jax.training.train_step import init_state, train_step
 
-NUM_STEPS = 1000  # of the schedule that the timed steps belong to
+NUM_STEPS = 1000  # of the learning-rate schedule of the timed steps
 
 
 class CompiledStep:
-    """A train step on one batch, compiled apart from running it.
+    """A train step on one batch, compiled ahead of time.
 
-    `temp_bytes` is the peak of what it allocates besides arguments and results, `instructions` the
-    number of HLO instructions of the optimized program.
+    `temp_bytes` is the peak of temporary memory, without arguments and results. `instructions` is
+    the number of HLO instructions of the optimized program.
     """
 
     def __init__(self, hparams: Hparams):
@@ -53,19 +53,19 @@ class CompiledStep:
 
 
 def with_model(hparams: Hparams, **knobs) -> Hparams:
-    """`hparams` with some knobs of its model changed."""
+    """Return `hparams` with some knobs of its model changed."""
     return dataclasses.replace(hparams, model=dataclasses.replace(hparams.model, **knobs))
 
 
 def compare_steps(models: dict[str, Hparams], repeats: int) -> dict:
-    """Times one training step of each model in turn with the first, the baseline.
+    """Time a training step of each model, interleaved with the first model, the baseline.
 
-    Two are in memory at a time. `rows` are, for each model, its name and either `failed`, one line,
-    or what `step_row` returns. Raises ValueError if the baseline itself cannot run.
+    At most two models are in memory. Each of `rows` has the name of the model and either `failed`,
+    one line, or the fields of `step_row` and `compare`. Raises ValueError if the baseline fails.
     """
     first, baseline, rows = next(iter(models)), None, []
     for name, hparams in models.items():
-        step = None  # the previous one makes room
+        step = None  # frees the previous model
         step, failed = try_run(CompiledStep, hparams)
         failed = failed or try_run(step)[1]
         if failed and baseline is None:
@@ -93,7 +93,7 @@ def compare_steps(models: dict[str, Hparams], repeats: int) -> dict:
 
 
 def step_row(hparams: Hparams, step: CompiledStep, seconds) -> dict:
-    """What the times of one model's step say; the median of `step_seconds`, and counted FLOPs."""
+    """Return the measurements of a model's step: median seconds, rates, memory, compile time."""
     flops, median = train_step_flops(hparams), float(np.median(seconds))
     return {
         'step_seconds': median,
@@ -109,9 +109,10 @@ def step_row(hparams: Hparams, step: CompiledStep, seconds) -> dict:
 
 
 def compare(seconds, flops, dense_seconds, dense_flops) -> dict:
-    """`time_ratio` and `flops_ratio` to the baseline, and `realised_saving`: FLOP over time ratio.
+    """Return the ratios of time and FLOPs to the baseline, and `realised_saving`.
 
-    The seconds may be arrays of the same rounds.
+    `realised_saving` is the ratio of FLOPs over the ratio of time. Seconds may be arrays over the
+    same rounds.
     """
     times, flops = float(np.median(seconds / dense_seconds)), flops / dense_flops
     return {'time_ratio': times, 'flops_ratio': flops, 'realised_saving': flops / times}
@@ -124,7 +125,7 @@ LINES = {
     'MFU': ('mfu', '{:.1%}'.format),
     'time / {first}': ('time_ratio', fixed(3)),
     'FLOPs / {first}': ('flops_ratio', fixed(3)),
-    'realised saving (time ratio / FLOP ratio)': ('realised_saving', fixed(3)),
+    'realised saving (FLOP ratio / time ratio)': ('realised_saving', fixed(3)),
     'parameters, million': ('parameters', fixed(1, 1e-6)),
     'peak memory, GiB': ('peak_bytes', fixed(2, 2**-30)),
     'temporary memory, GiB': ('temp_bytes', fixed(3, 2**-30)),
@@ -134,7 +135,7 @@ LINES = {
 
 
 def steps_table(title: str, rows: list[dict]):
-    """A column for each model of `compare_steps`, or of launch.gpu."""
+    """Return a table with a column for each row of `compare_steps` or launch.gpu."""
     names = [TITLES.get(row['model'], row['model']) for row in rows]
     lines = {name.format(first=names[0]): line for name, line in LINES.items()}
     return column_per_row(title, ['', *names], lines, rows)
@@ -151,18 +152,18 @@ def step(
     attention: str | None = None,
     repeats: int = 11,
 ):
-    """One training step of the dense and the Mixture-of-Depths model at the same batch tokens.
+    """One training step of the dense model and others at the same batch tokens.
 
-    Other models with `variants`; each is timed in turn with the dense one.
+    Each model is timed interleaved with the dense model.
 
     Args:
       size: LAYERSxWIDTH, 124m or 700m.
       variants: models, dense first: dense, mod, moda, both, moe, mode (staged and integrated),
         staged, integrated, or a depth stream by its name in the studies, such as attnres.
-      lengths: sequence lengths. Default: 512,2048, or what fits the size.
-      tokens: of a batch. Default: 4096, or what fits the size.
+      lengths: sequence lengths. Default: 512,2048; of a named size, lengths that fit one GPU.
+      tokens: tokens of a batch. Default: 4096; of a named size, as many as fit one GPU.
       kv_heads: key/value heads, each in a table. Default: those of the size.
-      dtype: of activations. Default: float32.
+      dtype: dtype of activations. Default: float32.
       attention: model.attention of the models. Default: auto.
       repeats: timed rounds.
     """

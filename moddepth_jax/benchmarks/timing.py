@@ -1,4 +1,4 @@
-"""Timing functions in turn, and handling those that cannot run."""
+"""Times functions in interleaved rounds, and handles functions that fail."""
 
 import time
 
@@ -10,11 +10,11 @@ from kernels_pallas.autotune_trial import describe_error
 
 
 class DeviceLostError(RuntimeError):
-    """The device computes nothing any more after an error; only a new process can go on."""
+    """The device stopped working after an error; only a new process can use it."""
 
 
 def device_responds() -> bool:
-    """Whether the device still computes something."""
+    """Return whether the device still computes."""
     try:
         jax.block_until_ready(jnp.zeros(8) + 1)
     except Exception:
@@ -23,13 +23,13 @@ def device_responds() -> bool:
 
 
 def try_run(function, *args):
-    """(result, None) of a call, or (None, the reason in one line) if it failed.
+    """Call a function. Returns (result, None), or (None, reason in one line) if it fails.
 
-    Raises DeviceLostError if the device does not respond any more.
+    Raises DeviceLostError if the device no longer responds.
     """
     try:
         return jax.block_until_ready(function(*args)), None
-    except Exception as error:  # a compiler may raise anything, and the other forms are still timed
+    except Exception as error:  # a compiler may raise anything; other functions can still run
         reason = describe_error(error)
     if not device_responds():
         raise DeviceLostError(reason)
@@ -39,10 +39,16 @@ def try_run(function, *args):
 def time_interleaved(
     calls: dict, repeats: int, warmup: int = 2, counts: dict | None = None
 ) -> dict:
-    """Seconds [repeats] of each call, in turn, so that drift of the machine affects all alike.
+    """Time calls in interleaved rounds, so that drift of the machine affects all equally.
 
-    `calls` are functions without arguments, by name; `warmup` rounds before them compile. Short
-    ones may be called several times in a round, `counts` by name.
+    Args:
+      calls: functions without arguments, by name.
+      repeats: timed rounds.
+      warmup: rounds before the timed ones, for compilation.
+      counts: calls of each function in a round, by name. Default: 1.
+
+    Returns:
+      Seconds per call as an array [repeats], by name.
     """
     seconds, counts = {name: [] for name in calls}, counts or dict.fromkeys(calls, 1)
     for turn in range(warmup + repeats):

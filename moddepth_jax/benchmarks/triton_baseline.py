@@ -1,8 +1,8 @@
 """FlashAttention-2 in Triton, called through jax-triton: the usual baseline, without slots.
 
-Imported only where it is timed: jax-triton (extra `gpu`) raises on import if JAX has no GPU. One
-program takes a block of queries of one head (forward, dQ) or a block of keys (dK, dV); scores are
-kept in base 2, as the hardware's exponential is. Source: Dao 2023, arXiv 2307.08691.
+Import it only to time it: jax-triton (extra `gpu`) raises on import if JAX has no GPU. A program
+handles a block of queries of one head (forward, dQ) or a block of keys (dK, dV). Scores are in base
+2, like the exponential of the hardware. Source: Dao 2023, arXiv 2307.08691.
 """
 
 import functools
@@ -20,7 +20,7 @@ FORWARD_BLOCKS = (128, 64)  # queries, keys
 
 @triton.jit
 def _tile(ptr, rows, T, N: tl.constexpr, H: tl.constexpr):
-    """Rows [rows, H] of one head, 0 beyond T; `ptr` is at the head's first row."""
+    """Load rows [rows, H] of one head, 0 beyond T; `ptr` points to the first row of the head."""
     offsets = rows.to(tl.int64)[:, None] * (N * H) + tl.arange(0, H)[None, :]
     return tl.load(ptr + offsets, mask=(rows < T)[:, None], other=0.0)
 
@@ -33,7 +33,7 @@ def _put(ptr, rows, values, T, N: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def _head(T, N: tl.constexpr, H: tl.constexpr):
-    """Offsets of this program's head in [B, T, N, H] and in [B, N, T]."""
+    """Offsets of the head of this program in [B, T, N, H] and in [B, N, T]."""
     place = tl.program_id(1).to(tl.int64)
     return (place // N) * T * N * H + (place % N) * H, place * T
 
@@ -64,7 +64,7 @@ def _forward_kernel(q, k, v, T, scale, o, lse, N: tl.constexpr, H: tl.constexpr,
 
 @triton.jit
 def _weights(query, key, rows, keys, lse, scale):
-    """Softmax weights of a tile from the logsumexp of its rows, 0 above the diagonal."""
+    """Softmax weights of a tile from the logsumexp of its rows; 0 above the diagonal."""
     scores = tl.dot(query, tl.trans(key)) * scale
     return tl.where(rows[:, None] >= keys[None, :], tl.exp2(scores - lse[:, None]), 0.0)
 
@@ -109,7 +109,7 @@ def _dkv_kernel(q, k, v, do, lse, delta, T, scale, dk, dv, N: tl.constexpr, H: t
 
 
 def _call(kernel, arrays, out, block, **sizes):
-    """Runs a kernel on the inputs, T and the scale of base-2 scores; outputs come last."""
+    """Run a kernel on the inputs, T and the scale of base-2 scores; outputs come last."""
     batch, length, heads, width = arrays[0].shape
     warps = 4 if width <= 64 else 8
     return jax_triton.triton_call(
@@ -130,10 +130,9 @@ def _call(kernel, arrays, out, block, **sizes):
 
 @jax.custom_vjp
 def flash_attention(q_BTNH, k_BTNH, v_BTNH):
-    """Causal attention, one key/value head for each query head; H a power of two.
+    """Compute causal attention with one key/value head for each query head.
 
-    Raises:
-      ValueError: a width that Triton has no tile for.
+    Raises ValueError unless the head width is 16, 32, 64 or 128.
     """
     return _forward(q_BTNH, k_BTNH, v_BTNH)[0]
 

@@ -1,22 +1,35 @@
-"""A visit to a GPU: runs the cases of gpu_cases.py that have no result yet, until a deadline."""
+"""Runs the cases of gpu_cases.py that have no result yet, until a deadline."""
 
 import collections
+import contextlib
 import functools
+import importlib.metadata
+import json
 import os
 import pathlib
+import subprocess
 import sys
 import tempfile
 
-from moddepth_jax.benchmarks import machine, results, runner, worker
+from moddepth_jax.benchmarks import results, runner, worker
 from moddepth_jax.benchmarks.gpu_cases import cases
 
 ROOT = pathlib.Path(__file__).parents[2]
+PACKAGES = ('jax', 'jaxlib', 'jax-cuda13-plugin', 'jax-triton', 'triton', 'flax', 'numpy')
+_PROBE = """
+import json, jax
+device = jax.devices()[0]
+print(json.dumps({
+    'platform': device.platform, 'device': device.device_kind,
+    'capability': str(getattr(device, 'compute_capability', '')),
+    'platform_version': device.client.platform_version}))
+"""
 
 
 def choose_cases(texts, toy: bool) -> list[runner.Case]:
-    """The cases of a visit in their order: those with one of `texts` in their names, or all.
+    """Return the cases whose names contain one of `texts`, in order; all cases without texts.
 
-    Raises ValueError for a text that no name has.
+    Raises ValueError for a text that no name contains.
     """
     found = cases(toy)
     for text in texts:
@@ -26,16 +39,40 @@ def choose_cases(texts, toy: bool) -> list[runner.Case]:
 
 
 def list_cases(chosen: list[runner.Case]) -> str:
-    """A line for each case with its seconds, and their sum."""
+    """Return a line for each case with its seconds, and their sum."""
     lines = [f'{c.name:55} {c.expected:5.0f} s, at most {c.limit:.0f} s' for c in chosen]
     minutes = sum(case.expected for case in chosen) / 60
-    total = f'{minutes:.0f} minutes expected without the starts of processes'
+    total = f'{minutes:.0f} minutes expected, plus the starts of processes'
     return '\n'.join([*lines, f'{len(chosen)} cases, {total}'])
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of installed packages that may change results."""
+    found = {'python': sys.version.split()[0]}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def probe() -> tuple[dict, str]:
+    """Ask another process about JAX's first device, so that this process allocates no memory on it.
+
+    Returns the fields of _PROBE ({} if JAX did not start), and the last line on stderr.
+    """
+    command = [sys.executable, '-c', _PROBE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return {}, 'JAX did not start within 120 s'
+    output, errors = done.stdout.strip().splitlines(), done.stderr.strip().splitlines()
+    found = json.loads(output[-1]) if done.returncode == 0 and output else {}
+    return found, errors[-1] if errors else ''
+
+
 def _set_environment(toy):
-    """Sets what the children inherit; compiled programs are kept for the next visit."""
-    # The checkout comes first also where another copy is installed.
+    """Set the environment of the children; compiled programs are kept for the next visit."""
+    # Import this checkout even if another copy is installed.
     paths = [str(ROOT), os.environ.get('PYTHONPATH')]
     os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, paths))
     defaults = {
@@ -47,8 +84,8 @@ def _set_environment(toy):
     else:
         defaults |= {
             'JAX_PLATFORMS': 'cuda,cpu',
-            'CUDA_VISIBLE_DEVICES': '0',  # of several, one is measured
-            # A candidate of model.attention=auto is tried in a process next to the one that asks.
+            'CUDA_VISIBLE_DEVICES': '0',  # one of several GPUs is measured
+            # model.attention=auto tries its candidates in a second process, which needs memory.
             'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.8',
         }
     for name, value in defaults.items():
@@ -56,14 +93,14 @@ def _set_environment(toy):
 
 
 def _find_device(toy):
-    """What `machine.probe` finds; None, after a line on stderr, if the device is not there."""
+    """The result of `probe`; None, after a line on stderr, without the wanted device."""
     asked = os.environ.get('JAX_PLATFORMS', '')
     _set_environment(toy)
-    found, error = machine.probe()
+    found, error = probe()
     wanted = 'cpu' if toy else 'gpu'
     if found.get('platform') == wanted:
         return found
-    why = f'JAX says: {error}' if error else f'JAX finds {found.get("platform", "nothing")} alone'
+    why = f'JAX says: {error}' if error else f'JAX only finds {found.get("platform", "nothing")}'
     why += '; --toy rehearses everything on a CPU' * (not toy)
     if not toy and asked and not {'cuda', 'gpu'} & set(asked.split(',')):
         why = f'JAX_PLATFORMS={asked} is set; unset it, or set it to cuda,cpu'
@@ -79,10 +116,18 @@ def visit(
     again: bool = False,
     toy: bool = False,
 ) -> int:
-    """Runs cases, prints a line for each, and returns the exit status.
+    """Run cases and print a line for each.
 
-    It is 1 if there is no device or if some case is not right. Options are flags of launch.gpu:
-    `by_name` says that --cases named the cases, `seconds_left`() is the time to the deadline.
+    Args:
+      chosen: the cases.
+      seconds_left: function that returns the seconds until the deadline.
+      out: directory of the results; --out.
+      by_name: whether --cases named the cases.
+      again: --again.
+      toy: --toy.
+
+    Returns:
+      The exit status: 1 if there is no device or if some case is bad.
     """
     found = _find_device(toy)
     if found is None:
@@ -92,14 +137,14 @@ def visit(
     out.mkdir(parents=True, exist_ok=True)
     code, store = results.code_version(), results.Results(out / results.FILE)
     stamp = {'device': found['device'], 'capability': found['capability']}
-    stamp |= {'versions': machine.versions(), 'driver': found['platform_version'], 'toy': toy}
+    stamp |= {'versions': versions(), 'driver': found['platform_version'], 'toy': toy}
     todo, lines = runner.pending(chosen, store, code['code'], again, by_name)
     for line in lines:
         print(line, flush=True)
     args = ({case.name: case for case in todo}, not toy)
     start = functools.partial(runner.Child, worker.serve, args, out / 'log.txt')
     say = functools.partial(print, flush=True)
-    run = runner.Run(store, start, stamp | code, seconds_left, say)
+    run = runner.CaseRunner(store, start, stamp | code, seconds_left, say)
     try:
         later = run.run(todo)
     except runner.LostError as error:

@@ -1,4 +1,4 @@
-"""The child process of runner.py: runs the cases that it is sent, and answers each with a row."""
+"""The child process of runner.py: runs the cases it receives, and answers each with a row."""
 
 import gc
 import importlib
@@ -9,20 +9,20 @@ import traceback
 
 
 class WrongError(Exception):
-    """A result is not right; the message says which, and by how much."""
+    """A result is wrong; the message says which one, and by how much."""
 
 
 class SkippedError(Exception):
-    """This device cannot do it; the message says why."""
+    """This device does not support the case; the message says why."""
 
 
 _OURS = ('configs', 'kernels_pallas', 'launch', 'moddepth_jax')
 
 
 def serve(connection, log, cases: dict, on_gpu: bool):
-    """Answers each name of `cases` that the connection sends with a row, until it is closed.
+    """Answer each case name from the connection with a row, until the connection closes.
 
-    The file `log` gets whatever is printed. With `on_gpu` nothing runs if JAX has no GPU.
+    All output goes to the file `log`. With `on_gpu`, nothing runs if JAX has no GPU.
     """
     redirect_output(log)
     connection.send({'status': 'ready'})
@@ -36,16 +36,16 @@ def serve(connection, log, cases: dict, on_gpu: bool):
 
 
 def redirect_output(log):
-    """Starts a process group, which can be killed as a whole, and sends its output to a file."""
+    """Start a process group, which can be killed as one, and send its output to a file."""
     os.setsid()
     with open(log, 'ab') as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.stdout = sys.stderr  # which a crash does not lose
+    sys.stdout = sys.stderr  # unbuffered, so that a crash loses nothing
 
 
 def run_case(case, on_gpu: bool) -> dict:
-    """Runs a case and returns its row: at least `status`, and `reason` if that is not ok."""
+    """Run a case and return its row: `status`, and `reason` if the status is not ok."""
     if on_gpu and case.in_process:
         import jax
 
@@ -55,7 +55,7 @@ def run_case(case, on_gpu: bool) -> dict:
     try:
         function = getattr(importlib.import_module(module), name)
         row = {'status': 'ok', **function(**case.arguments)}
-        json.dumps(row)  # a row that no file can hold is this case's error
+        json.dumps(row)  # a row that is not JSON is an error of this case
         return row
     except WrongError as error:
         return {'status': 'wrong', 'reason': str(error)}
@@ -68,7 +68,7 @@ def run_case(case, on_gpu: bool) -> dict:
 
 
 def _failed(error, case):
-    """The row of an error; `ends`: the device does not respond any more."""
+    """The row of an error; with `ends`, the device no longer responds."""
     if isinstance(error, ModuleNotFoundError) and str(error.name).split('.')[0] not in _OURS:
         why = f'no Python module {error.name}; docs/gpu.md says how to carry it'
         return {'status': 'missing', 'reason': why}

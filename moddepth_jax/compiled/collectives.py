@@ -1,8 +1,8 @@
-"""What a compiled program communicates: kind, bytes, mesh axes, how often.
+"""Finds the collectives of a compiled program: kind, bytes, mesh axes, and number of runs.
 
-Bytes are those that one device sends (it receives as many) in a ring. XLA for CPUs widens 16-bit
-numbers to float32 before it communicates them; a GPU does not. If the program shows such a
-conversion, bytes are those of the 16-bit numbers.
+Bytes are what one device sends in a ring; it receives as many. XLA for CPUs converts 16-bit numbers
+to float32 before it communicates them, and XLA for GPUs does not. Where the program has such a
+conversion, the bytes of the 16-bit numbers count.
 """
 
 import itertools
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moddepth_jax.compiled.program import Program, Run, arrays
+from moddepth_jax.compiled.program import Occurrence, Program, arrays
 
-# Bytes that a device sends, over those of its result, in a ring of n devices.
+# Bytes that a device sends in a ring of n devices, relative to the bytes of its result.
 _SENT = {
     'all-gather': lambda n: (n - 1) / n,
     'reduce-scatter': lambda n: n - 1,
@@ -24,7 +24,7 @@ _SENT = {
     'collective-permute': lambda n: 1,
 }
 _NOT_COUNTED = ('ragged-all-to-all', 'collective-broadcast', 'send', 'recv')
-_NOT_COUNTED += tuple(f'{kind}-start' for kind in _SENT)  # programs for CPUs have none
+_NOT_COUNTED += tuple(f'{kind}-start' for kind in _SENT)  # programs for CPUs do not have these
 _MOVES = ('bitcast', 'copy', 'transpose', 'reshape')
 _MESH_AXIS = re.compile(r"'(\w+)'(?:=|:\((\d+)\))?(\d+)?")
 
@@ -33,17 +33,17 @@ class Collective(NamedTuple):
     """One collective operation of a program."""
 
     kind: str  # such as all-reduce
-    axes: tuple[str, ...]  # of the mesh, along which the devices of a group differ
-    group: tuple[int, ...]  # the first one that communicates, as indices into the mesh
-    sent_bytes: float  # of one device each time
-    sliced_bytes: float = 0.0  # of sent_bytes: sums of which a device uses only its own slice
+    axes: tuple[str, ...]  # mesh axes along which the devices of a group differ
+    group: tuple[int, ...]  # the first group that communicates, as indices into the mesh
+    sent_bytes: float  # sent by one device per run
+    sliced_bytes: float = 0.0  # part of sent_bytes: sums of which a device uses only its own slice
 
 
-def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Run]:
-    """The runs of the Collectives of a program, by the `mesh.shape` that it was compiled for.
+def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Occurrence]:
+    """Return the Collectives of a program as Occurrences; `mesh_shape` is that of its mesh.
 
     Raises:
-      ValueError: an unknown kind of communication, or an unknown form of its groups.
+      ValueError: an unknown kind of collective, or an unknown notation for its groups.
     """
 
     def search(instruction, computation):
@@ -53,7 +53,7 @@ def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Run]:
 
 
 def _collective(instruction, computation, program, mesh_shape):
-    """The Collective of an instruction; None if it is none or if its groups have one device."""
+    """The Collective of an instruction; None for others, and if groups have one device."""
     kind = instruction.op
     if kind in _NOT_COUNTED:
         known = ', '.join(_SENT)
@@ -67,7 +67,7 @@ def _collective(instruction, computation, program, mesh_shape):
         for operand, array in zip(instruction.operands(), arrays(instruction.type), strict=True)
     ]
     sliced = _sliced(instruction, computation, program) if kind == 'all-reduce' else []
-    # Of each axis, the coordinates of the devices of each group.
+    # For each mesh axis, the coordinates of the devices of each group.
     places = zip(*(np.unravel_index(g, tuple(mesh_shape.values())) for g in groups), strict=True)
     differ = [any(np.ptp(place) for place in of_axis) for of_axis in places]
     return Collective(
@@ -80,7 +80,7 @@ def _collective(instruction, computation, program, mesh_shape):
 
 
 def _groups(kind, instruction, mesh_shape):
-    """Devices that communicate with each other, as lists of indices into the mesh."""
+    """The groups of devices that communicate, as lists of indices into the mesh."""
     if kind == 'collective-permute':
         pairs = instruction.attribute(r'source_target_pairs=\{(.*?)\}\}')
         pairs = [(int(a), int(b)) for a, b in re.findall(r'(\d+),(\d+)', pairs)]
@@ -104,14 +104,14 @@ def _numbers(text):
 
 
 def _counted(text):
-    """`[4,2]T(1,0)`: 0, 1, 2, ... in this shape, with its axes transposed to this order."""
+    """Parse `[4,2]T(1,0)`: 0, 1, 2, ... in this shape, transposed to this order of axes."""
     shape, order = re.fullmatch(r'\[([\d,]+)\](?:T\(([\d,]+)\))?', text).groups()
     places = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
     return places.transpose(_numbers(order) if order else None)
 
 
 def _along_axes(mesh, device_ids, axes):
-    """Groups along `axes` of a mesh; `'fsdp':(2)4` are 4 parts of each of the first 2 of fsdp."""
+    """Groups along `axes` of a mesh; `'fsdp':(2)4` means 4 parts of each of the first 2 of fsdp."""
     sizes = {name: int(size) for name, _, size in _MESH_AXIS.findall(mesh)}
     spans = {name: [] for name in sizes}
     for name, before, size in _MESH_AXIS.findall(axes):
@@ -130,7 +130,7 @@ def _along_axes(mesh, device_ids, axes):
 
 
 def _is_widened(operand, computation, program):
-    """Whether a 16-bit array was converted to a wider type just to be communicated."""
+    """Whether a 16-bit array was converted to a wider type only to be communicated."""
     others = program.computations[computation]
     seen = others[operand]
     while True:
@@ -146,10 +146,10 @@ def _is_widened(operand, computation, program):
 
 
 def _sliced(instruction, computation, program):
-    """For each array of the result, whether it is only read by slices that depend on the device."""
+    """For each array of the result, whether it is only read by device-dependent slices."""
 
     def only_sliced(name, computation, fusion=None):
-        """`fusion`: (name, computation) of the fusion whose body `computation` is, if it is one."""
+        """If `computation` is the body of a fusion, `fusion` is (its name, its computation)."""
         uses = program.users(computation).get(name, ())
         uses = [slices(name, use, computation, fusion) for use in uses]
         if fusion and program.computations[computation][name].is_root:
@@ -180,12 +180,17 @@ def _sliced(instruction, computation, program):
     return [bool(names) and all(only_sliced(n, computation) for n in names) for names in parts]
 
 
-def by_axes(runs: list[Run]) -> list[dict]:
-    """Sums over the collectives of equal axes (such as data+fsdp) and kind, most bytes first.
+def by_axes(runs: list[Occurrence]) -> list[dict]:
+    """Sum the collectives by mesh axes (such as data+fsdp) and kind, most bytes first.
 
-    `places` are in the program, `count` are runs, `bytes` and `sliced_bytes` (of all-reduces that a
-    GPU may do as reduce-scatters, with half of the bytes) what a device sends in all of them;
-    `unknown_loops` and `branches` are places in loops of unknown length and in conditionals.
+    Fields of each row, besides `axes` and `kind`:
+      places: instructions in the program.
+      count: runs.
+      bytes: what a device sends in all runs.
+      sliced_bytes: part of `bytes` in all-reduces that a GPU may run as reduce-scatters, with half
+        of the bytes.
+      unknown_loops: places in loops of unknown length, which count once.
+      branches: places in conditionals.
     """
     rows = {}
     names = ('places', 'count', 'bytes', 'sliced_bytes', 'unknown_loops', 'branches')

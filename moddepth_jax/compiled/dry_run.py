@@ -1,6 +1,7 @@
-"""What a train step takes on a mesh, by compiling it for devices that need not exist.
+"""Estimates the cost of a train step on a mesh by compiling it for fake devices.
 
-Nothing is computed and no parameter is made: shapes are traced, lowered and compiled for CPUs.
+Nothing is computed and no parameters are allocated: shapes are traced, lowered and compiled for
+CPUs.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import jax
 
 from kernels_pallas.xla import sequence
 from moddepth_jax.compiled.collectives import by_axes, collectives
-from moddepth_jax.compiled.program import Program, Run, product_flops
+from moddepth_jax.compiled.program import Occurrence, Program, product_flops
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import dot_general_flops
 from moddepth_jax.training.mesh import (
@@ -29,23 +30,23 @@ from moddepth_jax.training.summary import active_parameters, num_parameters
 from moddepth_jax.training.teacher import abstract_teacher, step_flops
 from moddepth_jax.training.train_step import init_state, train_step
 
-# The program never runs, so its machine code need not be fast. What it allocates and communicates
-# is decided before machine code is made.
+# The program never runs, so its machine code need not be fast. Allocations and communication are
+# decided before code generation.
 _OPTIONS = {
     'xla_backend_optimization_level': 0,
     'xla_llvm_disable_expensive_passes': True,
-    'xla_allow_excess_precision': False,  # so that it shows what was rounded to 16 bits
+    'xla_allow_excess_precision': False,  # keeps conversions to 16 bits visible
 }
 
 
 class Hardware(NamedTuple):
-    """What a vendor states for one device."""
+    """The vendor's numbers for one device."""
 
-    flops: float  # of dense bfloat16 products, a second
-    node: int  # number of devices that are joined by the fast links
-    within: float  # bytes a second that a device sends over these links
-    across: float  # bytes a second that a device sends to another node
-    source: str  # of these numbers
+    flops: float  # dense bfloat16 FLOPs per second
+    node: int  # devices joined by the fast links
+    within: float  # bytes per second that a device sends within a node
+    across: float  # bytes per second that a device sends to another node
+    source: str  # source of these numbers
 
 
 HARDWARE = {
@@ -56,30 +57,33 @@ HARDWARE = {
 
 
 def dry_run(hparams: Hparams, mesh) -> dict:
-    """Compiles the train step of the last stage for a mesh of CPU devices, real or fake.
+    """Compile the train step of the last stage for a mesh of CPU devices, real or fake.
 
-    Returns:
-      The fields of --json. `parts`: micro-batches of a step. `bytes` of a device: `alias` are
-      outputs in the place of arguments. `flops`: `counted` of the step, `executed` of it (with
-      recomputation), `products` of one device in the compiled program, those of them `in_branches`
-      (the most expensive of a conditional), and `xla`, its own estimate for a device, which counts
-      each loop once. `split`: the traced products over devices over those of the program, 1 if no
-      device repeats another's work, None with branches. Products of loops of unknown length, over
-      the keys of a row above 2048, count once in both, and in full in `executed`. `collectives` as
-      in `by_axes`, `estimates` as in `estimate`; `flops_per_byte`: executed over sent.
+    Returns the fields of --json, among them:
+      parts: micro-batches of a step.
+      bytes: memory of a device. `alias` are outputs that reuse the memory of arguments.
+      flops: `counted` for the step; `executed`, with recomputation; `products` of one device in the
+        compiled program; `in_branches`, those of them in conditionals (the most expensive branch);
+        and `xla`, XLA's estimate for a device, which counts each loop once.
+      split: traced products per device over `products`. It is 1 if no device repeats the work of
+        another, and None with conditionals. Products in loops of unknown length (over the keys of
+        rows longer than 2048) count once in both, but in full in `executed`.
+      collectives: rows of `by_axes`.
+      estimates: `estimate` by hardware.
+      flops_per_byte: executed FLOPs over sent bytes.
     """
     state = jax.eval_shape(lambda: init_state(hparams, resolve_steps(hparams)))
     state = abstract_on_mesh(mesh, state)
     shape = (hparams.data.batch_size, hparams.data.sequence_length)
     row = jax.ShapeDtypeStruct(shape, 'int32', sharding=batch_sharding(mesh, shape[0]))
     batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), row)
-    # Traced without the mesh: within shard_map a product has the shapes of one device.
+    # Trace without the mesh: within shard_map, products have the shapes of one device.
     teacher = abstract_teacher(hparams)
     teacher = teacher and abstract_on_mesh(mesh, teacher)
     step = jax.jit(train_step)
     traced = float(dot_general_flops(step.trace(state, batch, teacher=teacher).jaxpr))
     with sequence.static_blocks():
-        # Another function, so that the trace above is not reused.
+        # A new function, so that the trace above is not reused.
         step = jax.jit(lambda *args, **named: train_step(*args, **named))
         executed = float(dot_general_flops(step.trace(state, batch, teacher=teacher).jaxpr))
     compiled, warnings, trace_seconds, compile_seconds = _compile(mesh, state, batch, teacher)
@@ -122,7 +126,7 @@ def dry_run(hparams: Hparams, mesh) -> dict:
 
 
 def _compile(mesh, state, batch, teacher):
-    """(the compiled train step, warnings of the compiler, seconds to trace, to compile)."""
+    """(compiled train step, compiler warnings, seconds to trace, seconds to compile)."""
     begin = time.perf_counter()
     with jax.set_mesh(mesh), _captured_stderr() as log:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state), replicated(mesh)
@@ -143,10 +147,10 @@ def _memory(compiled):
 
 
 def bandwidth(group: tuple[int, ...], hardware: Hardware) -> float:
-    """Bytes a second that a device of a group sends, in a ring that enters each node once.
+    """Return the bytes per second that a device of a group sends in a ring through each node once.
 
-    Neighbours in the mesh, of which `group` has the indices, share nodes. If g devices of the group
-    are in a node, g links to the network carry what the ring sends out of it.
+    `group` has indices into the mesh, and neighbours in the mesh share nodes. If a node has g
+    devices of the group, their g network links share what the ring sends out of the node.
     """
     nodes = {place // hardware.node for place in group}
     if len(nodes) == 1:
@@ -154,12 +158,13 @@ def bandwidth(group: tuple[int, ...], hardware: Hardware) -> float:
     return min(hardware.within, hardware.across * len(group) / len(nodes))
 
 
-def estimate(flops: float, runs: list[Run], hardware: Hardware) -> dict:
-    """Seconds of a step at the vendor's numbers, which no real step reaches.
+def estimate(flops: float, runs: list[Occurrence], hardware: Hardware) -> dict:
+    """Estimate the seconds of a step from the vendor's numbers, which no real step reaches.
 
     Returns:
-      `compute`, of the `flops` of one device; `collectives`, by axes; `sliced`: of all these, what
-      reduce-scatters would save if an all-reduce is sliced afterwards; `source` of the numbers.
+      `compute`: seconds for the `flops` of one device; `collectives`: seconds by mesh axes;
+      `sliced`: seconds that reduce-scatters would save where an all-reduce is sliced afterwards;
+      `source` of the numbers.
     """
     by_axis, sliced = {}, 0.0
     for one, times, *_ in runs:
@@ -176,7 +181,7 @@ def estimate(flops: float, runs: list[Run], hardware: Hardware) -> dict:
 
 @contextlib.contextmanager
 def _captured_stderr():
-    """Yields a file that gets what XLA writes to stderr, instead of the terminal."""
+    """Redirect stderr, to which XLA writes, to a temporary file, and yield the file."""
     with tempfile.TemporaryFile('w+') as file:
         kept = os.dup(2)
         os.dup2(file.fileno(), 2)
@@ -188,9 +193,9 @@ def _captured_stderr():
 
 
 def warnings_of(log: str) -> list[str]:
-    """The lines of a log of XLA that are warnings or worse, each once, without time and place.
+    """Return the distinct warnings and errors in an XLA log, without time and source location.
 
-    Alarms about slow compilation are left out: they depend on what else the machine does.
+    Alarms about slow compilation are left out, because they depend on the load of the machine.
     """
     found = re.findall(r'^[WEF]\d{4} (?!.*slow_operation_alarm).*?\] (.*)$', log, re.MULTILINE)
     return sorted(set(found))

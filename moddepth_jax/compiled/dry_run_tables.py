@@ -1,4 +1,4 @@
-"""The results of dry runs as lines and tables."""
+"""Formats the results of dry runs as lines and tables."""
 
 import rich.console
 import rich.text
@@ -8,12 +8,12 @@ from moddepth_jax.training.tables import Table, markdown_rows, print_table
 
 GIB = 2**30
 NOTES = (
-    'Compiled for CPUs, nothing was run. Where the sum of an all-reduce is sliced afterwards, a '
-    'GPU may scatter it instead, with half of the bytes. Programs for CPUs hold many products of '
-    'bfloat16 in float32 and their own form of attention and of the experts: temporaries and peak '
-    'are upper bounds. Of a conditional the most expensive branch counts.',
-    'The estimates divide by numbers of data sheets, which no real step reaches, and add up '
-    'collectives as if none ran during computation or another one. They are not measurements.',
+    'Compiled for CPUs; nothing was run. Where the result of an all-reduce is sliced afterwards, a '
+    'GPU may use a reduce-scatter, which sends half of the bytes. Programs for CPUs keep many '
+    'bfloat16 products in float32 and implement attention and experts differently, so temporaries '
+    'and peak are upper bounds. Only the most expensive branch of a conditional counts.',
+    'The estimates use data sheet numbers, which no real step reaches, and assume that collectives '
+    'overlap neither with computation nor with each other. They are not measurements.',
 )
 
 
@@ -23,12 +23,12 @@ def _sizes(mesh):
 
 
 def _headlines(result):
-    """Lines on the mesh, the model and the step."""
+    """Lines about the mesh, the model and the step."""
     rows, length, parts = result['rows'], result['length'], result['parts']
     tokens, devices = rows * length, result['devices']
     micro = f' in {parts} micro-batches' * (parts > 1)
     parameters, active = (format_count(result[n]) for n in ('parameters', 'active_parameters'))
-    routed = f', {active} of them for one token' * (active != parameters)
+    routed = f', {active} active per token' * (active != parameters)
     times = [f'{result[f"{name}_seconds"]:.0f} s' for name in ('compile', 'trace')]
     return [
         f'mesh      {_sizes(result["mesh"])}: {devices} device' + 's' * (devices > 1),
@@ -40,7 +40,7 @@ def _headlines(result):
 
 
 def _tables(result):
-    """Yields the Tables of a result."""
+    """Yield the Tables of a result."""
     names = ('parameters', 'optimizer', 'argument', 'temp', 'peak')
     heads = ['', 'parameters', 'optimizer', 'arguments', 'temporaries', 'peak']
     yield Table('Memory a device', heads, {'GiB': [_gib(result['bytes'][name]) for name in names]})
@@ -49,20 +49,20 @@ def _tables(result):
         name: [format_count(flops[key]), format_count(flops[key] / result['devices'])]
         for name, key in (
             ('counted (3 forward passes)', 'counted'),
-            ('executed (with what is recomputed)', 'executed'),
+            ('executed (with recomputation)', 'executed'),
         )
     }
     of_one = {
         'products in the compiled program': flops['products'],
-        '  of these in conditionals, at most': flops['in_branches'],
+        '  in conditionals, at most': flops['in_branches'],
         "XLA's estimate, each loop once": flops['xla'] or float('nan'),
     }
     lines |= {name: ['', format_count(number)] for name, number in of_one.items()}
-    lines['traced / products: 1 = evenly split'] = ['', 'n/a' if split is None else f'{split:.2f}']
+    lines['traced / products (1: evenly split)'] = ['', 'n/a' if split is None else f'{split:.2f}']
     yield Table('FLOPs of a step', ['', 'all devices', 'a device'], lines)
-    heads = ['axes: kind', 'runs', 'MB a device sends', 'of it sliced after']
+    heads = ['axes: kind', 'runs', 'MB sent by a device', 'sliced afterwards']
     lines = dict(_collective_line(row) for row in result['collectives'])
-    yield Table('Collectives of a step, by the mesh axes that they join', heads, lines)
+    yield Table('Collectives of a step by mesh axes', heads, lines)
     for name, estimate in result['estimates'].items():
         heads = [f'source: {estimate["source"]}', 'ms a step', 'over products']
         yield Table(f'Estimate for {name}, not measured', heads, _estimate(estimate))
@@ -74,7 +74,7 @@ def _gib(count):
 
 def _collective_line(row):
     runs = str(row['count'])
-    runs += ' (trips unknown: once)' if row['unknown_loops'] else ''
+    runs += ' (unknown loops: once)' if row['unknown_loops'] else ''
     runs += ' (at most)' if row['branches'] else ''
     megabytes = [f'{row[name] / 1e6:,.2f}' for name in ('bytes', 'sliced_bytes')]
     return f'{row["axes"]}: {row["kind"]}', [runs, *megabytes]
@@ -99,11 +99,11 @@ def _ms(seconds):
 
 
 def print_result(result: dict):
-    """Prints everything that `dry_run` returns, and what to keep in mind about it."""
+    """Print everything that `dry_run` returns, with notes on how to read it."""
     console = rich.console.Console(highlight=False)
 
     def say(text, **options):
-        # A Text, since the [brackets] of a str are read as markup.
+        # A Text, because Rich reads [brackets] in a str as markup.
         console.print(rich.text.Text(text), **options)
 
     for text in _headlines(result):
@@ -119,9 +119,9 @@ def print_result(result: dict):
 
 
 def markdown(results: list[dict]) -> str:
-    """Several dry runs as a table in Markdown, a line each, fewer devices first.
+    """Return a Markdown table with a row for each dry run, fewest devices first.
 
-    Each result has the `command` that launch.train was given, too.
+    Each result also has the `command` that launch.train was given.
     """
     heads = (
         *('config', '`--mesh`', 'devices', 'tokens a device', 'state, GiB', 'peak, GiB'),

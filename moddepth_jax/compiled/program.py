@@ -1,4 +1,4 @@
-"""The text of a compiled program: its instructions, how often each runs, and its products."""
+"""Parses the text of a compiled program: its instructions, how often each runs, its products."""
 
 import functools
 import math
@@ -16,14 +16,14 @@ _BRANCHES = (
 
 
 class Array(NamedTuple):
-    """An array type, such as bf16[8,16]: the bits of its numbers, and its shape."""
+    """An array type, such as bf16[8,16]: bits per number, and shape."""
 
     bits: int
     shape: tuple[int, ...]
 
 
 class Instruction(NamedTuple):
-    """One line of a computation; `rest` is what follows the opening bracket of its operands."""
+    """One line of a computation; `rest` is the text after the opening bracket of the operands."""
 
     name: str
     type: str
@@ -32,16 +32,16 @@ class Instruction(NamedTuple):
     is_root: bool
 
     def attribute(self, pattern: str) -> str:
-        """The group of `pattern` in operands and attributes; '' if there is no match."""
+        """Return the group of `pattern` in operands and attributes; '' if there is no match."""
         match = re.search(pattern, self.rest)
         return match[1] if match else ''
 
     def operands(self) -> list[str]:
-        """Names of the operands."""
+        """Return the names of the operands."""
         return re.findall(r'%([\w.\-]+)', self.rest.split('), ')[0])
 
     def called(self) -> list[str]:
-        """Names of the computations that it runs; not those of the functions of a reduction."""
+        """Return the names of the computations that it runs, without functions of reductions."""
         if self.op == 'conditional':
             found = ', '.join(self.attribute(pattern) for pattern in _BRANCHES)
         elif self.op in ('fusion', 'call', 'async-start'):
@@ -51,20 +51,20 @@ class Instruction(NamedTuple):
         return [name.strip(' %') for name in found.split(',') if name.strip(' %')]
 
 
-class Run(NamedTuple):
-    """Something found in a program, and how often it runs."""
+class Occurrence(NamedTuple):
+    """A search result in a program, and how often it runs."""
 
-    found: Any  # what the search of `Program.runs` returned
+    found: Any  # result of the search function
     times: int = 1  # a loop of unknown length counts once
-    times_known: bool = True  # the length of every loop around it is known
-    one_branch: bool = False  # in a conditional, of which the most expensive branch counts
+    times_known: bool = True  # whether the length of every surrounding loop is known
+    one_branch: bool = False  # in a conditional, of which only the most expensive branch counts
 
 
 class Program:
-    """The `computations` of a compiled program, each a dict of Instructions by name, in order."""
+    """A compiled program: its `computations`, each a dict of Instructions by name, in order."""
 
     def __init__(self, text: str):
-        """Reads `compiled.as_text()`. Raises ValueError for another text."""
+        """Parse `compiled.as_text()`. Raises ValueError for another text."""
         self.computations, self.entry = {}, None
         self.users = functools.cache(self._users)
         for line in text.splitlines():
@@ -75,20 +75,23 @@ class Program:
                 root, name, *parts = match.groups()
                 inside[name] = Instruction(name, *parts, is_root=bool(root))
         if self.entry is None:
-            raise ValueError('the text is no compiled program: it has no ENTRY computation')
+            raise ValueError('the text is not a compiled program: it has no ENTRY computation')
 
     def _users(self, computation):
-        """Instructions of a computation by the names of their operands; cached as `users`."""
+        """The instructions of a computation by the names of their operands; cached as `users`."""
         found = {}
         for instruction in self.computations[computation].values():
             for operand in dict.fromkeys(instruction.operands()):
                 found.setdefault(operand, []).append(instruction)
         return found
 
-    def runs(self, search, cost) -> list[Run]:
-        """What `search`(Instruction, name of its computation) finds, if not None, in what runs.
+    def runs(self, search, cost) -> list[Occurrence]:
+        """Search the instructions that run, and return the results with their numbers of runs.
 
-        `cost`(found), of one run, decides between branches.
+        Args:
+          search: function of (Instruction, name of its computation); None is no result.
+          cost: function from a result to the cost of one run, which selects the branch of a
+            conditional that counts.
         """
 
         def total_cost(runs):
@@ -100,7 +103,7 @@ class Program:
             for instruction in self.computations[name].values():
                 here = search(instruction, name)
                 if here is not None:
-                    found.append(Run(here))
+                    found.append(Occurrence(here))
                 elif instruction.op == 'while':
                     found += loop(instruction)
                 elif called := [inside(name) for name in instruction.called()]:
@@ -112,7 +115,7 @@ class Program:
         def loop(instruction):
             count = instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"')
             trips, found = int(count or 1), []
-            # The condition runs once more, to end the loop.
+            # The condition runs once more than the body.
             for part, times in (('body', trips), ('condition', trips + bool(count))):
                 for run in inside(instruction.attribute(rf'{part}=%?([\w.\-]+)')):
                     known = run.times_known and bool(count)
@@ -123,7 +126,7 @@ class Program:
 
 
 def arrays(text: str) -> list[Array]:
-    """The arrays of a type, which may be a tuple; layouts are left out."""
+    """Return the arrays of a type, which may be a tuple; layouts are ignored."""
     return [
         Array(int(bits or 8), tuple(int(size) for size in shape.split(',') if size))
         for bits, shape in _ARRAY.findall(text)
@@ -131,10 +134,10 @@ def arrays(text: str) -> list[Array]:
 
 
 def product_flops(program: Program) -> tuple[float, float]:
-    """FLOPs of all matrix products of a program on one device, and of those in conditionals.
+    """Return the FLOPs of all matrix products on one device, and of those in conditionals.
 
-    Loops are multiplied by their length; of a conditional the most expensive branch counts. Some
-    products with a vector become sums in a compiled program and are not counted.
+    Products in loops are multiplied by the loop length. Only the most expensive branch of a
+    conditional counts. Matrix-vector products that the compiler turned into sums are not counted.
     """
 
     def flops(instruction, computation):

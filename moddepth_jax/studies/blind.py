@@ -1,4 +1,4 @@
-"""How often the judges find a difference where there is none: labels permuted within each seed."""
+"""Measures the false positive rate of the judges by permuting labels within each seed."""
 
 from typing import NamedTuple
 
@@ -18,27 +18,28 @@ COMPARING = (
 )
 
 
-class Blind(NamedTuple):
-    """Errors of the judges on evidence without differences."""
+class BlindResult(NamedTuple):
+    """Errors of the judges on evidence without differences. Both shares should not exceed LEVEL."""
 
-    tables: int  # how many were judged
-    claims: int  # comparisons of each
-    wrong_tables: float  # share of tables that give one of these a verdict; LEVEL at most is right
-    wrong_claims: float  # share of the comparisons decided if each stood alone, likewise
+    tables: int  # number of judged tables
+    claims: int  # comparisons in each table
+    wrong_tables: float  # share of tables with at least one verdict on a comparison
+    wrong_claims: float  # share of comparisons that are decided without Holm's correction
 
     def __str__(self) -> str:
         return (
-            f'Of {self.tables} tables of {self.claims} comparisons, with labels permuted within '
-            f'each seed, {self.wrong_tables:.1%} give one of them a verdict. Alone, before Holm, '
-            f'{self.wrong_claims:.1%} of the comparisons are decided. Stated: {LEVEL:.0%} at most.'
+            f'{self.tables} tables of {self.claims} comparisons with labels permuted within each '
+            f'seed: {self.wrong_tables:.1%} of the tables have a verdict. Without the correction '
+            f'by Holm, {self.wrong_claims:.1%} of the comparisons are decided. Both should be at '
+            f'most {LEVEL:.0%}.'
         )
 
 
-def blind_check(evidence: Evidence, tables: int, seed: int = 0) -> Blind:
-    """Judges the whole table on permuted evidence, and counts verdicts on comparisons of losses.
+def blind_check(evidence: Evidence, tables: int, seed: int = 0) -> BlindResult:
+    """Judge the whole table on permuted evidence and count verdicts on comparisons of losses.
 
-    It tests the judges, not whether differences are normal: permuted ones are symmetric. Raises
-    ValueError if no comparison has all its seeds.
+    This tests the judges, but not whether differences are normally distributed: permuted ones are
+    symmetric. Raises ValueError if no comparison has all its seeds.
     """
     tested = [
         number
@@ -54,20 +55,20 @@ def blind_check(evidence: Evidence, tables: int, seed: int = 0) -> Blind:
         found = [table[number] for number in tested]
         wrong_tables += any(judged.verdict != UNDECIDED for judged in found)
         decided += sum(judged.p <= LEVEL for judged in found)
-    return Blind(tables, len(tested), wrong_tables / tables, decided / tables / len(tested))
+    return BlindResult(tables, len(tested), wrong_tables / tables, decided / tables / len(tested))
 
 
 def _is_tested(claim):
-    """Whether a verdict of a claim, of either kind, is an error where all variants are alike."""
+    """Whether any verdict on a claim is an error if all variants are equal."""
     return claim.judge in COMPARING and 'margin' not in claim.args
 
 
 def permuted(evidence: Evidence, generator: np.random.Generator) -> Evidence:
-    """The evidence with losses that differ between variants by chance alone.
+    """Return evidence in which losses differ between variants only by chance.
 
-    What a run's loss has over the mean of its variant and size is noise: it is given to another
-    variant of the same seed, budget and study, and added to the mean of them all. The seed that
-    chose among sizes keeps its losses, as it judges nothing.
+    The noise of a run is its loss minus the mean of its variant and size. Noise is permuted among
+    the variants of the same seed, budget and study, and added to the mean of all. The seed that
+    chose the sizes keeps its losses, because it does not judge.
     """
     studies = {
         name: study | {'runs': _permuted(study, generator)}

@@ -1,4 +1,4 @@
-"""The table of claims: what papers say (claims.toml), our number and spread, a verdict by rule."""
+"""The table of claims: the papers' claims (claims.toml), our numbers, verdicts by fixed rules."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,7 @@ import numpy as np
 
 from moddepth_jax.studies import fit, judges, places
 from moddepth_jax.studies.folders import find_studies
-from moddepth_jax.studies.judges import FAILS, HOLDS, NOTHING, UNDECIDED, Finding
+from moddepth_jax.studies.judges import FAILS, HOLDS, NO_VALUE, UNDECIDED, Finding
 from moddepth_jax.studies.places import Evidence, NotMeasured, Spec
 from moddepth_jax.studies.run_numbers import numbers_within
 from moddepth_jax.studies.statistics import (
@@ -29,7 +29,7 @@ from moddepth_jax.training.tables import markdown_rows
 
 BEGIN = '<!-- claims: written by python -m launch.claims -->'
 END = '<!-- end of claims -->'
-AT_A_PLACE = {  # judges that compare runs, of one place
+AT_A_PLACE = {  # judges that compare the runs of one place
     judge.__name__: judge
     for judge in (
         judges.lower_loss,
@@ -44,7 +44,7 @@ AT_A_PLACE = {  # judges that compare runs, of one place
 }
 COUNTED = {judge.__name__: judge for judge in (judges.counted_cost, judges.counted_saving)}
 JUDGES = AT_A_PLACE | COUNTED
-OF_A_DIFFERENCE = ('lower_loss', 'lowest_loss')  # in bits per byte, whose spread is guessed
+OF_A_DIFFERENCE = ('lower_loss', 'lowest_loss')  # judges for which Spec.spread is a guess
 _SOURCES = (
     'MoD is [Raposo et al. 2024](https://arxiv.org/abs/2404.02258), MoDA is '
     '[Zhu et al. 2026](https://arxiv.org/abs/2603.15619).'
@@ -68,22 +68,22 @@ _RUN_FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A row of claims.toml, which describes the fields, at one of its places."""
+    """A row of claims.toml, which documents the fields, at one of its places."""
 
     id: str
-    topic: str  # the part of the table that it stands in
+    topic: str  # section of the table
     claim: str
     source: str
     paper: str
     rule: str
     needs: str = ''
-    judge: str = ''  # name in JUDGES; '' if no study can settle it
+    judge: str = ''  # key of JUDGES; '' if no study can settle it
     args: dict = dataclasses.field(default_factory=dict)
-    spec: Spec | None = None  # of its place; None if it needs no run, or cannot be run here
-    again: bool = False  # whether the same claim is judged at a place before this
+    spec: Spec | None = None  # the place; None if it needs no run, or cannot be run here
+    again: bool = False  # whether an earlier row judges the same claim at another place
 
     def find(self, evidence: Evidence) -> Finding:
-        """What the evidence says. Raises NotMeasured, with what is needed."""
+        """Return what the evidence says. Raises NotMeasured with the missing command."""
         try:
             if self.judge in COUNTED:
                 return COUNTED[self.judge](evidence, **self.args)
@@ -95,7 +95,7 @@ class Claim:
         raise NotMeasured(f'{reason}; needs {self.spec.run if self.spec else self.needs}')
 
     def _find_at(self, place):
-        """By the causal losses; if one is far from that under top-C, also by those under top-C."""
+        """Judge by the causal losses and, if a routing gap is large, also by those under top-C."""
         judge = AT_A_PLACE[self.judge]
         finding = judge(place, **self.args)
         if not finding.gap:
@@ -105,7 +105,7 @@ class Claim:
         return dataclasses.replace(finding, ours=ours, under_top_c=other.samples)
 
     def _place(self, evidence):
-        """The planned place, or that in a study of one's own, which judges each claim once."""
+        """The planned place, or one in the user's own study, where each claim is judged once."""
         if _planned(evidence) or len(evidence.studies) != 1:
             return places.find_place(evidence, self.spec)
         if self.again:
@@ -113,7 +113,7 @@ class Claim:
         return places.own_place(evidence, self.spec)
 
     def power(self, finding: Finding | None, level: float) -> str:
-        """What difference this row could show, at the most severe level that may meet it."""
+        """Describe the difference that this row can detect at the strictest level."""
         if finding and finding.samples and len(finding.samples[0].values) >= MIN_SEEDS:
             spreads, seeds = [sample.spread for sample in finding.samples], finding.planned
             known = 'measured'
@@ -121,9 +121,9 @@ class Claim:
             spreads, known = [self.spec.spread], 'guessed'
             seeds = finding.planned if finding else self.spec.seeds - (not self.spec.size)
         else:
-            return NOTHING
+            return NO_VALUE
         if not seeds:
-            return NOTHING
+            return NO_VALUE
         counts = finding.counts if finding else 'seeds'
         shown = [f'{detectable(spread, seeds, level):.2g}' for spread in spreads]
         listed = ', '.join(f'{spread:.2g}' for spread in spreads)
@@ -134,7 +134,7 @@ class Claim:
 
 
 def _planned(evidence):
-    """Whether the evidence has one of the studies that claims.toml plans."""
+    """Whether the evidence contains a study that claims.toml plans."""
     return not STUDIES.isdisjoint(part for name in evidence.studies for part in name.split('/'))
 
 
@@ -162,24 +162,24 @@ STUDIES = {claim.spec.study for claim in CLAIMS if claim.spec}
 
 
 class Judged(NamedTuple):
-    """A claim with what was found, and how it fares among all claims."""
+    """A claim, what was found for it, and its p-value among all claims."""
 
     claim: Claim
     finding: Finding | None
-    needs: str  # why there is no finding
-    p: float  # the smallest level at which its finding alone decides it
-    adjusted: float  # by Holm
-    level: float  # that p must not exceed
+    needs: str  # what is missing if there is no finding
+    p: float  # smallest level at which the finding decides the claim, without correction
+    adjusted: float  # p after Holm's correction
+    level: float  # the level that p must not exceed
 
     @property
     def compared(self) -> bool:
-        """Whether it rests on seeds, all that were planned, without a problem."""
+        """Whether all planned seeds were run and no problem forbids a verdict."""
         found = self.finding
         return bool(found and found.samples and not found.problem and found.missing <= 0)
 
     @property
     def verdict(self) -> str:
-        """By the rule of docs/claims.md."""
+        """The verdict by the rule of docs/claims.md."""
         if self.finding and self.finding.verdict:
             return self.finding.verdict if not self.finding.problem else UNDECIDED
         if not self.compared or self.adjusted > LEVEL:
@@ -188,10 +188,10 @@ class Judged(NamedTuple):
 
 
 def judge(evidence: Evidence) -> list[Judged]:
-    """All claims: a verdict that rests on seeds must survive Holm over all that rest on seeds.
+    """Judge all claims, with Holm's correction over all claims that rest on seeds.
 
-    The family is every claim with a place, also if its runs are missing, so that no verdict is
-    lost because another study ends; in a study of one's own, those that it can compare.
+    The family is every claim with a place even if its runs are missing, so that no verdict is lost
+    when another study finishes. In the user's own study it is the claims that can be compared.
     """
     found = []
     for claim in CLAIMS:
@@ -208,14 +208,14 @@ def judge(evidence: Evidence) -> list[Judged]:
 
 
 def _family(evidence, found):
-    """How many claims rest on seeds."""
+    """The number of claims that rest on seeds."""
     if _planned(evidence) or not evidence.studies:
         return sum(claim.spec is not None for claim in CLAIMS)
     return max(1, sum(bool(each.finding and each.finding.samples) for each in found))
 
 
 def fill(evidence: Evidence) -> list[dict[str, str]]:
-    """The row of claims.json of each claim, all text: fields of `Claim`, then what was found."""
+    """Return the rows of claims.json, all text: fields of `Claim`, then what was found."""
     judged = judge(evidence)
     strictest = LEVEL / _family(evidence, judged)
     return [_row(each, strictest) for each in judged]
@@ -225,13 +225,13 @@ def _row(judged, strictest):
     claim, finding = judged.claim, judged.finding
     names = ('id', 'topic', 'claim', 'source', 'paper', 'rule')
     row = {name: getattr(claim, name) for name in names}
-    row |= {name: getattr(finding, name, NOTHING) for name in ('ours', 'spread', 'setting')}
+    row |= {name: getattr(finding, name, NO_VALUE) for name in ('ours', 'spread', 'setting')}
     row |= {'verdict': judged.verdict, 'reason': _reason(judged, strictest)}
     return row | {'power': claim.power(finding, strictest)}
 
 
 def _reason(judged, strictest):
-    """Why the verdict is what it is, and what would decide where there is none."""
+    """The reason for a verdict, or what is needed for one."""
     finding = judged.finding
     if finding is None:
         return judged.needs
@@ -253,7 +253,7 @@ def _reason(judged, strictest):
 
 
 def _would_decide(finding, strictest):
-    """Seeds and FLOPs that would decide a difference as large as the one that was found."""
+    """The seeds and FLOPs that would decide a difference as large as the one found."""
     samples = finding.samples + finding.under_top_c
     needed = [seeds_needed(sample.margin, sample.spread, strictest) for sample in samples]
     if None in needed:
@@ -262,13 +262,13 @@ def _would_decide(finding, strictest):
     if not finding.flops:
         return f'{seeds} {finding.counts} would decide a difference of this size'
     flops = f'{max(1, seeds - finding.planned) * finding.flops:.1g}'.replace('e+', 'e')
-    return f'{seeds} seeds would decide a difference of this size ({flops} FLOPs more)'
+    return f'{seeds} seeds would decide a difference of this size ({flops} more FLOPs)'
 
 
 def read_evidence(directory, counted: dict[str, dict]) -> Evidence:
-    """The studies in a directory and below, and the measures of their runs.
+    """Read the studies in and below a directory, and the measures of their runs.
 
-    Raises ValueError as `find_studies`, or for a file that is not what it should be.
+    Raises ValueError if there is no study, or if a file lacks a field.
     """
     directory, studies, measures = pathlib.Path(directory), {}, {}
     for file in find_studies(directory):
@@ -291,14 +291,14 @@ def _check(file, content, names, place=''):
 
 
 def summary(rows: list[dict]) -> str:
-    """How many claims there are, hold, do not hold, and cannot be decided."""
+    """Count the claims that hold, do not hold, and are undecided."""
     verdicts = [row['verdict'] for row in rows]
     hold, fail, rest = map(verdicts.count, (HOLDS, FAILS, UNDECIDED))
     return f'Of {len(rows)} claims: {hold} hold, {fail} do not, {rest} are undecided.'
 
 
 def markdown(rows: list[dict], evidence: Evidence) -> str:
-    """The text between BEGIN and END: the rows by topic, details of each claim, the studies."""
+    """Return the text between BEGIN and END: rows by topic, details of each claim, studies."""
     family = _family(evidence, judge(evidence))
     lines = [f'{summary(rows)} {family} of them rest on seeds.', '', _SOURCES, '']
     for topic, group in itertools.groupby(rows, key=lambda row: row['topic']):
@@ -312,7 +312,7 @@ def markdown(rows: list[dict], evidence: Evidence) -> str:
     for row in rows:
         title = f'**{row["claim"]}** ({row["source"]}): {row["verdict"]}'
         lines += [f'<a id="{row["id"]}"></a>{title}', '']
-        details = {name: row[field] for name, field in _DETAILS.items() if row[field] != NOTHING}
+        details = {name: row[field] for name, field in _DETAILS.items() if row[field] != NO_VALUE}
         lines += [f'- {name}: {_with_code(text)}' for name, text in details.items()]
         lines.append('')
     lines += ['## What a number of seeds can detect', '', *_seeds(family), '']
@@ -320,7 +320,7 @@ def markdown(rows: list[dict], evidence: Evidence) -> str:
 
 
 def _seeds(family):
-    """Differences that some numbers of seeds detect, in standard deviations."""
+    """Return a table of the differences, in standard deviations, that seeds can detect."""
     seeds = (3, 4, 6, 8, 10, 12, 16)
     levels = {'a single claim': LEVEL, f'the strictest of {family}': LEVEL / family}
     rows = [
@@ -335,7 +335,7 @@ def _seeds(family):
 
 
 def _with_code(text):
-    """The text, with its command set as code."""
+    """Return the text with its command in backticks."""
     return re.sub(r'python -m .*|make study[\w-]*', r'`\g<0>`', text)
 
 
@@ -356,7 +356,7 @@ def _studies(evidence):
 
 
 def _losses(evidence, name):
-    """The variants of a study at its largest budget, by their loss; none if its seeds are few."""
+    """A table of the variants of a study at its largest budget by loss, if it has enough seeds."""
     study = evidence.studies[name]
     if len(study['seeds']) <= MIN_SEEDS:
         return []

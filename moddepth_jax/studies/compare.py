@@ -1,4 +1,4 @@
-"""Finished runs next to each other: losses with the spread of their seeds, costs, differences."""
+"""Compares finished runs: losses with their spread over seeds, costs, and differences."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,7 @@ import numpy as np
 from flax import traverse_util
 from matplotlib import rc_context
 
-from moddepth_jax.studies.plot_style import SETTINGS, new_figure, scientific
+from moddepth_jax.studies.plot_style import SETTINGS, new_figure, scientific, set_y_limits
 from moddepth_jax.studies.statistics import INVALID_GAP, Interval, interval
 from moddepth_jax.training.metrics import METRICS_FILE, read_metrics
 from moddepth_jax.training.progress import format_count
@@ -19,35 +19,35 @@ from moddepth_jax.training.summary import read_summary
 from moddepth_jax.training.tables import Table
 
 SAME_FLOPS = 0.01  # budgets that differ by less are called equal
-# Knobs that change what a run shows or how fast it is, and not what it learns.
+# Knobs that change the output or speed of a run but not what it learns.
 SILENT = ('report', 'logging', 'training.compilation_cache', 'seed')
 SMOOTHED = 30  # points of a training curve, each the mean of the rows before it
-_SUMMARY = {  # what is compared
+_SUMMARY = {  # fields of summary.json that are compared
     'stages': [{'first_step': int, 'flops_per_step': float}],
     'versions': {'device': str},
     'corpus_sha256': str,
     **dict.fromkeys(('parameters', 'final_step'), int),
     **dict.fromkeys(('flops_per_step', 'total_flops', 'seconds'), float),
 }
-COLUMNS = 4  # variants side by side in a terminal
+COLUMNS = 4  # variants in one table of the terminal
 
 
 @dataclasses.dataclass(frozen=True)
 class FinishedRun:
-    """A run with its summary."""
+    """A finished run."""
 
-    path: str  # its directory, as given
-    knobs: dict  # its config, by dotted name
+    path: str  # directory as given by the user
+    knobs: dict  # config by dotted name
     summary: dict  # content of summary.json
-    rows: list[dict]  # of metrics.jsonl
+    rows: list[dict]  # rows of metrics.jsonl
 
     def value(self, name: str) -> float:
-        """A number of the evaluation; NaN if it has none, as that of a diverged run."""
+        """Return a number of the evaluation; NaN if it is missing, as in a diverged run."""
         value = self.summary['eval'].get(name)
         return math.nan if value is None else value
 
     def flops_at(self, steps) -> np.ndarray:
-        """Training FLOPs after `steps` steps, an array; stages have different costs."""
+        """Return the training FLOPs after each number of steps; stages have different costs."""
         stages = self.summary['stages']
         ends = [stage['first_step'] for stage in stages[1:]] + [math.inf]
         total = np.zeros(len(steps))
@@ -57,7 +57,7 @@ class FinishedRun:
         return total
 
     def curve(self, name: str) -> np.ndarray:
-        """[2, points]: steps, and the values of the rows of metrics.jsonl that have `name`."""
+        """Return the steps and values of a metric in metrics.jsonl as an array [2, points]."""
         points = [
             (row['step'], row[name]) for row in self.rows if isinstance(row.get(name), int | float)
         ]
@@ -66,24 +66,24 @@ class FinishedRun:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Runs that differ in nothing but their seed."""
+    """Runs that differ only in their seed."""
 
-    name: str  # the directory of the first
-    runs: tuple[FinishedRun, ...]  # by seed, ascending
+    name: str  # directory of the first run
+    runs: tuple[FinishedRun, ...]  # seeds ascending
 
     @property
     def seeds(self) -> list[int]:
-        """Those of the runs."""
+        """The seeds of the runs."""
         return [run.knobs['seed'] for run in self.runs]
 
     def values(self, name: str = 'bits_per_byte') -> list[float]:
-        """A number of the evaluation of each run."""
+        """Return a number of the evaluation for each run."""
         return [run.value(name) for run in self.runs]
 
     def minus(self, other: 'Variant') -> tuple[Interval, str]:
-        """The difference of the mean losses in bits a byte, and how its interval was found.
+        """Return the difference of mean bits per byte, and whether the interval is paired.
 
-        Runs of equal seeds read the same data in the same order, so they are compared in pairs.
+        Runs with equal seeds read the same data in the same order, so they are compared in pairs.
         """
         mine, others = self.values(), other.values()
         if self.seeds == other.seeds:
@@ -92,13 +92,13 @@ class Variant:
 
 
 def read_run(path: str) -> FinishedRun:
-    """Reads a run. Raises ValueError, one line, for none, or one unfinished or with rows lost."""
+    """Read a run. Raises ValueError if it is missing, unfinished, or has lost rows of metrics."""
     knobs = traverse_util.flatten_dict(read_finished(path), sep='.')
     summary = read_summary(path, _SUMMARY)
     rows, last = read_metrics(path), summary['final_step']
     if last not in (row['step'] for row in rows if 'loss' in row):
-        found = f'{path}/{METRICS_FILE}: holds no loss of step {last}, its last'
-        raise ValueError(f'{found}; rows are lost: put the file back, or leave the run out')
+        found = f'{path}/{METRICS_FILE}: holds no loss of the last step, {last}'
+        raise ValueError(f'{found}; rows are lost: restore the file, or leave the run out')
     return FinishedRun(path, knobs, summary, rows)
 
 
@@ -107,9 +107,9 @@ def _is_silent(name):
 
 
 def group_by_config(runs: list[FinishedRun]) -> list[Variant]:
-    """The runs grouped by what they learn: their config without the seed, in the order given.
+    """Group runs by their config without the seed and silent knobs, in the order given.
 
-    Raises ValueError, one line, if two runs of a group have the same seed.
+    Raises ValueError if two runs of a group have the same seed.
     """
     groups = {}
     for run in runs:
@@ -121,7 +121,7 @@ def group_by_config(runs: list[FinishedRun]) -> list[Variant]:
         for one, other in itertools.pairwise(group):
             if one.knobs['seed'] == other.knobs['seed']:
                 raise ValueError(
-                    f'{one.path} and {other.path}: are the same run, seed included; give one of '
+                    f'{one.path} and {other.path}: have the same config and seed; give one of '
                     'them, or train another with --config.seed'
                 )
         variants.append(Variant(group[0].path, tuple(group)))
@@ -129,7 +129,7 @@ def group_by_config(runs: list[FinishedRun]) -> list[Variant]:
 
 
 def differing_knobs(variants: list[Variant]) -> dict[str, list]:
-    """The knobs in which the variants differ, with their values; '-' where a config has none."""
+    """Return the values of the knobs in which the variants differ; '-' if a config has no value."""
     configs = [variant.runs[0].knobs for variant in variants]
     names = sorted(name for name in set().union(*configs) if not _is_silent(name))
     values = {name: [config.get(name, '-') for config in configs] for name in names}
@@ -137,7 +137,7 @@ def differing_knobs(variants: list[Variant]) -> dict[str, list]:
 
 
 def warnings(variants: list[Variant]) -> list[str]:
-    """Why the losses or times of the variants cannot be compared, one line each."""
+    """Return reasons why losses or times of the variants cannot be compared, one line each."""
     runs = [run for variant in variants for run in variant.runs]
     found = []
 
@@ -153,7 +153,7 @@ def warnings(variants: list[Variant]) -> list[str]:
 
     texts = [run.summary['corpus_sha256'][:8] for run in runs]
     differ('texts', texts, 'their losses say nothing about the models')
-    differ('rows', knobs('data.sequence_length'), 'a longer row gives more context to a token')
+    differ('rows', knobs('data.sequence_length'), 'longer rows give tokens more context')
     differ('batches', knobs('evaluation.final_batches'), 'the held-out text is not the same')
     flops = [run.summary['total_flops'] for run in runs]
     if max(flops) > (1 + SAME_FLOPS) * min(flops) > 0:
@@ -166,7 +166,7 @@ def warnings(variants: list[Variant]) -> list[str]:
             gap = run.value('routing_gap')
             found.append(f'{run.path}: a routing gap of {gap:.3f} nats makes the run invalid')
     if any(len(variant.runs) < 2 for variant in variants):
-        found.append('one seed shows no spread: train more of them with --config.seed')
+        found.append('one seed shows no spread: train more seeds with --config.seed')
     return found
 
 
@@ -176,7 +176,7 @@ def _median_rate(run):
 
 
 def describe(variants: list[Variant]) -> list[dict]:
-    """A row of numbers for each variant; the first is the base of `difference`."""
+    """Return a dict of numbers for each variant; `difference` is to the first variant."""
     rows = []
     for variant in variants:
         losses, summary = variant.values(), variant.runs[0].summary
@@ -216,7 +216,7 @@ def _difference(row):
 
 
 def _cells(row):
-    """What the table shows of a variant, by heading."""
+    """The cells of a variant by heading."""
     spread = '' if len(row['seeds']) < 2 else f' ± {row["std_bits_per_byte"]:.4f}'
     return {
         'seeds': ', '.join(map(str, row['seeds'])),
@@ -233,7 +233,7 @@ def _cells(row):
 
 
 def tables(variants: list[Variant], rows: list[dict]) -> list[Table]:
-    """Tables of COLUMNS variants each: the numbers of `describe`, then the knobs that differ."""
+    """Return tables of up to COLUMNS variants: the numbers of `describe` and differing knobs."""
     cells = [_cells(row) for row in rows]
     lines = {name: [cell[name] for cell in cells] for name in cells[0]}
     lines = {name: texts for name, texts in lines.items() if any(texts)}
@@ -250,7 +250,7 @@ def tables(variants: list[Variant], rows: list[dict]) -> list[Table]:
 
 
 def draw_curves(variants: list[Variant], path: pathlib.Path):
-    """Training and held-out losses over training FLOPs; one colour a variant, one line a seed."""
+    """Plot training and held-out loss over training FLOPs, with a colour per variant."""
     with rc_context(SETTINGS):
         figure = new_figure(8.6, 3.6)
         panels = figure.subplots(1, 2)
@@ -277,10 +277,9 @@ def draw_curves(variants: list[Variant], path: pathlib.Path):
 
 
 def _zoom(axes):
-    """Limit the y axis to the last nine tenths of every curve: the first losses are far above."""
+    """Fit the y axis to the last 90% of every curve, because the first losses are far above."""
     late = [line.get_ydata()[len(line.get_ydata()) // 10 :] for line in axes.lines]
     values = np.concatenate([np.asarray(part, float) for part in late]) if late else np.zeros(0)
     values = values[np.isfinite(values)]
     if len(values):
-        room = 0.05 * (values.max() - values.min()) or 0.1
-        axes.set_ylim(values.min() - room, values.max() + room)
+        set_y_limits(axes, values)

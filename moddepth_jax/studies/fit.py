@@ -1,4 +1,4 @@
-"""Which size is best at a budget: a parabola of the loss in the logarithm of the parameters."""
+"""Finds the best model size at a budget by fitting a parabola to loss over log(parameters)."""
 
 import collections
 import math
@@ -8,19 +8,20 @@ import numpy as np
 
 
 class Size(NamedTuple):
-    """All runs of one variant at one budget and one size, which differ in their seeds."""
+    """All seeds of one variant at one budget and one size."""
 
-    size: str  # layers x width, as '6x64'
+    size: str  # LAYERSxWIDTH, such as '6x64'
     parameters: int
     flops_per_forward: float  # of one step
-    losses: tuple[float, ...]  # held-out nats a token of each run, by the causal rule
-    loss: float  # their mean
+    losses: tuple[float, ...]  # held-out loss of each run in nats per token, by the causal rule
+    loss: float  # mean of `losses`
 
 
 class Fit(NamedTuple):
-    """loss = a + b ln(parameters) + c ln(parameters)^2, in nats a token (Raposo et al., figure 3).
+    """The fit loss = a + b ln(parameters) + c ln(parameters)^2, in nats per token.
 
-    The optimum is the parabola's minimum if that lies `inside` the sizes run, else the best size.
+    The optimum is the minimum of the parabola if it lies `inside` the range of sizes, else the best
+    size (Raposo et al. 2024, figure 3).
     """
 
     a: float
@@ -32,29 +33,29 @@ class Fit(NamedTuple):
 
 
 def select(study: dict, variant: str, budget: float) -> list[dict]:
-    """The finished rows of a variant at a budget whose loss is finite."""
+    """Return the rows of a variant at a budget that have a finite loss."""
     rows = [r for r in study['runs'] if (r['variant'], r['budget']) == (variant, budget)]
     return [row for row in rows if row['loss'] is not None and math.isfinite(row['loss'])]
 
 
 def found(study: dict, budget: float) -> list[tuple[str, list[dict]]]:
-    """(variant, its rows) of each variant that has rows with a finite loss."""
+    """Return (variant, rows) for each variant that has rows with a finite loss at the budget."""
     rows = ((name, select(study, name, budget)) for name in study['variants'])
     return [(name, mine) for name, mine in rows if mine]
 
 
 def budgets(study: dict) -> list[float]:
-    """The budgets at which some run has a finite loss."""
+    """Return the budgets at which some run has a finite loss."""
     return [budget for budget in study['budgets'] if found(study, budget)]
 
 
 def reference(study: dict) -> str:
-    """The variant with which all others are compared: dense, or else the first."""
+    """Return the baseline of all comparisons: dense, or else the first variant."""
     return 'dense' if 'dense' in study['variants'] else list(study['variants'])[0]
 
 
 def bits_per_nat(study: dict) -> float:
-    """bits/byte of a loss of one nat a token: the same for all runs, since they read one text."""
+    """Return bits per byte over nats per token: equal for all runs, since they read one text."""
     pairs = [(row['bits_per_byte'], row['loss']) for row in study['runs']]
     pairs = [pair for pair in pairs if None not in pair and all(map(math.isfinite, pair))]
     bits, losses = map(math.fsum, zip(*(pairs or [(1.0, math.log(2))]), strict=True))
@@ -62,7 +63,7 @@ def bits_per_nat(study: dict) -> float:
 
 
 def sizes(rows: list[dict]) -> list[Size]:
-    """The sizes of one variant at one budget, fewest parameters first, seeds ascending."""
+    """Group rows of one variant and budget by size: fewest parameters first, seeds ascending."""
     by_size = {}
     for row in sorted(rows, key=lambda row: (row['parameters'], row['size'], row['seed'])):
         by_size.setdefault(row['size'], []).append(row)
@@ -75,9 +76,9 @@ def sizes(rows: list[dict]) -> list[Size]:
 
 
 def choosing(rows: list[dict]) -> list[dict]:
-    """The rows of the seed that ran at the most sizes, which chooses among them: the first.
+    """Return the rows of the seed that chooses the size: the first seed that ran at the most sizes.
 
-    Other seeds run where that one was best, so that a mean over seeds would favour such a size.
+    Other seeds only run where this seed was best, so a mean over seeds would be biased.
     """
     at_sizes = collections.Counter(row['seed'] for row in rows)
     seed = min(at_sizes, key=lambda seed: (-at_sizes[seed], seed), default=None)
@@ -85,18 +86,18 @@ def choosing(rows: list[dict]) -> list[dict]:
 
 
 def best(rows: list[dict]) -> Size:
-    """The size of the lowest loss of the choosing seed, with all its seeds."""
+    """Return the size at which the choosing seed has the lowest loss, with all its seeds."""
     size = min(sizes(choosing(rows)), key=lambda size: size.loss).size
     return next(found for found in sizes(rows) if found.size == size)
 
 
 def choosing_seeds(study: dict) -> list[int]:
-    """The first seed, if it chose among sizes and so must not judge them too; else none."""
+    """Return [first seed] if it chose among sizes and must not judge them as well, else []."""
     return study['seeds'][: len(study['sizes']) > 1]
 
 
 def judging(study: dict, rows: list[dict]) -> dict[int, float]:
-    """{seed: bits/byte} of a variant's rows at their best size, without the seed that chose it."""
+    """Return {seed: bits/byte} at the best size of a variant, without the seed that chose it."""
     chose = choosing_seeds(study)
     size = best(rows).size
     mine = [row for row in rows if row['size'] == size and row['seed'] not in chose]
@@ -104,9 +105,9 @@ def judging(study: dict, rows: list[dict]) -> dict[int, float]:
 
 
 def paired_differences(study: dict, budget: float) -> dict[str, list[float]]:
-    """Bits/byte of each variant less those of the reference, of the seeds that both have.
+    """Return the differences in bits/byte to the reference by variant, one for each common seed.
 
-    Each at its best size of the budget, or where it was run.
+    Each variant is taken at its best size at the budget.
     """
     by_variant = {name: judging(study, rows) for name, rows in found(study, budget)}
     others = by_variant.get(reference(study), {})
@@ -117,16 +118,17 @@ def paired_differences(study: dict, budget: float) -> dict[str, list[float]]:
 
 
 def fit(rows: list[dict]) -> Fit | None:
-    """Least squares through the losses of the choosing seed; None for fewer than three sizes.
+    """Fit the losses of the choosing seed by least squares; None for fewer than three sizes.
 
-    The parabola is moved to the level of the mean over seeds, which the best size has.
+    The parabola is then shifted by the difference between the mean over seeds and the choosing seed
+    at the best size.
     """
     found = sizes(choosing(rows))
     if len({size.parameters for size in found}) < 3:
         return None
     above = best(rows).loss - best(choosing(rows)).loss
     logs = np.log([size.parameters for size in found])
-    # `fit` maps the logarithms to -1 .. 1, since they are nearly proportional to their squares.
+    # Polynomial.fit maps the logarithms to [-1, 1], which keeps the problem well conditioned.
     parabola = np.polynomial.Polynomial.fit(logs, [size.loss for size in found], 2)
     a, b, c = map(float, (parabola + above).convert().coef)
     vertex = -b / (2 * c) if c > 0 else math.inf
@@ -137,9 +139,9 @@ def fit(rows: list[dict]) -> Fit | None:
 
 
 def optimum(rows: list[dict]) -> Size | None:
-    """The best size, with parameters, loss and FLOPs of the parabola's vertex if it lies inside.
+    """Return the best size, or the minimum of the parabola if it lies inside; None without rows.
 
-    FLOPs between two sizes are interpolated, their logarithm in that of the parameters.
+    FLOPs between two sizes are interpolated linearly on logarithmic axes.
     """
     if not rows:
         return None

@@ -1,7 +1,7 @@
-"""The judges of claims: each takes a place, or what is counted, and the arguments of claims.toml.
+"""The judges of claims: functions that collect the numbers of a claim and its bounds.
 
-A judge finds numbers and the bounds that they are held against; claims.py decides, over all claims
-together. It raises NotMeasured if the place does not have the runs to compare.
+Each takes a place (or counted FLOPs) and arguments from claims.toml, and returns a Finding. It
+raises NotMeasured if the place lacks runs. claims.py decides all claims together.
 """
 
 import dataclasses
@@ -20,31 +20,31 @@ from moddepth_jax.studies.statistics import (
 )
 
 HOLDS, FAILS, UNDECIDED = 'holds', 'does not hold', 'undecided'
-NOTHING = '-'  # where a row has no number, spread or setting
+NO_VALUE = '-'  # where a row has no number, spread or setting
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What was found on a claim."""
+    """The numbers that were found for a claim."""
 
     ours: str  # our number
-    spread: str = NOTHING  # the number of each seed
-    setting: str = NOTHING  # where it was run
-    samples: tuple[Sample, ...] = ()  # the claim: all lie within their bounds
-    problem: str = ''  # why no verdict may rest on them
-    verdict: str = ''  # of a number that is counted, which needs no samples
-    reason: str = ''  # for that
-    missing: int = 0  # seeds of the plan that were not run
-    planned: int = 0  # seeds of the plan
-    counts: str = 'seeds'  # what the samples are numbers of
-    flops: float = 0.0  # of one more seed of all that is compared
+    spread: str = NO_VALUE  # the number of each seed
+    setting: str = NO_VALUE  # study, budget and data
+    samples: tuple[Sample, ...] = ()  # the claim holds if all lie within their bounds
+    problem: str = ''  # why no verdict may rest on the samples
+    verdict: str = ''  # verdict on a counted number, which needs no samples
+    reason: str = ''  # reason for `verdict`
+    missing: int = 0  # planned seeds that were not run
+    planned: int = 0  # planned seeds
+    counts: str = 'seeds'  # what the samples have one number for
+    flops: float = 0.0  # cost of one more seed of all groups
     gap: str = ''  # why the claim is also judged by the losses under top-C
     under_top_c: tuple[Sample, ...] = ()  # the samples of these
 
     def decide(self) -> Decision:
-        """By the samples, and with a large routing gap also by those under top-C: both must agree.
+        """Decide by the samples and, with a large routing gap, also by those under top-C.
 
-        p is the larger of the two, or 1 if they disagree.
+        Both must agree: p is the larger of the two, or 1 if they disagree.
         """
         decision = all_within(self.samples)
         if not self.under_top_c:
@@ -54,14 +54,14 @@ class Finding:
 
     @property
     def agree(self) -> bool:
-        """Whether the losses under top-C, where they count, are in favour of the same verdict."""
+        """Whether the losses under top-C, if they count, favour the same verdict."""
         if not self.under_top_c:
             return True
         return all_within(self.samples).holds == all_within(self.under_top_c).holds
 
 
 def found_at(place: Place, groups: list[Group], ours, samples, problem='', **fields) -> Finding:
-    """A finding of some groups, with the first problem of a group, if there is one."""
+    """Return the Finding of some groups, with the first problem among them."""
     seeds = place.seeds(groups)
     problems = [group.problem for group in groups if group.problem]
     if place.planned < MIN_SEEDS:
@@ -80,7 +80,7 @@ def found_at(place: Place, groups: list[Group], ours, samples, problem='', **fie
 
 
 def _compared(place, *variants, one_size=False):
-    """(groups, seeds that judge, the routing gap for which they are also judged under top-C)."""
+    """(groups, seeds that judge, the large routing gap if there is one)."""
     groups = place.groups(*variants, one_size=one_size)
     seeds = place.seeds(groups)
     if not seeds:
@@ -89,12 +89,12 @@ def _compared(place, *variants, one_size=False):
 
 
 def _difference(first, second, seeds):
-    """Bits a byte of the first less those of the second, of each seed."""
+    """Bits per byte of the first group minus those of the second, by seed."""
     return first.values(seeds) - second.values(seeds)
 
 
 def _ours(first, second, seeds):
-    """Both means, and their difference as a share of the second."""
+    """Both means, and their difference relative to the second."""
     means = [group.values(seeds).mean() for group in (first, second)]
     share = Sample(_difference(first, second, seeds) / means[1]).interval
     pairs = zip((first, second), means, strict=True)
@@ -110,10 +110,16 @@ def lower_loss(
     least_cost: float = 0.0,
     most_cost: float = math.inf,
 ) -> Finding:
-    """The variant `first` has a lower loss than `second`, or one within a margin of it.
+    """Judge: variant `first` has a lower loss than `second`, or exceeds it by at most a margin.
 
-    `margin` is a share of the loss of `second`. No verdict if the FLOPs per forward pass of `first`
-    over those of `second` do not lie between two bounds.
+    Args:
+      place: where the runs are.
+      first: a variant.
+      second: the variant it is compared with.
+      margin: share of the loss of `second`.
+      least_cost: lower bound on the ratio of FLOPs per forward pass, first over second; there is no
+        verdict outside the bounds.
+      most_cost: upper bound on that ratio.
     """
     (one, other), seeds, gap = _compared(place, first, second, one_size=bool(place.spec.size))
     differences = _difference(one, other, seeds)
@@ -128,7 +134,7 @@ def lower_loss(
 
 
 def lowest_loss(place: Place, first: str, others: list[str]) -> Finding:
-    """The variant `first` has a lower loss than each of the others, all at one size."""
+    """Judge: variant `first` has a lower loss than each of the others, all at one size."""
     groups, seeds, gap = _compared(place, first, *others, one_size=True)
     best, *rest = groups
     samples = [Sample(_difference(best, group, seeds), high=0.0) for group in rest]
@@ -139,13 +145,13 @@ def lowest_loss(place: Place, first: str, others: list[str]) -> Finding:
 
 
 def _slopes(values, positions):
-    """The slope over some positions of each column of values, by least squares."""
+    """The least-squares slope of each column of `values` over `positions`."""
     positions = np.asarray(positions) - np.mean(positions)
     return positions @ np.asarray(values) / (positions @ positions)
 
 
 def rising_with_capacity(place: Place, variants: list[str]) -> Finding:
-    """The loss rises with the capacity of some variants at one size: the slope on its logarithm."""
+    """Judge: at one size, the loss has a positive slope over log2(capacity) of the variants."""
     groups, seeds, gap = _compared(place, *variants, one_size=True)
     changes = [place.study['variants'][name]['changes'] for name in variants]
     capacities = [knobs['model.routing.capacity'] for knobs in changes]
@@ -157,7 +163,7 @@ def rising_with_capacity(place: Place, variants: list[str]) -> Finding:
 
 
 def falling_difference(place: Place, first: str, second: str, budgets: list[float]) -> Finding:
-    """The difference of two variants, as a share of the second, falls as the budget grows."""
+    """Judge: the relative difference of two variants falls as the budget grows."""
     places = [_at_budget(place, budget) for budget in budgets]
     pairs = [each.groups(first, second) for each in places]
     groups = [group for pair in pairs for group in pair]
@@ -183,20 +189,20 @@ def _budgets(budgets):
 
 
 def depth_not_width(place: Place, near: float, budgets: list[float]) -> Finding:
-    """MoD's optimum has more parameters, and FLOPs per forward within a share `near` of dense's.
+    """Judge: MoD's optimum has more parameters than dense, and FLOPs per forward within `near`.
 
-    Of the parabolas by the first seed at each budget at which both optima lie inside. The budgets
-    are the samples.
+    The optima are those of the parabolas of the first seed. Budgets at which both optima lie inside
+    the sizes are the samples.
     """
     ratios = {budget: _ratios(_at_budget(place, budget).study, budget) for budget in budgets}
     inside = {budget: each for budget, each in ratios.items() if each}
     if not inside:
-        return Finding('-', problem='no budget has both optima inside the sizes that were run')
+        return Finding('-', problem='no budget has both optima inside the sizes that ran')
     parameters, flops = (Sample(logs) for logs in np.log(list(inside.values())).T)
     means = [math.exp(sample.interval.mean) for sample in (parameters, flops)]
     few = f'{len(inside)} budgets have both optima inside, {MIN_SEEDS} are needed'
     return Finding(
-        '{:.2f} x the parameters, {:.2f} x the FLOPs per forward'.format(*means),
+        '{:.2f} x the parameters, {:.2f} x the FLOPs per forward pass'.format(*means),
         '; '.join('{:.0e}: {:.2f} x, {:.2f} x'.format(b, *r) for b, r in inside.items()),
         f'{place.spec.study}: {_budgets(budgets)}, first seed',
         (
@@ -210,9 +216,9 @@ def depth_not_width(place: Place, near: float, budgets: list[float]) -> Finding:
 
 
 def _ratios(study, budget):
-    """Parameters and FLOPs at MoD's optimum over dense's.
+    """Parameters and FLOPs at MoD's optimum relative to dense.
 
-    None if one does not lie inside, or by a parabola through a run of fewer than MIN_STEPS.
+    None if an optimum does not lie inside, or if a run of its parabola has less than MIN_STEPS.
     """
     optima = []
     for variant in ('mod', 'dense'):
@@ -226,9 +232,10 @@ def _ratios(study, budget):
 
 
 def perplexity(place: Place, first: str, second: str, margin: float, saved: float) -> Finding:
-    """The variant `first` saves a share of FLOPs within a margin of the perplexity of `second`.
+    """Judge: `first` saves a share `saved` of FLOPs within a margin of the perplexity of `second`.
 
-    The claim is of perplexity per token, ours is per byte and differs by less: it cannot hold.
+    The claim is about perplexity per token. Ours is per byte, which differs by less, so the claim
+    can fail here but not hold.
     """
     groups, seeds, gap = _compared(place, first, second, one_size=True)
     one, other = (2 ** group.values(seeds) for group in groups)
@@ -244,7 +251,7 @@ def perplexity(place: Place, first: str, second: str, margin: float, saved: floa
 
 
 def larger_gain(place: Place, first: list[str], second: list[str]) -> Finding:
-    """The difference of a pair of variants lies below that of another pair, all at one size."""
+    """Judge: the difference of one pair of variants is below that of another, all at one size."""
     groups, seeds, gap = _compared(place, *first, *second, one_size=True)
     post, pre = _difference(*groups[:2], seeds), _difference(*groups[2:], seeds)
     sample = Sample(post - pre, high=0.0)
@@ -255,7 +262,7 @@ def larger_gain(place: Place, first: list[str], second: list[str]) -> Finding:
 def counted_cost(
     evidence: Evidence, shape: str, stated: float, margin: float, published: bool = True
 ) -> Finding:
-    """MoDA costs the FLOPs over dense that the paper states, to a margin; counted, needs no run."""
+    """Judge by counting: MoDA costs the FLOPs over dense that the paper states, within a margin."""
     if shape not in evidence.counted:
         raise NotMeasured
     counted = evidence.counted[shape]
@@ -266,17 +273,17 @@ def counted_cost(
         found |= {'verdict': UNDECIDED}
         found |= {'reason': 'the paper does not give this shape; ours is a guess'}
     others = ', '.join(f'{way}: {share:+.2%}' for way, share in ways.items())
-    setting = f'configs/{shape}.py, rows of {counted["length"]} tokens, counted, no run'
+    setting = f'configs/{shape}.py, rows of {counted["length"]} tokens, counted without a run'
     return Finding(f'{ways["all pairs and slots"]:+.1%}', others, setting, **found)
 
 
 def counted_saving(evidence: Evidence, capacity: float, stated: float, margin: float) -> Finding:
-    """MoD in every block saves the share of FLOPs that is stated, to a margin; counted."""
+    """Judge by counting: MoD in every block saves the stated share of FLOPs, within a margin."""
     counted = evidence.counted.get('mod_7b')
     if counted is None:
         raise NotMeasured
     saved = 1 - counted[f'{capacity:g}'] / counted['dense']
-    setting = f'7B, rows of {counted["length"]} tokens, counted, no run'
+    setting = f'7B, rows of {counted["length"]} tokens, counted without a run'
     return Finding(f'{saved:.0%}', setting=setting, **_counted(saved, stated, margin))
 
 

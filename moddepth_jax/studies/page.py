@@ -1,4 +1,4 @@
-"""study.html: a study as one page that explains itself, from study.json and its figures alone."""
+"""Writes study.html, a self-contained page about a study, from study.json and the figures."""
 
 import base64
 import html
@@ -17,7 +17,7 @@ _OFF_BUDGET = 0.01
 
 
 def write_page(study: dict, directory):
-    """Writes study.html, which holds the figures of `plots.draw` as SVG and needs no network."""
+    """Write study.html with the figures of `plots.draw` as embedded SVG; it needs no network."""
     directory = pathlib.Path(directory)
     rest = {name: value for name, value in study.items() if name not in ('runs', 'fits')}
     template = pathlib.Path(__file__).with_suffix('.html').read_text(encoding='utf-8')
@@ -40,13 +40,13 @@ def write_page(study: dict, directory):
 
 
 def warnings(study: dict) -> list[str]:
-    """What a reader must know before the numbers, the gravest first; [] for a sound study."""
+    """Return warnings for the reader, the most serious first; [] for a sound study."""
     return [*_runs(study), *_budgets(study), *_rates(study)]
 
 
 def _runs(study):
     runs, missing = study['runs'], len(study['missing'])
-    if missing or not study.get('complete', True):  # studies of earlier versions lack it
+    if missing or not study.get('complete', True):  # older studies have no such field
         yield (
             f'The study is not finished: {missing} {"run is" if missing == 1 else "runs are"} '
             'missing, and the best sizes may change.'
@@ -58,14 +58,15 @@ def _runs(study):
     short = [row for row in runs if row['steps'] < MIN_STEPS]
     if short:
         found = f'{len(short)} of {len(runs)} runs have fewer than {MIN_STEPS} steps'
-        yield f'{found}: no verdict is drawn from them.'
+        yield f'{found}: they get no verdict.'
     invalid = [row['run'] for row in runs if (row['routing_gap'] or 0) >= INVALID_GAP]
     if invalid:
-        yield f'A routing gap of {INVALID_GAP:g} nats makes runs invalid: {", ".join(invalid)}.'
+        found = f'A routing gap of {INVALID_GAP:g} nats or more makes runs invalid'
+        yield f'{found}: {", ".join(invalid)}.'
     if study['kind'] == 'flops':
         off = [r['run'] for r in runs if abs(r['total_flops'] / r['budget'] - 1) > _OFF_BUDGET]
         if off:
-            yield f'More than {_OFF_BUDGET:.0%} off their budget of FLOPs: {", ".join(off)}.'
+            yield f'More than {_OFF_BUDGET:.0%} off their FLOP budget: {", ".join(off)}.'
 
 
 def _budgets(study):
@@ -76,7 +77,7 @@ def _budgets(study):
         for name, rows in fit.found(study, budget):
             parabola, best = fit.fit(rows), fit.best(rows)
             if parabola is not None and not parabola.inside:
-                found = f'"{labels[name]}" has no optimum within the sizes that were run'
+                found = f'"{labels[name]}" has no optimum within the sizes that ran'
                 yield f'{where} {found}: {best.size} is best. Run more sizes.'
             if budget == budgets[-1] and len(best.losses) < MIN_SEEDS:
                 lacking = f'{len(best.losses)} of the {MIN_SEEDS} seeds that a comparison needs'
@@ -84,7 +85,7 @@ def _budgets(study):
         dense, shallow = (fit.optimum(fit.select(study, v, budget)) for v in (base, 'shallow'))
         if dense and shallow and shallow.loss < dense.loss:
             better = f'the shallower dense control is better than "{labels[base]}"'
-            yield f'{where} {better}: a routed model may gain from fewer layers alone.'
+            yield f'{where} {better}: the gain of a routed model may come from fewer layers.'
 
 
 def _rates(study):
@@ -105,7 +106,7 @@ def _count(number, noun):
 
 
 def _table(rows, kind=''):
-    """HTML of a table: dicts by heading, each cell a text or (text, number to sort by, class)."""
+    """HTML table of `rows`, dicts by heading. A cell is a text or (text, sort key, CSS class)."""
     if not rows:
         return '<p>None yet.</p>'
     body = ''.join(f'<tr>{"".join(map(_cell, row.values()))}</tr>\n' for row in rows)
@@ -122,7 +123,7 @@ def _cell(cell):
 
 
 def _number(value, form, bad=False):
-    """A cell; empty for None and for what is not finite."""
+    """A cell for a number; empty if it is None or not finite."""
     if value is None or not math.isfinite(value):
         return ''
     return format(value, form), value, 'bad' if bad else ''
@@ -165,7 +166,7 @@ def _best_rows(study, budget):
 
 
 def _paired(differences):
-    """The mean with its 95% interval; empty for the reference itself and without common seeds."""
+    """The mean with its 95% interval; empty for the reference and without common seeds."""
     if not any(differences):
         return ''
     mean = interval([differences])

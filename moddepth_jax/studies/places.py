@@ -1,4 +1,4 @@
-"""Where a claim is judged: one budget and size of one study, fixed beforehand, and its groups."""
+"""The place at which a claim is judged: one budget and size of one study, planned beforehand."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,8 @@ import numpy as np
 from moddepth_jax.studies import fit
 from moddepth_jax.studies.statistics import INVALID_GAP, MIN_STEPS
 
-MIN_SIZES = 3  # of dense models, for the best of them to be called optimal
-BEST_DENSE = 'best dense'  # stands for a variant: the best of `dense` and `shallow`
+MIN_SIZES = 3  # dense sizes that must have run for the best one to count as optimal
+BEST_DENSE = 'best dense'  # pseudo-variant: the best size of `dense` and `shallow`
 
 
 class NotMeasured(Exception):
@@ -16,36 +16,36 @@ class NotMeasured(Exception):
 
 
 class Evidence(NamedTuple):
-    """What claims are judged by."""
+    """The data by which claims are judged."""
 
-    studies: dict[str, dict]  # content of study.json, by name of the study
-    measures: dict[str, dict]  # content of measures.json, likewise
-    counted: dict[str, dict]  # FLOPs by shape; see `launch.counted`
+    studies: dict[str, dict]  # content of study.json by study name
+    measures: dict[str, dict]  # content of measures.json by study name
+    counted: dict[str, dict]  # FLOPs by model shape, see `launch.counted`
 
 
 class Spec(NamedTuple):
-    """A place as claims.toml plans it."""
+    """A place as planned in claims.toml."""
 
-    study: str  # the name of a directory
+    study: str  # name of its directory
     seeds: int
-    spread: float  # guess of the standard deviation of paired differences, bits per byte
-    flops: float = 0.0  # of the budget
-    steps: int = 0  # instead, in a study at equal steps
-    size: str = ''  # LxD; '' for each variant's own best
+    spread: float  # guessed standard deviation of paired differences, bits per byte
+    flops: float = 0.0  # the budget of a study at equal FLOPs
+    steps: int = 0  # the budget of a study at equal steps
+    size: str = ''  # LAYERSxWIDTH; '': the best size of each variant
 
     @property
     def budget(self) -> float:
-        """In the unit of the study."""
+        """The budget in the unit of the study."""
         return self.flops or self.steps
 
     @property
     def text(self) -> str:
-        """Study, size and budget, to tell the places of a claim apart."""
+        """Study, size and budget, which distinguish the places of a claim."""
         return ', '.join(filter(None, (self.study.removeprefix('study-'), self.size, self._each)))
 
     @property
     def run(self) -> str:
-        """The command that trains it, and how much that is."""
+        """The command that trains the runs, and their number and budget."""
         return f'make {self.study} ({self.seeds} seeds, {self._each} per run)'
 
     @property
@@ -54,7 +54,7 @@ class Spec(NamedTuple):
 
 
 def budget_text(flops: float) -> str:
-    """Such as 2e12 FLOPs."""
+    """Format FLOPs, such as '2e12 FLOPs'."""
     return f'{flops:.3g} FLOPs'.replace('e+', 'e')
 
 
@@ -62,31 +62,31 @@ class Group(NamedTuple):
     """The runs of one variant at a place, by seed."""
 
     variant: str
-    size: str  # LxD
-    rows: dict[int, dict]  # of study.json, without those that diverged
-    problem: str = ''  # why no verdict may rest on them
+    size: str  # LAYERSxWIDTH
+    rows: dict[int, dict]  # rows of study.json without diverged runs
+    problem: str = ''  # why no verdict may rest on these runs
 
     def values(self, seeds, field: str = 'bits_per_byte') -> np.ndarray:
-        """One number of each of some seeds."""
+        """Return one number for each seed."""
         return np.array([self.rows[seed][field] for seed in seeds], float)
 
     def cost(self) -> float:
-        """FLOPs of a forward pass, and so a third of those of a step."""
+        """Return the FLOPs of a forward pass, a third of those of a training step."""
         return next(iter(self.rows.values()))['flops_per_forward']
 
     def text(self, seeds) -> str:
-        """The bits per byte of some seeds."""
+        """Format the bits per byte of each seed."""
         listed = ', '.join(f'{value:.4f}' for value in self.values(seeds))
         return f'{self.variant} {self.size}: {listed}'
 
 
 class Place(NamedTuple):
-    """One budget and size of one study; only runs of the same place are compared."""
+    """One budget and size of one study. Only runs of the same place are compared."""
 
     evidence: Evidence
-    name: str  # of the study
+    name: str  # name of the study
     spec: Spec
-    top_c: bool = False  # whether losses are those of routing by top-C instead of a causal rule
+    top_c: bool = False  # use the losses under top-C routing instead of a causal rule
 
     @property
     def study(self) -> dict:
@@ -95,17 +95,17 @@ class Place(NamedTuple):
 
     @property
     def planned(self) -> int:
-        """How many seeds judge, by the plan."""
+        """The number of seeds that judge according to the plan."""
         return self.spec.seeds - len(fit.choosing_seeds(self.study))
 
     def seeds(self, groups) -> list[int]:
-        """The seeds that judge: planned ones that all the groups have."""
+        """Return the seeds that judge: planned seeds that all groups have."""
         chose = fit.choosing_seeds(self.study)
         judging = [seed for seed in self._planned_seeds if seed not in chose]
         return [seed for seed in judging if all(seed in group.rows for group in groups)]
 
     def group(self, variant: str) -> Group:
-        """The runs of a variant, or of BEST_DENSE. Raises NotMeasured if there are none."""
+        """Return the runs of a variant, or of BEST_DENSE. Raises NotMeasured if there are none."""
         if variant == BEST_DENSE:
             return self._best_dense()
         rows, at_edge = self._rows(variant), False
@@ -119,7 +119,7 @@ class Place(NamedTuple):
         return self._group(variant, mine, at_edge)
 
     def groups(self, *variants: str, one_size: bool = False) -> list[Group]:
-        """One group of each variant; if `one_size`, NotMeasured is raised if the sizes differ."""
+        """Return one group per variant. With `one_size`, raises NotMeasured if sizes differ."""
         groups = [self.group(variant) for variant in variants]
         if one_size and len({group.size for group in groups if group.variant != 'shallow'}) > 1:
             raise NotMeasured
@@ -130,18 +130,18 @@ class Place(NamedTuple):
         return self.study['seeds'][: self.spec.seeds]
 
     def _rows(self, *variants):
-        """The runs of some variants at this budget, of the seeds that were planned."""
+        """The runs of some variants at this budget with planned seeds."""
         rows = [row for row in self.study['runs'] if row['budget'] == self.spec.budget]
         seeds = self._planned_seeds
         return [row for row in rows if row['variant'] in variants and row['seed'] in seeds]
 
     def _tried(self, rows):
-        """Those by which the size was chosen."""
+        """The runs by which the size was chosen."""
         first = self.study['seeds'][0]
         return [row for row in rows if row['seed'] == first and row['loss'] is not None]
 
     def _at_edge(self, rows, best):
-        """Whether a better size may lie beyond those tried; none is shallower than one layer."""
+        """Whether a better size may lie beyond those tried. Nothing is shallower than 1 layer."""
         tried = [row['parameters'] for row in self._tried(rows)] or [best['parameters']]
         smallest = best['parameters'] <= min(tried) and not best['size'].startswith('1x')
         return smallest or best['parameters'] >= max(tried)
@@ -157,13 +157,13 @@ class Place(NamedTuple):
         return group._replace(problem=self._problem(group, at_edge), rows=finite)
 
     def _under_top_c(self, row):
-        """The row with the loss of routing by top-C; of a model without routing, as it is."""
+        """The row with the losses under top-C routing; unchanged if the model has no routing."""
         gap = row['routing_gap'] or 0.0
         bits = row['bits_per_byte'] - gap * fit.bits_per_nat(self.study)
         return row | {'loss': row['loss'] - gap, 'bits_per_byte': bits}
 
     def _best_dense(self):
-        """The best of all dense models, including `shallow`, by the first seed."""
+        """The best dense model, including `shallow`, by the loss of the first seed."""
         rows = self._rows('dense', 'shallow')
         tried = self._tried(rows)
         if len({row['size'] for row in tried}) < MIN_SIZES:
@@ -174,7 +174,7 @@ class Place(NamedTuple):
 
     def _problem(self, group, at_edge):
         what, rows = f'{group.variant} {group.size}', group.rows.values()
-        # Planned runs that differ from these only in their seed.
+        # All planned seeds of these runs.
         stems = {row['run'].rpartition('-seed')[0] for row in rows}
         names = {f'{stem}-seed{seed}' for stem in stems for seed in self._planned_seeds}
         if names & set(self.study['diverged']) or any(row['loss'] is None for row in rows):
@@ -183,11 +183,11 @@ class Place(NamedTuple):
         if steps < MIN_STEPS:
             return f'{what} has {steps} steps, {MIN_STEPS} are needed'
         if at_edge:
-            return f'{what} is the smallest or largest of the sizes that were run'
+            return f'{what} is the smallest or largest of the sizes that ran'
         return ''
 
     def gap(self, groups) -> str:
-        """The first group whose loss by a causal rule is far from that under top-C; '' if none."""
+        """Describe the first group with a large gap between causal and top-C loss; '' if none."""
         for group in groups:
             gap = max((row['routing_gap'] or 0.0 for row in group.rows.values()), key=abs)
             if abs(gap) >= INVALID_GAP:
@@ -195,7 +195,7 @@ class Place(NamedTuple):
         return ''
 
     def setting(self, groups) -> str:
-        """Where and for how long the groups were trained."""
+        """Describe the study, steps and data of the groups."""
         study, rows = self.study, [row for group in groups for row in group.rows.values()]
         steps = sorted({row['steps'] for row in rows})
         span = f'{steps[0]}' if len(steps) == 1 else f'{steps[0]} to {steps[-1]}'
@@ -206,7 +206,7 @@ class Place(NamedTuple):
 
 
 def find_place(evidence: Evidence, spec: Spec) -> Place:
-    """The place that was planned. Raises NotMeasured if no study has it, ValueError if two do."""
+    """Find a planned place. Raises NotMeasured if no study has it, ValueError if several do."""
     names = [
         name
         for name, study in evidence.studies.items()
@@ -229,11 +229,11 @@ def _has(study, spec):
 
 
 def own_place(evidence: Evidence, spec: Spec) -> Place:
-    """The place of a claim in the only study there is, if that is not one of those planned.
+    """Return the place of a claim in the user's own study, which claims.toml does not plan.
 
-    It is judged at its largest budget with the seeds it was started with; what is planned at one
-    size, at the best size of MoD, or else of the first variant. Raises NotMeasured if its budget is
-    in another unit or it has no runs.
+    It is the largest budget with the seeds of that study. A claim that is planned at a fixed size
+    is judged at the best size of MoD, or else of the first variant. Raises NotMeasured if the unit
+    of the budget differs or if there are no runs.
     """
     ((name, study),) = evidence.studies.items()
     unit, budget = 'steps' if spec.steps else 'flops', study['budgets'][-1]

@@ -1,4 +1,4 @@
-"""What an isoFLOP study trains: its variants by name, and the runs that follow from the losses.
+"""The variants of a study by name, and the plan of its runs, which depends on earlier losses.
 
 See docs/isoflop.md (Raposo et al. 2024, section 4.1).
 """
@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 from moddepth_jax.hparams.checks import did_you_mean
 
-SIZED = ('dense', 'shallow', 'mod')  # variants that run at every size; others at MoD's best
+SIZED = ('dense', 'shallow', 'mod')  # variants that run at every size; others at MoD's best size
 DIVERGED = math.inf  # the loss of a run that diverged
 
 
 class Variant(NamedTuple):
-    """A model of a study."""
+    """One kind of model that a study compares."""
 
-    label: str  # its name in figures and tables
-    changes: dict[str, object]  # knobs that differ from the study's config, by dotted name
-    look: str  # colour of COLOURS in plot_style.py and marker of Matplotlib
+    label: str  # name in figures and tables
+    changes: dict[str, object]  # knobs that the variant sets on top of the study's config
+    look: str  # 'COLOUR MARKER': a key of COLOURS in plot_style.py and a Matplotlib marker
 
 
 _PLAIN = {
@@ -46,12 +46,12 @@ def _mod(router='learned', layers='every:2', capacity=0.125, **routing):
 
 
 def _looped(loops):
-    """All blocks but the first and the last run so often, with the same weights."""
+    """Run all blocks except the first and the last `loops` times, with the same weights."""
     return _PLAIN | {'model.looped_layers': 'middle:1:1', 'model.loops': loops}
 
 
 def _recursions(loops):
-    """As in the paper: by expert choice, the last of some loops on that fraction of the tokens."""
+    """Mixture-of-Recursions by expert choice, as in the paper: the last loop has 1/loops tokens."""
     knobs = {'router': 'learned', 'layers': 'loops', 'capacity': 1 / loops}
     knobs |= {'gate': 'sigmoid', 'gate_scale': 0.1}
     knobs |= {'causal_rule': 'aux_loss', 'aux_loss_weight': 0.001}
@@ -79,7 +79,7 @@ def _stream(stream, **model):
 
 
 def _capacities(name, words, layers, looks):
-    """Variants NAME_CAPACITY of a learned router in these layers."""
+    """Variants NAME_CAPACITY: a learned router in `layers` at several capacities."""
     return {
         f'{name}_{capacity:g}': Variant(
             f'MoD {100 * capacity:g}%, {words}', _mod(layers=layers, capacity=capacity), look
@@ -163,8 +163,8 @@ STREAM_VARIANTS = {
     ),
 }
 _LOOP_WORDS = ((2, 'two loops', '<'), (3, 'three loops', '>'))
-# Of a size LxD, in which L blocks run: the first, the last, and those between in N loops. `once_N`
-# has the blocks of `looped_N` and runs each once.
+# At size LxD, L blocks run: the first, the last, and N loops over the blocks between them. `once_N`
+# has the same blocks as `looped_N` and runs each of them once.
 LOOPED_VARIANTS = {
     **{
         f'looped_{loops}': Variant(f'looped, {words}', _looped(loops), f'orange {marker}')
@@ -192,18 +192,15 @@ LOOPED_VARIANTS = {
     ),
 }
 _PLACEMENTS = {'post': 'post-norm', 'reordered': "OLMo2's norm"}
+# Looks of the variants by capacity.
+_SKY = {0.0625: 'sky <', 0.25: 'sky ^', 0.5: 'sky v', 0.75: 'sky >', 0.95: 'sky h'}
+_GREEN = {0.125: 'green ^', 0.25: 'green <', 0.5: 'green v', 0.75: 'green >'}
 VARIANTS = {
     'dense': STREAM_VARIANTS['dense'],
     'shallow': Variant("dense, shallower: MoD's FLOPs per forward", _PLAIN, 'grey s'),
     'mod': Variant('MoD 12.5%, every other block', _mod(), 'blue D'),
-    **_capacities(
-        *('mod', 'every other block', 'every:2'),
-        {0.0625: 'sky <', 0.25: 'sky ^', 0.5: 'sky v', 0.75: 'sky >', 0.95: 'sky h'},
-    ),
-    **_capacities(
-        *('every', 'every block', 'every:1'),
-        {0.125: 'green ^', 0.25: 'green <', 0.5: 'green v', 0.75: 'green >'},
-    ),
+    **_capacities('mod', 'every other block', 'every:2', _SKY),
+    **_capacities('every', 'every block', 'every:1', _GREEN),
     'random': Variant('random 12.5%, every other block', _mod('random'), 'red X'),
     'random_every_0.5': Variant('random 50%, every block', _mod('random', 'every:1', 0.5), 'red v'),
     'position': Variant('by position 12.5%, every other block', _mod('position'), 'orange P'),
@@ -231,8 +228,8 @@ VARIANTS = {
         )
         for placement, words in _PLACEMENTS.items()
         for name, (label, changes, look) in STREAM_VARIANTS.items()
-        # These have no running sum, or several, that post-norm could norm; the last one is compared
-        # with such a model.
+        # Post-norm needs exactly one residual stream: attention residuals have none and
+        # hyper-connections several. `wider_mhc` only serves as a baseline for such a model.
         if placement != 'post'
         or changes['model.depth.stream'] not in ('attention_residual', 'hyper_connections')
         and name != 'wider_mhc'
@@ -241,9 +238,9 @@ VARIANTS = {
 
 
 def blocks_of_loops(variant: str, num_layers: int) -> int:
-    """Blocks that have parameters in one of LOOPED_VARIANTS in which so many run.
+    """Return how many blocks have parameters in a looped variant that runs `num_layers` blocks.
 
-    ValueError, one line, if loops do not fit.
+    Raises ValueError if the loops do not divide the blocks between the first and the last.
     """
     loops = int(variant.removesuffix('_first').rpartition('_')[2])
     between, left = divmod(num_layers - 2, loops)
@@ -254,7 +251,7 @@ def blocks_of_loops(variant: str, num_layers: int) -> int:
 
 
 def base_name(variant: str) -> str:
-    """The variant without its placement of the norms."""
+    """Return the name of the variant without the suffix for its norm placement."""
     for placement in _PLACEMENTS:
         variant = variant.removesuffix(f'_{placement}')
     return variant
@@ -262,15 +259,15 @@ def base_name(variant: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What is compared; see `launch.isoflop` for its flags."""
+    """What a study compares. The fields are flags of `launch.isoflop`."""
 
-    kind: str  # flops or steps, the unit of the budgets
+    kind: str  # unit of the budgets: flops or steps
     budgets: tuple[float, ...]  # ascending
-    sizes: tuple[str, ...]  # LxD, see configs/sizes.py
-    variants: tuple[str, ...]  # names in VARIANTS
-    seeds: tuple[int, ...]  # the first is used where there is one run only
-    learning_rates: tuple[float, ...]  # one alone is not tuned
-    all_sizes: bool = True  # at the largest budget: all seeds at each size, or at the best alone
+    sizes: tuple[str, ...]  # LAYERSxWIDTH, see configs/sizes.py
+    variants: tuple[str, ...]  # keys of VARIANTS
+    seeds: tuple[int, ...]  # where there is only one run, it uses the first seed
+    learning_rates: tuple[float, ...]  # tuned if there are several
+    all_sizes: bool = True  # at the largest budget: all seeds at every size, or only at the best
 
     def __post_init__(self):
         for name in ('budgets', 'sizes', 'variants', 'seeds', 'learning_rates'):
@@ -282,51 +279,60 @@ class Study:
                 raise ValueError(f'{name}={values}: must be numbers above 0')
         unknown = [name for name in self.variants if name not in VARIANTS]
         if unknown:
-            right = f'must be of {", ".join(VARIANTS)}{did_you_mean(unknown[0], VARIANTS)}'
+            right = f'must be one of {", ".join(VARIANTS)}{did_you_mean(unknown[0], VARIANTS)}'
             raise ValueError(f'variants={unknown[0]!r}: {right}')
         if 'shallow' in self.variants and 'mod' not in self.variants:
-            raise ValueError('variants: the depth of shallow follows from the cost of mod; add mod')
+            raise ValueError('variants: shallow gets its depth from the cost of mod; add mod')
         object.__setattr__(self, 'budgets', tuple(sorted(self.budgets)))
 
     @property
     def sized(self) -> tuple[str, ...]:
-        """The variants that run at every size."""
+        """The variants that run at every size: those of SIZED, or else the first."""
         return tuple(name for name in self.variants if name in SIZED) or self.variants[:1]
 
 
-class Planned(NamedTuple):
-    """One run."""
+class PlannedRun(NamedTuple):
+    """One planned run."""
 
     variant: str
-    size: str  # of the model that the row belongs to; for `shallow`, the size of MoD
-    trained: str  # size of the model that is trained
+    size: str  # size under which results are filed; for `shallow`, the size of MoD
+    trained: str  # size of the model that trains
     budget: float  # in the study's unit
-    learning_rate: float  # its peak
+    learning_rate: float  # peak
     seed: int
     at_best_size: bool = False  # whether the size was chosen by the loss
 
     @property
     def name(self) -> str:
-        """The name of its directory. A shallower model that is also a dense size trains once."""
+        """Directory name. `shallow` shares it with `dense`, so that equal models train once."""
         model = 'dense' if self.variant == 'shallow' else self.variant
         budget = f'{self.budget:g}'.replace('+', '')
         return f'{model}-{self.trained}-{budget}-lr{self.learning_rate:g}-seed{self.seed}'
 
 
 def width(size: str) -> int:
-    """D of a size LxD."""
+    """Return D of a size LxD."""
     return int(size.partition('x')[2])
 
 
 class Plan:
-    """The runs of a study that the known losses decide; `shallower` maps sizes to `shallow`'s."""
+    """Derives the runs of a study from the losses that are known so far.
+
+    Args:
+      study: what is compared.
+      shallower: function from a size of MoD to the size of `shallow`.
+    """
 
     def __init__(self, study: Study, shallower):
         self.study = study
         self._shallower = shallower
 
-    def tuning(self) -> list[Planned]:
-        """The dense model at the smallest budget: each rate, at the first size of each width."""
+    def tuning(self) -> list[PlannedRun]:
+        """Return the runs that tune the learning rate of each width, [] if there is only one rate.
+
+        The dense model (or the first variant) runs at the smallest budget and the first size of
+        each width.
+        """
         study = self.study
         if len(study.learning_rates) == 1:
             return []
@@ -339,21 +345,22 @@ class Plan:
         ]
 
     def learning_rates(self, losses: dict[str, float]) -> dict[int, float] | None:
-        """The rate of the lowest loss for each width; None while a loss is missing."""
+        """Return the learning rate with the lowest loss by width; None while a loss is missing."""
         rates = {width(size): self.study.learning_rates[0] for size in self.study.sizes}
         tuning = self.tuning()
         if any(run.name not in losses for run in tuning):
             return None
-        # The best comes last and stays; of equal losses it is the smallest rate.
+        # The last assignment wins: the lowest loss, and the smallest rate among equal losses.
         for run in sorted(tuning, key=lambda run: (-losses[run.name], -run.learning_rate)):
             rates[width(run.size)] = run.learning_rate
         return rates
 
-    def runs(self, losses: dict[str, float]) -> tuple[list[Planned], bool]:
-        """The runs that `losses` decide, and whether these are all.
+    def runs(self, losses: dict[str, float]) -> tuple[list[PlannedRun], bool]:
+        """Return the runs that follow from `losses` (by run name), and whether these are all runs.
 
-        First the learning rates, then each size, then, at the best size of each budget, the other
-        variants, and at the largest budget the other seeds, by `all_sizes` of every size too.
+        The stages are: tuning runs; all sizes with the first seed; then the other variants at the
+        best size of each budget, and the other seeds at the largest budget (at every size if
+        `all_sizes`).
         """
         study, rates = self.study, self.learning_rates(losses)
         if rates is None:
@@ -382,19 +389,19 @@ class Plan:
         return self.tuning() + list({(run.variant, run.name): run for run in runs}.values()), True
 
     def max_runs(self) -> dict[float, int]:
-        """How many different runs the study has at most, by budget."""
+        """Return the largest possible number of different runs by budget."""
         runs, complete = self.runs({})
         while not complete:
             runs, complete = self.runs(dict.fromkeys((run.name for run in runs), 0.0))
         study, budgets = self.study, {}
         for run in runs:
-            # Two variants that share a run of one seed may have best sizes that share none.
+            # Variants that share runs of the first seed may end up with different best sizes.
             apart = run.seed != study.seeds[0] and not study.all_sizes
             budgets[run.name, run.variant * apart] = run.budget
         return collections.Counter(budgets.values())
 
-    def examples(self) -> list[Planned]:
-        """A run of each variant, size and budget, whether or not it will be trained."""
+    def examples(self) -> list[PlannedRun]:
+        """Return one run of every variant, size and budget, even if it will not be trained."""
         study = self.study
         return [
             self._run(variant, size, budget, study.learning_rates[0])
@@ -404,18 +411,18 @@ class Plan:
         ]
 
     def _sizes(self, variant):
-        """A model of one layer has no other block to route, and none is shallower."""
+        """Sizes of a variant; a single layer cannot route every other block or be shallower."""
         routed = VARIANTS[variant].changes['model.routing.router'] != 'none'
         if 'mod' in self.study.variants and (routed or variant == 'shallow'):
             return [size for size in self.study.sizes if not size.startswith('1x')]
         return list(self.study.sizes)
 
     def _run(self, variant, size, budget, rate):
-        """The run of the first seed."""
+        """The run with the first seed."""
         trained = self._shallower(size) if variant == 'shallow' else size
-        return Planned(variant, size, trained, budget, rate, self.study.seeds[0])
+        return PlannedRun(variant, size, trained, budget, rate, self.study.seeds[0])
 
 
 def nearest_depth(flops_by_depth: dict[int, float], flops: float) -> int:
-    """The depth whose FLOPs are nearest; the smaller one of two that are equally near."""
+    """Return the depth with the nearest FLOPs, the smaller one in a tie."""
     return min(flops_by_depth, key=lambda depth: (abs(flops_by_depth[depth] - flops), depth))

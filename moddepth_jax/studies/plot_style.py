@@ -1,4 +1,4 @@
-"""What the figures of a study have in common: colours and markers by variant, axes, legends."""
+"""Shared style of a study's figures: colours and markers by variant, axes, legends."""
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -8,7 +8,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from moddepth_jax.studies.plan import VARIANTS, base_name
 
 INK, PAPER, GRID = '#1d1f21', '#ffffff', '#d8dadc'
-# Colour-blind readers can tell these apart (Okabe and Ito); variants also differ in their marker.
+# A palette for colour-blind readers (Okabe and Ito); variants also differ in their marker.
 COLOURS = {
     **{'black': INK, 'grey': '#8a8d90', 'blue': '#0072b2', 'sky': '#4aa3dd'},
     **{'green': '#009e73', 'orange': '#e69f00', 'red': '#d55e00', 'rose': '#c7679c'},
@@ -32,42 +32,42 @@ SETTINGS = {
 
 
 def budget_name(study: dict, budget: float) -> str:
-    """Such as '6·10¹¹ FLOPs' or '4,000 steps'."""
+    """Format a budget, such as '6·10¹¹ FLOPs' or '4,000 steps'."""
     return f'{budget:,.0f} steps' if study['kind'] == 'steps' else f'{scientific(budget)} FLOPs'
 
 
 def scientific(value: float) -> str:
-    """Such as 6·10¹¹."""
+    """Format a number, such as '6·10¹¹'."""
     digits, power = f'{value:.3e}'.split('e')
     raised = str(int(power)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))
     return ('' if float(digits) == 1 else f'{float(digits):g}·') + f'10{raised}'
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure; sizes in inches."""
+    """Return an empty figure with sizes in inches."""
     return Figure(figsize=(width, height), dpi=150, layout='constrained')
 
 
 def sentence(text: str) -> Figure:
-    """A figure that says why there is nothing to draw."""
+    """Return a figure that only says why there is nothing to draw."""
     figure = new_figure(6.4, 1.2)
     figure.text(0.5, 0.5, text, ha='center', va='center')
     return figure
 
 
 def style(variant: str) -> dict:
-    """Keywords of a line with markers; of NAME_post and NAME_reordered it is hollow."""
+    """Return Matplotlib keywords of a variant; NAME_post and NAME_reordered have hollow markers."""
     base = base_name(variant)
     colour, marker = (VARIANTS[base].look if base in VARIANTS else 'rose d').split()
     face = COLOURS[colour] if variant == base else PAPER
     look = {'color': COLOURS[colour], 'marker': marker}
-    # Squares are larger and below: a point or curve of another variant on them leaves an edge.
+    # Squares are larger and drawn first, so that they stay visible under another marker.
     size, order = (1.5 * MARKER_SIZE, 2.8) if marker == 's' else (MARKER_SIZE, 3)
     return look | {'markerfacecolor': face, 'markersize': size, 'zorder': order}
 
 
 def legend(figure: Figure, study: dict, variants, more=(), **line):
-    """Adds a legend of `variants` and of `more`, pairs (handle, label), below the panels."""
+    """Add a legend of `variants` and of `more`, pairs (handle, label), below the panels."""
     line = {'linewidth': 0} | line
     pairs = [
         (Line2D([], [], **style(name) | line), details['label'])
@@ -75,7 +75,7 @@ def legend(figure: Figure, study: dict, variants, more=(), **line):
         if name in variants
     ]
     handles, labels = zip(*pairs, *more, strict=True)
-    characters = figure.get_figwidth() * 13  # that fit in a line
+    characters = figure.get_figwidth() * 13  # characters that fit in a line
     columns = int(characters // (max(map(len, labels)) + 6))
     columns = max(1, min(columns, 4, len(labels)))
     place = {'loc': 'outside lower center', 'ncols': columns}
@@ -84,7 +84,7 @@ def legend(figure: Figure, study: dict, variants, more=(), **line):
 
 
 def log_axis(axes, values, formatter):
-    """A logarithmic x axis around the values."""
+    """Set a logarithmic x axis around the values."""
     spread = max(values) / min(values)
     room = max(spread**0.15, 1.2)
     axes.set_xscale('log')
@@ -96,14 +96,14 @@ def log_axis(axes, values, formatter):
 
 
 def set_y_limits(axes, values, most=np.inf):
-    """The y axis around the values, with a little room; those above `most` do not count."""
+    """Fit the y axis to the values up to `most`, with some room."""
     low, high = min(values), max(value for value in values if value <= most)
     room = max(0.06 * (high - low), 1e-3 * abs(high), 1e-9)
     axes.set_ylim(low - room, high + room)
 
 
 def draw_point(axes, x: float, values, keywords: dict):
-    """The mean over the seeds at `x`; if there are several, also each seed and their range."""
+    """Draw the mean over seeds at `x` and, if there are several, each seed and their range."""
     if len(values) > 1:
         faint = {'color': keywords['color'], 'alpha': 0.6}
         axes.plot([x, x], [min(values), max(values)], linewidth=1.2, **faint)

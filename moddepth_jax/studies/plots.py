@@ -1,4 +1,4 @@
-"""The figures of a study, drawn from study.json alone: each as PNG and as SVG."""
+"""Draws the figures of a study from study.json, each as PNG and SVG."""
 
 import pathlib
 
@@ -10,31 +10,32 @@ from matplotlib.ticker import EngFormatter
 from moddepth_jax.studies import fit, plot_style
 from moddepth_jax.studies.plot_style import INK, PAPER, budget_name, style
 
-NOTHING = 'No run of this study has finished yet: there is nothing to draw.'
-_ROOM_ABOVE = 0.7  # of the range of the sizes: losses further above would squeeze these
-_CURVES = ('dense', 'shallow', 'mod', 'random')  # of training, in a study at equal FLOPs
-_MAX_CURVES = 6  # of other studies
+NO_RUNS = 'No run of this study has finished yet: there is nothing to draw.'
+_ROOM_ABOVE = 0.7  # losses further above, in ranges of the sized variants, are only named
+_CURVES = ('dense', 'shallow', 'mod', 'random')  # training curves of a study at equal FLOPs
+_MAX_CURVES = 6  # training curves of other studies
 _SMOOTH = 5  # points of a curve that are averaged; fewer at its ends
-_FAR = 4  # times the distance from the best to the median: seeds all beyond have only a mean
-_EARLY = 0.2  # of a run: what lies only there is cut off
+_FAR = 4  # variants further from the median than this times (median - best) are only named
+_EARLY = 0.2  # share of a run that may lie above the y axis
 
 
 def draw(study: dict, directory):
-    """Writes NAME.png and NAME.svg for each name of FIGURES; equal studies give equal bytes."""
+    """Write NAME.png and NAME.svg for each of FIGURES; equal studies give equal bytes."""
     directory = pathlib.Path(directory)
     nothing = dict.fromkeys(('Date', 'Creator', 'Format', 'Type'))
     with matplotlib.rc_context(plot_style.SETTINGS):
         for name, make in FIGURES.items():
-            figure = make(study) if fit.budgets(study) else plot_style.sentence(NOTHING)
+            figure = make(study) if fit.budgets(study) else plot_style.sentence(NO_RUNS)
             figure.savefig(directory / f'{name}.png', metadata={'Software': None})
-            figure.set_layout_engine('none')  # the layout is done, and doing it again is slow
+            figure.set_layout_engine('none')  # keep the layout: computing it again is slow
             figure.savefig(directory / f'{name}.svg', metadata=nothing)
 
 
 def _panels(study, budgets, height, x, y='', columns=3, strip=0.0):
-    """A figure with a panel of a height in inches for each budget, its axes named x and y.
+    """A figure with one panel per budget, `height` inches high, and axis labels x and y.
 
-    Returns it and by budget [axes, those of a strip at its right, `strip` times as wide, if any].
+    Returns the figure and {budget: [axes]}. If `strip` is not 0, each list also has the axes of a
+    strip on the right, `strip` times as wide as the panel.
     """
     columns = min(len(budgets), columns)
     rows = -(-len(budgets) // columns)
@@ -58,12 +59,12 @@ def _panels(study, budgets, height, x, y='', columns=3, strip=0.0):
 
 
 def _of_several_sizes(found):
-    """Those variants of pairs (variant, rows) that ran at several sizes."""
+    """The variants in pairs (variant, rows) that ran at several sizes."""
     return [name for name, rows in found if len({row['size'] for row in rows}) > 1]
 
 
 def _by_parameters(study):
-    """Raposo et al., figure 3, left: loss and parabola by size; at the right, one-size variants."""
+    """Loss and parabola by size (Raposo et al., figure 3), and a strip of one-size variants."""
     budgets = fit.budgets(study)
     found = [pair for budget in budgets for pair in fit.found(study, budget)]
     shown = {name for name, _ in found}
@@ -102,7 +103,7 @@ def _by_parameters(study):
 
 
 def _draw_strip(strip, axes, best_sizes, bits):
-    """The best size of each variant in a column, on the y axis of `axes`."""
+    """Draw the best size of each variant in a column, on the y axis of `axes`."""
     strip.set(yticks=axes.get_yticks(), xticks=[])
     strip.set(ylim=axes.get_ylim(), xlim=(-0.8, max(len(best_sizes), 1) - 0.2))
     strip.tick_params(left=False, labelleft=False)
@@ -115,7 +116,7 @@ def _draw_strip(strip, axes, best_sizes, bits):
 
 
 def _draw_or_name(axes, x, losses, keywords):
-    """A point, or, if it lies above the panel, a mark at its upper edge, with the value."""
+    """Draw a point or, if it lies above the panel, a marker with its value at the upper edge."""
     mean = np.mean(losses)
     if mean < axes.get_ylim()[1]:
         plot_style.draw_point(axes, x, losses, keywords)
@@ -127,7 +128,7 @@ def _draw_or_name(axes, x, losses, keywords):
 
 
 def _draw_parabola(axes, rows, bits, keywords):
-    """Draws a variant's parabola and its optimum; returns {whether it lies inside}, or {}."""
+    """Draw the parabola of a variant and its optimum. Returns {whether it lies inside} or {}."""
     parabola, sizes = fit.fit(rows), fit.sizes(rows)
     line = {'color': keywords['color'], 'linewidth': 1.2, 'alpha': 0.8}
     if parabola is None:
@@ -137,7 +138,7 @@ def _draw_parabola(axes, rows, bits, keywords):
     x = np.geomspace(sizes[0].parameters, sizes[-1].parameters, 100)
     y = parabola.a + parabola.b * np.log(x) + parabola.c * np.log(x) ** 2
     axes.plot(x, y * bits, **line)
-    # A ring lies around the marker of its size, a star upon the curve.
+    # A ring surrounds the marker of a size; a star lies on the curve.
     kind = {'marker': '*', 'zorder': 3.5} if parabola.inside else {'marker': 'o', 'zorder': 2.5}
     place = [parabola.optimum_parameters], [parabola.optimum_loss * bits]
     axes.plot(*place, **kind, color=keywords['color'], markerfacecolor=PAPER, markersize=12)
@@ -145,7 +146,7 @@ def _draw_parabola(axes, rows, bits, keywords):
 
 
 def _by_flops(study):
-    """Raposo et al., figure 4: loss against FLOPs per forward, both over the optimal dense's."""
+    """Loss over FLOPs per forward pass, relative to the reference (Raposo et al., figure 4)."""
     reference = fit.reference(study)
     label = study['variants'][reference]['label']
     budgets = [b for b in fit.budgets(study) if fit.select(study, reference, b)]
@@ -183,7 +184,7 @@ def _by_flops(study):
 
 
 def _by_steps(study):
-    """Training loss at the largest budget; right: less the reference's after equal FLOPs/steps."""
+    """Training loss at the largest budget, and its difference to the reference."""
     budget = fit.budgets(study)[-1]
     found = dict(fit.found(study, budget))
     names = [name for name in _CURVES if name in found]
@@ -219,13 +220,13 @@ def _by_steps(study):
     right.set_xlabel('steps' if unit == 'steps' else 'training FLOPs')
     right.set_ylabel(f'training loss minus that of "{label}" (nats)')
     left.set_title(f'{budget_name(study, budget)}, each at its best size', loc='left')
-    right.set_title(f'the difference after the same {unit}', loc='left')
+    right.set_title(f'difference after the same {unit}', loc='left')
     plot_style.legend(figure, study, curves, linewidth=1.5)
     return figure
 
 
 def _curve(rows, kind):
-    """Steps [P], steps or FLOPs spent [P], losses [S, P] of the seeds at the best size, or None."""
+    """Steps [P], steps or FLOPs spent [P], and losses [S, P] of all seeds at the best size."""
     size = fit.best(rows).size
     rows = [row for row in rows if row['size'] == size]
     known = [[point for point in row['curve'] if point[1] is not None] for row in rows]
@@ -241,7 +242,7 @@ def _curve(rows, kind):
 
 
 def _draw_band(axes, x, values_SP, keywords):
-    """The mean over the seeds, and their range as a band."""
+    """Draw the mean over seeds, and their range as a band."""
     mean_P, hollow = values_SP.mean(0), keywords['markerfacecolor'] != keywords['color']
     line = {'color': keywords['color'], 'zorder': keywords['zorder'] - 0.6}
     width = 1.5 * (keywords['markersize'] / plot_style.MARKER_SIZE) ** 2
@@ -252,7 +253,7 @@ def _draw_band(axes, x, values_SP, keywords):
 
 
 def _seeds(study):
-    """Every seed of every variant at its best size, sorted by the mean, best on top."""
+    """Every seed of every variant at its best size, with the best mean on top."""
     budgets, base = fit.budgets(study), fit.reference(study)
     height = 1.1 + 0.24 * max(len(fit.found(study, budget)) for budget in budgets)
     x = 'held-out loss, causal (bits/byte)'

@@ -1,4 +1,4 @@
-"""Numbers of single runs that claims are about, and the judge that compares them with bounds."""
+"""Numbers of single runs that claims refer to, and the judge that compares them with bounds."""
 
 import math
 from collections.abc import Callable
@@ -12,23 +12,24 @@ from moddepth_jax.studies.statistics import Sample
 
 
 class Number(NamedTuple):
-    """One number of a run: a row of study.json with `capacity` and `measured` (measures.json)."""
+    """How to compute and format one number of a run."""
 
+    # Takes a row of study.json with `capacity` and `measured` (the run's entry in measures.json).
     of: Callable[[dict], float | None]
-    form: str  # of its mean over the seeds, with the interval
-    text: str = '{}'  # around that
+    form: str  # format of the mean over seeds and its interval
+    text: str = '{}'  # text around the formatted number
     measured: bool = True  # whether it needs measures.json
 
 
 def _mean(values):
-    """The mean of the values that are not None, or None."""
+    """The mean of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
 
 
 def accuracy(run: dict) -> float:
-    """Share of the tokens on which a causal rule agrees with top-C, the mean over routed layers."""
-    wrong = [  # selected wrongly, and missed
+    """Return the share of tokens on which the causal rule agrees with top-C, mean over layers."""
+    wrong = [  # false positives plus false negatives
         layer['selected_fraction'] * (1 - (layer['precision'] or 0.0))
         + run['capacity'] * (1 - (layer['recall'] or 0.0))
         for layer in run['routing'].values()
@@ -37,7 +38,7 @@ def accuracy(run: dict) -> float:
 
 
 def _of_routing(name):
-    """The mean over routed layers; what is undefined, as the precision of no token, counts as 0."""
+    """The mean over routed layers; undefined values (precision without selections) count as 0."""
     return lambda run: _mean([layer[name] or 0.0 for layer in run['routing'].values()])
 
 
@@ -46,12 +47,12 @@ def _of_layers(name):
 
 
 def _difference(group, name, other):
-    """One number of a group of measures less another."""
+    """The difference of two numbers in a group of measures."""
     return lambda run: run['measured'][group][name] - run['measured'][group][other]
 
 
 def _class_over(name, other):
-    """The selected share of a class of tokens less that of another class."""
+    """The selected share of one token class minus that of another."""
 
     def number(run):
         shares = [run['measured']['classes'].get(each) for each in (name, other)]
@@ -61,7 +62,10 @@ def _class_over(name, other):
 
 
 def _class_over_words(name):
-    """The same, less that of other words: of comments and docstrings where the text is Python."""
+    """The selected share of a token class minus that of other words.
+
+    In Python text, the other words are those of comments and docstrings.
+    """
 
     def number(run):
         classes = run['measured']['classes']
@@ -76,7 +80,10 @@ def _class_over_words(name):
 
 
 def first_token_of_sequence(run: dict) -> float:
-    """Attention on the first token over that on the sequence (slots left out), mean over layers."""
+    """Return the share of sequence attention that goes to the first token, mean over layers.
+
+    Attention on depth slots is excluded.
+    """
     mass = run['measured']['depth_mass']
     pairs = zip(mass['first_token'], mass['depth'], strict=True)
     return _mean([first / (1 - slots) for first, slots in pairs if slots < 1])
@@ -124,10 +131,17 @@ def numbers_within(
     routed_layers: int = 0,
     least_second: float = -math.inf,
 ) -> Finding:
-    """Each of some NUMBERS, or the paired difference of two variants', lies between two bounds.
+    """Judge: numbers of one variant, or paired differences between two, lie between two bounds.
 
-    Those of `also` are only shown. No verdict of models with fewer than `routed_layers`, nor if the
-    mean of the second variant lies below `least_second`.
+    Args:
+      place: where the runs are.
+      variants: one variant, or two whose numbers are subtracted.
+      numbers: keys of NUMBERS, all of which must lie within the bounds.
+      low: the lower bound.
+      high: the upper bound.
+      also: keys of NUMBERS that are shown but not judged.
+      routed_layers: models with fewer routed layers get no verdict.
+      least_second: there is no verdict if the mean of the second variant is below this.
     """
     groups = place.groups(*variants, one_size=True)
     if any(NUMBERS[name].measured for name in numbers):
@@ -153,7 +167,7 @@ def numbers_within(
             pairs = zip(variants, means, strict=True)
             text = f'{", ".join(f"{variant} {mean}" for variant, mean in pairs)}: {text}'
             if np.mean(each[1]) < least_second:
-                problem = f'{variants[1]} has {means[1]}, {least_second:.0%} are needed'
+                problem = f'{variants[1]} has {means[1]}; at least {least_second:.0%} is needed'
         texts.append(text)
         for group, side in zip(groups, each, strict=True):
             listed = ', '.join(f'{value:.4f}' for value in side)
@@ -166,7 +180,7 @@ def numbers_within(
 
 
 def _measured(place, group):
-    """The runs of a group that are in measures.json. Raises NotMeasured if there are none."""
+    """The group with only the runs in measures.json. Raises NotMeasured if there are none."""
     known = place.evidence.measures.get(place.name, {})
     rows = {seed: row for seed, row in group.rows.items() if row['run'] in known}
     if not rows:
@@ -175,7 +189,7 @@ def _measured(place, group):
 
 
 def _values(place, group, name, seeds):
-    """A number of each of some seeds; None where a run lacks it."""
+    """A number for each seed; None where a run does not have it."""
     measures = place.evidence.measures.get(place.name, {})
     changes = place.study['variants'][group.variant]['changes']
     more = {'capacity': changes.get('model.routing.capacity')}

@@ -1,4 +1,4 @@
-"""Trains the runs of a study: one after another, by several processes, on several hosts."""
+"""Trains the runs of a study in one process, in several processes, or on several hosts."""
 
 import contextlib
 import json
@@ -20,18 +20,25 @@ from moddepth_jax.training.progress import format_seconds
 from moddepth_jax.training.run_dir import write_atomically
 from moddepth_jax.training.trainer import DivergedError
 
-LOGS = 'logs'  # in a study's directory: what each run printed
+LOGS = 'logs'  # directory of a study with the output of each run
 _PARENT = 'MODDEPTH_STUDY_PARENT'  # the process that started this one
 _POLL_SECONDS = 2.0
 
 
 class StudyRunner:
-    """Trains what is missing of a study and draws it.
+    """Trains the missing runs of a study and writes its results.
 
-    `hparams_of(Planned)` are the Hparams of a run, with which `before_run` is called before it
-    trains. `description` are the first fields of plan.json and study.json. A folder `results` gets
-    study.json, measures.json and the figures as well; the finished runs that it already has count
-    as finished here too. Raises ValueError, one line, if these are of another study.
+    Args:
+      workdir: directory of the study.
+      plan: the runs.
+      hparams_of: function from a PlannedRun to its Hparams.
+      description: the first fields of plan.json and study.json.
+      before_run: is called with the Hparams of each run before it trains.
+      results: optional folder that also gets study.json, measures.json and the figures. Finished
+        runs in it are not trained again.
+
+    Raises:
+      ValueError: `results` holds another study.
     """
 
     def __init__(
@@ -49,7 +56,7 @@ class StudyRunner:
         self._earlier = store.read_earlier(results, description)
 
     def run(self, shard: tuple[int, int], processes: int, dry_run=False, draw_only=False) -> int:
-        """Carries out the share `shard` = (index, count) of the study; returns an exit status."""
+        """Run the share `shard` = (index, count) of the study and return an exit status."""
         self.check()
         if dry_run:
             self.announce()
@@ -70,7 +77,7 @@ class StudyRunner:
         return status
 
     def check(self):
-        """Raises ValueError, one line, before anything is written, for an impossible run."""
+        """Raise ValueError, before anything is written, if some run is impossible."""
         for run in self._plan.examples():
             hparams = self._hparams_of(run)
             try:
@@ -83,7 +90,7 @@ class StudyRunner:
                 store.check_run(self._workdir, run, self._hparams_of(run))
 
     def announce(self):
-        """Prints what is planned and what it costs."""
+        """Print the plan and its cost."""
         plan, counts = self._plan.study, self._plan.max_runs()
         progress, count = self._progress(), sum(counts.values())
         done = len(progress.losses)
@@ -102,7 +109,7 @@ class StudyRunner:
         return store.progress(self._workdir, self._plan, self._earlier)
 
     def train(self, shard: tuple[int, int]) -> int:
-        """Trains its share of the missing runs and waits for the others; returns an exit status."""
+        """Train a share of the missing runs, wait for the others, and return an exit status."""
         index, count = shard
         announced = None
         while (progress := self._progress()).missing:
@@ -144,7 +151,7 @@ class StudyRunner:
         return 0
 
     def finish(self):
-        """Writes study.json, measures.json, the figures and the page from the finished runs."""
+        """Write study.json, measures.json, the figures and the page from the finished runs."""
         study = store.collect(
             self._workdir, self._plan, self._description, self._hparams_of, self._earlier
         )
@@ -159,20 +166,20 @@ class StudyRunner:
 
 
 def part_of_shard(shard: tuple[int, int], child: int, processes: int) -> tuple[int, int]:
-    """The part of a shard (index, count) that one of its processes trains, as a shard itself."""
+    """Return the shard (index, count) that one of several processes of a shard trains."""
     index, count = shard
     return index + count * child, count * processes
 
 
 def _spawn(shard, processes):
-    """`train` in processes of this command, which get its signals; the first status not 0, or 0."""
+    """Run this command in child processes, forward signals, and return the first nonzero status."""
     environment = os.environ | {_PARENT: str(os.getpid())}
     children = []
     for child in range(processes):
         part = '/'.join(map(str, part_of_shard(shard, child, processes)))
         command = [sys.executable, '-m', 'launch.isoflop', *sys.argv[1:]]
         command += [f'--shard={part}', '--processes=1']
-        # In their own process groups, so that Ctrl-C reaches them once, through this process.
+        # Each child has its own process group, so that Ctrl-C reaches it only through this process.
         children.append(subprocess.Popen(command, env=environment, process_group=0))
 
     def signal_all(number, _=None):
@@ -184,7 +191,7 @@ def _spawn(shard, processes):
     try:
         while None in (statuses := [child.poll() for child in children]) and not any(statuses):
             time.sleep(0.2)
-        signal_all(signal.SIGTERM)  # to the others, if one failed
+        signal_all(signal.SIGTERM)  # stop the others if one failed
         for child in children:
             child.wait()
         failed = next(filter(None, statuses), 0)
@@ -195,13 +202,13 @@ def _spawn(shard, processes):
 
 
 def _end_with_parent():
-    """Stops this process, after its step, once the process that started it is gone."""
+    """Stop this process after its current step when its parent process is gone."""
     while os.getppid() == int(os.environ[_PARENT]):
         time.sleep(_POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def share_threads(processes: int):
-    """Gives each process its share of the CPU threads, unless NPROC is set, before JAX starts."""
+    """Give each process its share of CPU threads, unless NPROC is set. Call before JAX starts."""
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     os.environ.setdefault('NPROC', str(threads))

@@ -1,4 +1,4 @@
-"""What a few seeds can decide: t intervals, p-values over a table by Holm, power beforehand."""
+"""Statistics for few seeds: t intervals, p-values corrected by Holm's procedure, and power."""
 
 import functools
 import math
@@ -8,11 +8,11 @@ import numpy as np
 import scipy.optimize
 import scipy.stats
 
-MIN_SEEDS, MIN_STEPS = 3, 500  # of the runs of a verdict
+MIN_SEEDS, MIN_STEPS = 3, 500  # runs with fewer get no verdict
 INVALID_GAP = 0.05  # nats between causal and top-C routing, see docs/mixture_of_depths.md
 LEVEL = 0.05  # of each interval, and of the family of all claims
-POWER = 0.8  # chance to decide, of the differences and seeds that are said to suffice
-MOST_SEEDS = 1000  # what needs more is not decided by seeds
+POWER = 0.8  # for which detectable differences and required seeds are computed
+MOST_SEEDS = 1000  # limit of the search for the required number of seeds
 
 
 class Interval(NamedTuple):
@@ -23,7 +23,7 @@ class Interval(NamedTuple):
     high: float
 
     def __format__(self, spec: str) -> str:
-        """The mean and, in parentheses, both ends, each formatted by `spec`."""
+        """Format the mean and, in parentheses, both ends by `spec`."""
         mean = format(self.mean, spec)
         if not math.isfinite(self.high - self.low):
             return f'{mean} (no interval)'
@@ -31,9 +31,9 @@ class Interval(NamedTuple):
 
 
 def interval(samples, weights=(1.0,)) -> Interval:
-    """The weighted sum of the means of independent samples, with its 95% interval.
+    """Return the weighted sum of the means of independent samples with its 95% interval.
 
-    Student's t with the degrees of freedom of Welch and Satterthwaite.
+    It is Student's t interval with the degrees of freedom of Welch and Satterthwaite.
     """
     samples = [weight * np.asarray(s, float) for s, weight in zip(samples, weights, strict=True)]
     mean = float(sum(values.mean() for values in samples))
@@ -48,14 +48,14 @@ def interval(samples, weights=(1.0,)) -> Interval:
 
 
 class Decision(NamedTuple):
-    """What the data are in favour of, and the smallest level at which they decide it."""
+    """The verdict that the data favour, and the smallest level at which they decide it."""
 
     holds: bool
     p: float
 
 
 class Sample(NamedTuple):
-    """One number of each seed, and the bounds between which a claim says that its mean lies."""
+    """One number for each seed, and the bounds between which a claim says the mean lies."""
 
     values: np.ndarray
     low: float = -math.inf
@@ -68,33 +68,33 @@ class Sample(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """The standard deviation over the seeds; NaN of a single one."""
+        """The standard deviation over the seeds; NaN for a single seed."""
         return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else math.nan
 
     @property
     def margin(self) -> float:
-        """How far the mean lies from the nearest bound; below 0 if outside."""
+        """The distance of the mean from the nearest bound, negative if it lies outside."""
         mean = np.mean(self.values)
         return float(min(mean - self.low, self.high - mean))
 
     def decide(self) -> Decision:
-        """By the t interval, two-sided: it lies within both bounds, or beyond one of them."""
+        """Decide by a two-sided t interval that lies within both bounds, or beyond one of them."""
         error = self.spread / math.sqrt(len(self.values))
         distance = abs(self.margin)
         if not math.isfinite(error) or distance == 0:
             return Decision(self.margin > 0, 1.0)
         if error == 0:
             return Decision(self.margin > 0, 0.0)
-        # Inside, the nearest bound is excluded last; outside, it is the one that was crossed.
+        # The nearest bound decides: inside it is excluded last, outside it is the one crossed.
         p = 2 * scipy.stats.t.sf(distance / error, len(self.values) - 1)
         return Decision(self.margin > 0, float(p))
 
 
 def all_within(samples) -> Decision:
-    """Of the claim that the mean of every sample lies within its bounds.
+    """Decide the claim that the mean of every sample lies within its bounds.
 
-    It holds at a level at which each interval lies inside; it fails if one of n lies outside at the
-    n-th part of the level (Bonferroni).
+    It holds at a level if every interval at this level lies inside. It fails if one of n intervals
+    lies outside at 1/n of the level (Bonferroni).
     """
     decisions = [sample.decide() for sample in samples]
     outside = [decision.p for decision in decisions if not decision.holds]
@@ -104,11 +104,14 @@ def all_within(samples) -> Decision:
 
 
 def holm(p_values, family: int) -> tuple[list[float], list[float]]:
-    """(adjusted p-values, the level that each p-value must not exceed) by Holm's procedure.
+    """Apply Holm's procedure.
 
     Args:
-      p_values: of the claims that could be tested.
-      family: the number of all claims; those without a p-value count as not decided.
+      p_values: p-values of the claims that could be tested.
+      family: number of all claims; those without a p-value count as undecided.
+
+    Returns:
+      The adjusted p-values, and the level that each p-value must not exceed.
     """
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
     adjusted, levels, largest = [1.0] * len(p_values), [LEVEL] * len(p_values), 0.0
@@ -119,19 +122,19 @@ def holm(p_values, family: int) -> tuple[list[float], list[float]]:
 
 
 def _power(effect, seeds, level):
-    """Chance that `seeds` decide a mean of `effect` standard deviations, in its direction."""
+    """The probability that `seeds` decide a mean of `effect` standard deviations, with its sign."""
     threshold = scipy.stats.t.isf(level / 2, seeds - 1)
     return float(scipy.stats.nct.sf(threshold, seeds - 1, effect * math.sqrt(seeds)))
 
 
 def detectable(spread: float, seeds: int, level: float) -> float:
-    """The difference that `seeds` decide with a chance of POWER, at a two-sided level."""
+    """Return the difference that `seeds` decide with probability POWER at a two-sided level."""
     return spread * _detectable_effect(seeds, level)
 
 
-@functools.cache  # a table of claims asks for the same few again and again
+@functools.cache  # a table of claims needs the same few values many times
 def _detectable_effect(seeds, level):
-    """The same, in standard deviations."""
+    """As `detectable`, in standard deviations."""
     if seeds < 2:
         return math.inf
     most = 10 * float(scipy.stats.t.isf(level / 2, seeds - 1))
@@ -139,7 +142,7 @@ def _detectable_effect(seeds, level):
 
 
 def seeds_needed(difference: float, spread: float, level: float) -> int | None:
-    """The fewest seeds that decide a difference with a chance of POWER; None above MOST_SEEDS."""
+    """Return the fewest seeds that decide a difference with probability POWER; None if too many."""
     few, many = MIN_SEEDS - 1, MOST_SEEDS
     if not spread or not math.isfinite(spread):
         return MIN_SEEDS if difference and spread == 0 else None

@@ -1,4 +1,4 @@
-"""A study as its directory holds it: its plan, its finished runs, study.json and measures.json."""
+"""Reads and writes the directory of a study: plan, finished runs, study.json, measures.json."""
 
 import dataclasses
 import json
@@ -15,17 +15,17 @@ from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.studies.folders import PLAN_FILE, RUNS, STUDY_FILE, check_folder
-from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, Planned, width
+from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, PlannedRun, width
 from moddepth_jax.training.metrics import read_metrics
 from moddepth_jax.training.run_dir import check_config, write_atomically
 from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.summary import read_summary, replace_nonfinite
 
 MEASURES_FILE = 'measures.json'
-DIVERGED_FILE = 'diverged.json'  # in a run's directory: why it has no summary
+DIVERGED_FILE = 'diverged.json'  # in the directory of a run that diverged, instead of a summary
 CURVE_POINTS = 20
-MAY_GROW = ('budgets', 'variants', 'seeds')  # of a plan: what a later start may add
-MAY_DIFFER = (  # between a finished run and the plan: no result depends on them
+MAY_GROW = ('budgets', 'variants', 'seeds')  # fields of a plan to which a later start may add
+MAY_DIFFER = (  # knobs that may differ from those of a finished run: no result depends on them
     'report',
     'data.log_windows',
     'training.log_every',
@@ -36,19 +36,19 @@ MAY_DIFFER = (  # between a finished run and the plan: no result depends on them
     'evaluation.every',
     'evaluation.num_batches',
 )
-MEASURED = (  # variants
+MEASURED = (  # variants whose runs are measured
     *('dense', 'mod', 'random', 'moda', 'mod_moda', 'dense_post', 'moda_post'),
     *('attnres', 'hyper', 'mhc', 'mudd'),
     *('value_residual', 'value_attention', 'value_embeddings'),
 )
-_MEASURED_BATCHES = 32  # held-out ones
+_MEASURED_BATCHES = 32  # held-out batches
 
 
 def open_study(directory, plan: dict):
-    """Makes `directory` that of the study `plan` (JSON values), or checks that it already is.
+    """Create the directory of a study, or check that it belongs to the same `plan` (JSON values).
 
-    Raises ValueError, one line, nothing written, if the directory holds something else or a plan
-    that differs by more than what those of MAY_GROW have gained.
+    Raises ValueError, before anything is written, if the directory holds something else, or a plan
+    that differs by more than additions to the fields of MAY_GROW.
     """
     directory = pathlib.Path(directory)
     file, where, right = directory / PLAN_FILE, f'--workdir={directory}', 'use another --workdir'
@@ -64,7 +64,7 @@ def open_study(directory, plan: dict):
             if name == 'seeds':  # the first seed chooses sizes and learning rates
                 grown = grown and before[:1] == new[:1]
             if old != new and not grown:
-                more = ' (it may only gain some)' if name in MAY_GROW else ''
+                more = ' (values may only be added)' if name in MAY_GROW else ''
                 found = f'{name} is {old!r} in its {PLAN_FILE} and {new!r} in this study{more}'
                 raise ValueError(f'{where}: {found}; {right}')
     try:
@@ -77,13 +77,13 @@ def open_study(directory, plan: dict):
 
 
 def read_study(directory) -> dict:
-    """The content of study.json. Raises ValueError, one line, if there is none to be read."""
+    """Return the content of study.json. Raises ValueError if it is missing or unreadable."""
     missing = f'--workdir={directory}: no {STUDY_FILE} in it'
     return read_json(pathlib.Path(directory) / STUDY_FILE, missing)
 
 
 def read_json(file, missing: str) -> dict:
-    """The JSON object in a file. Raises ValueError, one line, which says `missing` if it is."""
+    """Return the JSON object in a file. Raises ValueError, `missing`, if there is none."""
     content = directory_lib.read_json(file, 'must be JSON of launch.isoflop')
     if content is None:
         raise ValueError(f'{missing}; python -m launch.isoflop makes one')
@@ -91,12 +91,12 @@ def read_json(file, missing: str) -> dict:
 
 
 def run_directory(directory, name: str) -> pathlib.Path:
-    """Where the run `name` of a study trains."""
+    """Return the directory of a run of the study."""
     return pathlib.Path(directory) / RUNS / name
 
 
 def final_loss(directory, name: str) -> float | None:
-    """Nats a held-out token of a finished run, DIVERGED if it diverged, None if not finished."""
+    """Return the held-out loss in nats per token, DIVERGED, or None if the run is not finished."""
     run = run_directory(directory, name)
     if (run / DIVERGED_FILE).exists():
         return DIVERGED
@@ -106,26 +106,26 @@ def final_loss(directory, name: str) -> float | None:
     return DIVERGED if loss is None else loss
 
 
-class Earlier(NamedTuple):
-    """The finished runs in a folder of results, whose directories are no longer at hand."""
+class EarlierRuns(NamedTuple):
+    """Finished runs in a folder of results, whose own directories may be gone."""
 
     content: dict  # of study.json
-    losses: dict[str, float]  # nats a held-out token, DIVERGED if it diverged, by name
-    rows: dict[str, dict]  # of study.json, by name
+    losses: dict[str, float]  # held-out nats per token, or DIVERGED, by run name
+    rows: dict[str, dict]  # rows of study.json, by run name
     measures: dict[str, dict]  # content of measures.json
 
 
-NOTHING = Earlier({}, {}, {}, {})
+NO_RESULTS = EarlierRuns({}, {}, {}, {})
 
 
-def read_earlier(results, description: dict) -> Earlier:
-    """The finished runs of the study `description` in a folder that `copy_results` has filled.
+def read_earlier(results, description: dict) -> EarlierRuns:
+    """Read the finished runs from a folder written by `copy_results`: they are not trained again.
 
-    They need not be trained again. NOTHING if `results` is None or holds no study. Raises
-    ValueError, one line, if that study is another one.
+    Returns NO_RESULTS if `results` is None or holds no study. Raises ValueError if that study has
+    another `description`.
     """
     if results is None or not (file := pathlib.Path(results) / STUDY_FILE).exists():
-        return NOTHING
+        return NO_RESULTS
     content = read_json(file, '')
     for name, value in json.loads(json.dumps(description)).items():
         if content.get(name) != value:
@@ -137,13 +137,13 @@ def read_earlier(results, description: dict) -> Earlier:
     losses = {name: loss for name, loss in losses.items() if loss is not None}
     losses |= dict.fromkeys(content['diverged'], DIVERGED)
     measures = directory_lib.read_json(file.with_name(MEASURES_FILE), 'remove it') or {}
-    return Earlier(content, losses, rows, measures)
+    return EarlierRuns(content, losses, rows, measures)
 
 
-def check_earlier(earlier: Earlier, run: Planned, hparams: Hparams, steps: int):
-    """Raises ValueError, one line, if earlier runs of a model and budget are not as planned.
+def check_earlier(earlier: EarlierRuns, run: PlannedRun, hparams: Hparams, steps: int):
+    """Raise ValueError if earlier runs of this model and budget differ from the plan.
 
-    Compared are their steps, FLOPs and source of data: other knobs are not on record.
+    Only steps, FLOPs and the data source are compared: study.json has no other knobs.
     """
     planned = run.variant, run.trained, run.budget
     rows = [
@@ -165,16 +165,16 @@ def check_earlier(earlier: Earlier, run: Planned, hparams: Hparams, steps: int):
 
 
 class Progress(NamedTuple):
-    """How far a study is."""
+    """Progress of a study."""
 
-    runs: list[Planned]  # all that the losses of the finished runs decide
-    losses: dict[str, float]  # of the finished ones, by name
-    missing: list[Planned]  # those of `runs` left to train, each once
-    complete: bool  # whether the losses decide all runs of the study
+    runs: list[PlannedRun]  # the runs that follow from the known losses
+    losses: dict[str, float]  # losses of the finished runs, by name
+    missing: list[PlannedRun]  # runs that are not finished, without duplicates
+    complete: bool  # whether `runs` holds all runs of the study
 
 
-def progress(directory, plan: Plan, earlier: Earlier = NOTHING) -> Progress:
-    """How far a study is, read from its directory, with the `earlier` runs that it lacks."""
+def progress(directory, plan: Plan, earlier: EarlierRuns = NO_RESULTS) -> Progress:
+    """Read the progress of a study from its directory; `earlier` runs count as finished."""
     losses, runs, complete = {}, [], False
     while True:
         known = {run.name: final_loss(directory, run.name) for run in runs}
@@ -187,18 +187,18 @@ def progress(directory, plan: Plan, earlier: Earlier = NOTHING) -> Progress:
         runs, complete = plan.runs(losses)
 
 
-def check_run(directory, run: Planned, hparams: Hparams):
-    """Raises ValueError, one line, if a finished run is not the one that is planned."""
+def check_run(directory, run: PlannedRun, hparams: Hparams):
+    """Raise ValueError if the config of a finished run differs from the planned one."""
     check_config(run_directory(directory, run.name), dataclasses.asdict(hparams), MAY_DIFFER)
 
 
 def collect(
-    directory, plan: Plan, description: dict, hparams_of, earlier: Earlier = NOTHING
+    directory, plan: Plan, description: dict, hparams_of, earlier: EarlierRuns = NO_RESULTS
 ) -> dict:
-    """The content of study.json (docs/isoflop.md): the description, then that of finished runs.
+    """Return the content of study.json: the description and the finished runs (docs/isoflop.md).
 
-    Nothing in it depends on when, where or in how many starts the runs were trained. Raises
-    ValueError, one line, if a run is not the one that is planned, or read another text.
+    It does not depend on when, where or in how many starts the runs were trained. Raises ValueError
+    if a run differs from the plan, or if runs read different texts.
     """
     runs, losses, to_train, complete = progress(directory, plan, earlier)
     missing = {run.name for run in to_train}
@@ -264,7 +264,7 @@ def _order(row):
 
 
 def _row(run, model):
-    """What a row of `runs` in study.json says before the run."""
+    """The fields of a row of `runs` in study.json that are known before the run."""
     row = {'run': run.name, 'variant': run.variant, 'size': run.trained}
     if run.trained != run.size:
         row['size_of_mod'] = run.size
@@ -275,9 +275,9 @@ def _row(run, model):
 
 
 def _of_summary(model, summary, curve):
-    """What it says after the run."""
+    """The fields of a row that come from the summary of the finished run."""
     names = ('parameters', 'active_parameters', 'flops_per_step', 'total_flops', 'epochs')
-    row = {name: summary.get(name) for name in names}  # summaries of older runs lack the second
+    row = {name: summary.get(name) for name in names}  # older runs have no active_parameters
     row['steps'], row['skipped_steps'] = summary['final_step'], summary['skipped_steps']
     row['flops_per_forward'] = summary['flops_per_step'] / 3
     for name in ('loss', 'loss_top_c', 'routing_gap', 'bits_per_byte'):
@@ -288,23 +288,24 @@ def _of_summary(model, summary, curve):
 
 
 def training_curve(rows: list[dict], points: int = CURVE_POINTS) -> list[list[float]]:
-    """[step, mean loss in nats since the last] at `points` places of the rows of metrics.jsonl."""
+    """Reduce metrics.jsonl to `points` pairs [step, mean loss since the previous pair], in nats."""
     known = [(row['step'], row['loss']) for row in rows if isinstance(row.get('loss'), int | float)]
     parts = np.array_split(np.array(known), min(points, len(known))) if known else []
     return [[int(part[-1, 0]), float(np.mean(part[:, 1]))] for part in parts]
 
 
 def measured_runs(study: dict) -> list[str]:
-    """Names of the runs to measure: all seeds at a variant's best size of the largest budget."""
+    """Return the runs to measure: all seeds of MEASURED at the best size of the largest budget."""
     rows = [row for row in study['runs'] if row['at_best_size'] and row['variant'] in MEASURED]
     largest = max((row['budget'] for row in rows), default=None)
     return list(dict.fromkeys(row['run'] for row in rows if row['budget'] == largest))
 
 
-def write_measures(directory, study: dict, earlier: Earlier = NOTHING):
-    """Writes measures.json, {name of a run: its measures}.
+def write_measures(directory, study: dict, earlier: EarlierRuns = NO_RESULTS):
+    """Write measures.json, {run name: measures}, and measure the runs that are not in it.
 
-    What it or `earlier` holds is kept; an earlier run that was not measured cannot be.
+    Measures in the file or in `earlier` are kept. An earlier run without a directory cannot be
+    measured.
     """
     file = pathlib.Path(directory) / MEASURES_FILE
     kept = directory_lib.read_json(file, 'remove it, and it is measured again') or {}
@@ -319,9 +320,9 @@ def write_measures(directory, study: dict, earlier: Earlier = NOTHING):
 
 
 def copy_results(directory, results, study: dict):
-    """Copies study.json, measures.json and the figures (.png) of a study to the folder `results`.
+    """Copy study.json, measures.json and the figures (.png) to the folder `results`.
 
-    Of a study with one size that is `seeds` alone.
+    A study of one size has only one useful figure, `seeds`.
     """
     directory, results = pathlib.Path(directory), pathlib.Path(results)
     figures = 'seeds.png' if len(study['sizes']) == 1 else '*.png'

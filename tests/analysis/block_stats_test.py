@@ -1,4 +1,4 @@
-"""The measures of small models whose selected tokens are known."""
+"""Measures of small models whose selected tokens are known."""
 
 import json
 
@@ -76,7 +76,7 @@ def test_measures_of_a_dense_model(tiny_config):
     assert min(mass['first_token']) > 0 and min(result['gradient_norms']) > 0
 
 
-def test_scores_of_routed_blocks_are_held_against_their_changes(tiny_config):
+def test_scores_of_routed_blocks_are_correlated_with_their_changes(tiny_config):
     """A dense block has no score."""
     knobs = {'model.routing.router': 'learned', 'model.routing.capacity': 0.5}
     hparams = small_hparams(tiny_config, {'model.vocab_size': 257, 'model.num_layers': 2}, knobs)
@@ -88,8 +88,8 @@ def test_scores_of_routed_blocks_are_held_against_their_changes(tiny_config):
 @pytest.mark.parametrize(
     'knobs', [pytest.param({}, marks=pytest.mark.slow), ALL_LOOPED], ids=['dense', 'looped']
 )
-def test_norms_along_depth_are_those_of_one_plain_gradient(knobs, tiny_config):
-    """Of all held-out rows at once, by the logits; the first block reads the embedded tokens."""
+def test_gradient_norms_equal_those_of_one_plain_gradient(knobs, tiny_config):
+    """The reference takes the gradient of the loss from the logits of all held-out rows at once."""
     hparams = small_hparams(tiny_config, {'model.vocab_size': 257, 'model.num_layers': 3}, knobs)
     variables = random_variables(hparams, np.zeros((1, T), np.int32))
     held_out = _held_out(7)
@@ -114,7 +114,7 @@ def test_norms_along_depth_are_those_of_one_plain_gradient(knobs, tiny_config):
 
 
 def test_one_batch_is_not_enough(tiny_config):
-    with pytest.raises(ValueError, match='num_batches=1: .* must be 2'):
+    with pytest.raises(ValueError, match='num_batches=1, .*: must be 2'):
         _measured(tiny_config, num_batches=1)
 
 
@@ -139,6 +139,6 @@ def test_a_diverged_model_is_refused(tiny_config):
     ],
 )
 def test_rank_correlation(a, b, expected):
-    """What does not vary has none: JSON has no NaN."""
+    """It is None for constant values, because JSON has no NaN."""
     found = rank_correlation(np.array(a), np.array(b))
     assert found is None if expected is None else found == pytest.approx(expected)

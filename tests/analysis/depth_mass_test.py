@@ -79,7 +79,7 @@ def check_uniform(variables, hparams, routing, selected_LBT, masked=False):
 
 @pytest.mark.parametrize('stream', ['value_residual', 'value_attention', 'hyper_connections'])
 def test_slots_that_attention_does_not_see_have_no_mass(tiny_config, stream):
-    """Regression: studies could not measure their runs of streams that change values."""
+    """Regression: studies could not measure streams that change values."""
     changes = {'model.depth.stream': stream, 'model.num_layers': 3}
     variables, hparams = make_model(tiny_config, **changes)
     mass = depth_mass(variables, hparams, BATCH, 'dense')
@@ -94,7 +94,7 @@ WINDOWS = {'model.depth.slots': 'block', 'model.windows': (0, 4), 'model.depth.s
     ('changes', 'last_slot'),
     [(MODA, '1f'), (MODA | WINDOWS, '1b'), ({'model.num_layers': 3}, None)],
 )
-def test_uniform_attention_is_shared_by_visible_keys_and_slots(tiny_config, changes, last_slot):
+def test_uniform_attention_is_split_over_visible_keys_and_slots(tiny_config, changes, last_slot):
     variables, hparams = make_model(tiny_config, **changes)
     selected_LBT = np.broadcast_to(SEGMENTS_BT > 0, (3, 2, T))
     check_uniform(variables, hparams, 'dense', selected_LBT)
@@ -102,8 +102,8 @@ def test_uniform_attention_is_shared_by_visible_keys_and_slots(tiny_config, chan
     assert layers == ('0', '1', '2') and (not slots or slots[-1] == last_slot)
 
 
-def test_room_for_more_slots_has_no_mass(tiny_config, monkeypatch):
-    """On a GPU a buffer may have more room than the written slots take."""
+def test_unused_slot_capacity_has_no_mass(tiny_config, monkeypatch):
+    """On a GPU, a buffer may have capacity for more slots than are written."""
     monkeypatch.setattr(stack_scan, 'slot_buffer_size', lambda slots: slots + 3)
     variables, hparams = make_model(tiny_config, **MODA, **{'model.depth.slot_window': 3})
     check_uniform(variables, hparams, 'dense', np.broadcast_to(SEGMENTS_BT > 0, (3, 2, T)))
@@ -119,7 +119,7 @@ def test_only_selected_tokens_count(tiny_config, skipped):
 
 
 def test_the_attention_stream_puts_all_mass_on_slots(tiny_config):
-    """Each of its reads, that for the final norm too, puts 1 on the slots written before it."""
+    """Each read, including that for the final norm, puts mass 1 on the slots written before."""
     changes = {'model.depth.stream': 'attention', 'model.num_layers': 2}
     variables, hparams = make_model(tiny_config, **changes)
     mass = depth_mass(variables, hparams, BATCH, 'dense')
@@ -138,7 +138,7 @@ def test_streams_without_attention_over_depth_are_refused(tiny_config):
 
 @pytest.mark.parametrize('stream', ['moda', 'attention'])
 def test_sowing_costs_nothing_in_training(tiny_config, monkeypatch, stream):
-    """What is sown are arrays that the kernel is called with: none is computed for the purpose."""
+    """Only arguments of the kernel are sown: nothing is computed for the measurement."""
     hparams = from_config(tiny_config(**{'model.depth.stream': stream}))
     model, sown, used = Transformer(hparams), [], []
 

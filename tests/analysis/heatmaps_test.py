@@ -28,7 +28,7 @@ def plot_routing(path, grid_LT, tokens=None, title='a title', **options):
     return matplotlib.image.imread(path / 'routing.png')
 
 
-def test_grid_of_decisions(tiny_config):
+def test_routing_grid_combines_top_c_and_selection(tiny_config):
     routing = {'model.routing.router': 'learned', 'model.routing.layers': '1,4'}
     hparams = from_config(tiny_config(**{'model.num_layers': 5} | routing))
     top_c_RT = np.array([[1, 0, 1, 0], [0, 1, 1, 0]]) > 0
@@ -100,7 +100,7 @@ def test_loads_are_relative_to_the_mean_of_all_choices():
     assert found.layers == (1, 3) and found.num_routed == 2
 
 
-def test_each_load_has_its_place(tmp_path):
+def test_each_load_is_drawn_in_its_cell(tmp_path):
     """Layers from the bottom up, experts from the left; colours end at 4 times the mean."""
     load_XZ = np.full((4, 30), 1 / 30)
     load_XZ[3, 2], load_XZ[0, 24] = 20 / 30, 0.1 / 30

@@ -1,4 +1,4 @@
-"""The importance of a block is what the model loses without it."""
+"""The importance of a block is the loss increase without it."""
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ TOKENS_BT = np.random.default_rng(0).integers(0, 32, (2, T)).astype(np.int32)
 
 
 def test_the_cost_of_a_block_is_the_loss_without_it(tiny_config):
-    """Without a block, the loss is that of the model of the other layers; one program for all."""
+    """The loss equals that of a model without the layer, and one program serves all layers."""
     hparams, smaller = (from_config(tiny_config(**SIZES | {'model.num_layers': n})) for n in (3, 2))
     variables = random_variables(hparams, TOKENS_BT)
     dataset, mesh, passes = make_dataset(hparams.data, 0), make_mesh('data=1'), []
@@ -74,7 +74,7 @@ CASES = {
 
 @pytest.mark.parametrize('name', CASES)
 def test_a_skipped_block_adds_nothing(tiny_config, name):
-    """Whatever the block is; a looped one in all its loops, and the other blocks still add."""
+    """For all kinds of blocks. A looped block is skipped in all loops; other blocks still add."""
     knobs, routing = CASES[name]
     hparams = small_hparams(tiny_config, SIZES, knobs)
     variables = random_variables(hparams, TOKENS_BT)

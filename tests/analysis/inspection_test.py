@@ -41,7 +41,7 @@ def inspected(routed):
     return inspection, tokens_N
 
 
-def test_each_window_is_the_models_own_pass(routed, inspected):
+def test_each_window_is_one_forward_pass_of_the_model(routed, inspected):
     """Decisions, entropies and losses are those of the Transformer on each window by itself.
 
     The short window at the end counts its top C by its own length.
@@ -87,7 +87,7 @@ def test_dense_model_without_routing(tiny_config):
     assert summed['entropy_correlation'] is None
 
 
-def test_totals_of_a_hand_made_inspection():
+def test_totals_of_a_constructed_inspection():
     """Four tokens, three layers, of which 0 and 2 are routed; every sum is counted by hand."""
     selected_RN = np.array([[1, 1, 0, 0], [0, 1, 0, 1]]) > 0
     top_c_RN = np.array([[1, 0, 1, 0], [0, 1, 0, 1]]) > 0

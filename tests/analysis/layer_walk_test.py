@@ -1,4 +1,4 @@
-"""What blocks read and add is what makes the model's stream and its logits."""
+"""Inputs and deltas of blocks add up to the model's stream and logits."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize('name', [pytest.param(n, marks=SLOW if n in RARE else ()) for n in CASES])
-def test_deltas_make_the_stream_and_the_logits(tiny_config, name):
+def test_deltas_add_up_to_the_stream_and_the_logits(tiny_config, name):
     """Each block's input plus gated delta is the next input, and after the last the final stream.
 
     Logits and records are the model's; skipping tokens have no delta. Of a routed sublayer it is
@@ -109,7 +109,7 @@ def test_entropies_of_known_distributions():
 
 
 def test_relative_change_is_a_ratio_of_norms():
-    """A delta of 3, 4 on an input of 0, 10 is a half of it, in bfloat16 too; no delta is 0."""
+    """A delta of (3, 4) on an input of (0, 10) is 0.5, also in bfloat16; no delta gives 0."""
     inputs_LBTD = np.array([[[[0, 10], [0, -10]]]], np.float32)
     deltas_LBTD = np.array([[[[3, 4], [0, 0]]]], np.float32)
     for dtype in (jnp.float32, jnp.bfloat16):

@@ -1,4 +1,4 @@
-"""The end of a run: true numbers, pictures, a sample, and three things to do next."""
+"""The report of a run: correct numbers, pictures, a sample, and three suggested next steps."""
 
 import dataclasses
 import io
@@ -139,7 +139,7 @@ def test_report_of_a_routed_run(printed):
     assert min(picture.shape[:2]) > 100 and picture.std() > 0.05
 
 
-def test_the_heatmap_is_of_the_row_with_most_to_read(tiny_config, tmp_path, monkeypatch):
+def test_the_heatmap_shows_the_row_with_the_least_whitespace(tiny_config, tmp_path, monkeypatch):
     """Regression: a text that begins with columns of spaces was drawn as spaces."""
     run = make_run(tiny_config, tmp_path / 'run', **{'report.heatmap_tokens': 8})
     tokens_BT = np.full((3, 32), ord('x'), np.int32)
@@ -153,7 +153,7 @@ def test_the_heatmap_is_of_the_row_with_most_to_read(tiny_config, tmp_path, monk
 
 
 @pytest.mark.parametrize('router', ['learned', 'none'])
-def test_three_next_steps_that_exist(printed, router):
+def test_the_suggested_next_steps_exist(printed, router):
     out, workdir = printed(router)
     items = ' '.join(next_steps(out))
     assert f'--config={workdir}/config.json --workdir={workdir}-' in items
@@ -195,7 +195,7 @@ def expert_knobs(**changes):
 
 
 def test_run_with_experts_shows_their_loads(printed):
-    """A line has the largest load and the shares. Token choice has one loss, and no gap."""
+    """One line has the largest load and the shares. Token choice has one loss and no gap."""
     out, workdir = printed('none', **expert_knobs(row_capacity=9))
     line = 'experts: largest load 2.00 of their mean (layer 00), no-op 0.42 (FLOPs are counted at '
     assert f'\n{line}0.25), dropped 0.06, 1 without a token\n' in out
@@ -212,11 +212,11 @@ def test_run_with_experts_shows_their_loads(printed):
 
 
 def test_run_of_experts_that_choose_has_a_gap(printed):
-    """They look ahead in training: both losses are printed, and the experts a token passes."""
+    """These experts look ahead in training: both losses and the experts per token are printed."""
     out, _ = printed('none', **expert_knobs(choice='expert', num_routed=4, num_noop=0))
     assert 'threshold (causal: the honest one)' in out and 'sees the future' in out
     assert 'routing gap +0.0040 nats: negligible' in out and 'A sample (threshold' in out
-    assert 'a token passes 2.00 of them, in training 2, 1 without a token\n' in out
+    assert '2.00 experts per token, 2 in training, 1 without a token\n' in out
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_run_of_experts_that_choose_has_a_gap(printed):
     ],
 )
 def test_the_suggested_run_differs_in_one_mechanism(tiny_config, changes, tmp_path):
-    """Its knobs are those of the run, overrides included, but for one, and are accepted."""
+    """It has all knobs of the run, including overrides, except for one, and is a valid config."""
     hparams = from_config(tiny_config(**changes))
     _, change = report._counterpart(hparams.model)
     knob, value = change.removeprefix('--config.').split('=')
@@ -245,7 +245,7 @@ def test_description_of_the_routing_gap():
     """0.01 nats or less is negligible, 0.05 or more invalidates a run."""
     gaps = (0.0099, -0.0099, 0.02, 0.05, -0.02, float('nan'))
     words = [report.describe_gap(gap).split()[0] for gap in gaps]
-    assert words == ['negligible', 'negligible', 'to', 'invalidates', 'the', 'no']
+    assert words == ['negligible', 'negligible', 'report', 'invalidates', 'the', 'undefined,']
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_sample_is_printed_as_text(printed, text, pieces):
 
 
 def test_prompt_and_sample_are_cut_to_the_context(tiny_config):
-    """Of 32 tokens: the separator and the knob, half of them at most; the sample has the rest."""
+    """Of 32 tokens, the separator and the prompt get at most half, and the sample gets the rest."""
 
     def tokens(prompt, sample_tokens):
         knobs = {'report.prompt': prompt, 'report.sample_tokens': sample_tokens}

@@ -1,4 +1,4 @@
-"""The page holds the data of its JSON, whatever the text, and shows no text as markup."""
+"""For any text, the page has the data of its JSON and shows no text as markup."""
 
 import html.parser
 import json
@@ -54,7 +54,7 @@ class Page(html.parser.HTMLParser):
 
 
 def make_data(tiny_config, content=HOSTILE, routing='predictor', depth=None, changes=None, **names):
-    """Of a text whose tokens are bytes, three layers, of which 1 and 2 are routed."""
+    """Page data of a text of byte tokens, with three layers of which 1 and 2 are routed."""
     model = {
         'model.num_layers': 3,
         'model.routing.router': 'learned',
@@ -85,7 +85,7 @@ def make_data(tiny_config, content=HOSTILE, routing='predictor', depth=None, cha
 
 
 def test_hostile_text_stays_data(tiny_config):
-    """There are two scripts whatever the text and names are; the first is exactly the data."""
+    """For any text and names there are two scripts, and the first is exactly the data."""
     data = make_data(tiny_config)
     text = render(data)
     page, plain = Page(text), Page(render(make_data(tiny_config, b'x', text='x', run='x')))
@@ -147,8 +147,8 @@ def test_numbers_of_the_json(tiny_config):
     json.dumps(data, allow_nan=False)
 
 
-def test_blocks_of_a_routed_loop_share_its_choice(tiny_config):
-    """They are named by it; a token passes as many loops as select it, whatever their blocks."""
+def test_blocks_of_a_routed_loop_share_its_router(tiny_config):
+    """Blocks are named after their loop; a token counts once per loop, for any number of blocks."""
     loops = {'model.looped_layers': 'middle:1:0', 'model.loops': 3, 'model.routing.layers': 'loops'}
     data = make_data(tiny_config, b'abc', changes=loops)
     layers, about = data['layers'], data['about']
@@ -218,8 +218,8 @@ onmessage = (event) => { document.querySelector('pre').textContent = event.data;
 
 @pytest.mark.skipif(shutil.which('chromium') is None, reason='chromium is missing')
 @pytest.mark.parametrize('width', [390, pytest.param(1000, marks=pytest.mark.slow), 1400])
-def test_details_are_next_to_the_token_that_is_pointed_at(width, tiny_config, tmp_path):
-    """Anywhere, by pointer, click and keys; below 1100 px they had been out of sight."""
+def test_details_are_shown_next_to_the_pointed_token(width, tiny_config, tmp_path):
+    """By pointer, click and keys at any position. Regression: out of sight below 1100 px."""
     page = render(make_data(tiny_config, b'to be, or not to be\n' * 200))
     (tmp_path / 'page.html').write_text(page.replace('</body>', f'{SCRIPT}</body>'))
     (tmp_path / 'window.html').write_text(WINDOW.replace('WIDTH', str(width)))

@@ -24,13 +24,13 @@ def _r2(y_BTE, counted_BT=ALL_BT):
 
 
 def test_planted_signal_is_recovered_and_noise_is_not():
-    """R^2 is 1 of what is linear in the stream, near 0 of noise, and a half of equal parts."""
+    """R^2 is 1 for linear functions of the stream, near 0 for noise, and 0.5 for equal parts."""
     assert _r2(PLANTED_BTE) == pytest.approx(1, abs=1e-3)
     assert _r2(NOISE_BTE) == pytest.approx(0, abs=0.05)
     assert _r2(MIXED_BTE) == pytest.approx(0.5, abs=0.05)
 
 
-def test_tokens_that_do_not_count_do_not_count():
+def test_tokens_outside_the_mask_do_not_count():
     counted_BT = RNG.random((B, T)) < 0.3
     broken_BTE = np.where(counted_BT[..., None], PLANTED_BTE, 1e4 * NOISE_BTE)
     assert _r2(broken_BTE, counted_BT) == pytest.approx(1, abs=1e-3)
@@ -38,7 +38,7 @@ def test_tokens_that_do_not_count_do_not_count():
 
 
 def test_scales_and_unused_inputs_do_not_matter():
-    """An input in other units, a constant one and one that is there twice leave R^2 as it is."""
+    """R^2 does not change with the units of an input, a constant input, or a duplicate input."""
     copies = [STREAM_BTD * np.geomspace(1e-3, 1e3, D).astype(np.float32)]
     copies.append(np.concatenate([STREAM_BTD, STREAM_BTD[..., :1], 0 * STREAM_BTD[..., :1]], -1))
     for stream_BTD in copies:
@@ -46,7 +46,7 @@ def test_scales_and_unused_inputs_do_not_matter():
         assert probe_r2(*parts) == pytest.approx(_r2(MIXED_BTE), abs=1e-3)
 
 
-def test_another_mean_is_an_error():
+def test_a_shifted_mean_lowers_r2():
     fitted, scored = (moments(STREAM_BTD, NOISE_BTE + shift, ALL_BT) for shift in (0, 2))
     assert probe_r2(fitted, fitted) - probe_r2(fitted, scored) == pytest.approx(4, rel=0.05)
 
@@ -65,7 +65,7 @@ def test_moments_add_up():
             np.testing.assert_allclose(mine, other, rtol=0, atol=1e-5 * np.abs(other).max())
 
 
-def test_nothing_to_explain_has_no_r2():
+def test_r2_is_undefined_without_variance():
     some, none = moments(STREAM_BTD, PLANTED_BTE, ALL_BT), ~ALL_BT
     assert probe_r2(some, moments(STREAM_BTD, PLANTED_BTE, none)) is None
     assert probe_r2(moments(STREAM_BTD, PLANTED_BTE, none), some) is None

@@ -58,7 +58,7 @@ def named(text, language='python'):
     return [(CLASSES[classes[a]], text[a:b]) for a, b in zip(starts, ends, strict=True) if a < b]
 
 
-def test_code_is_cut_as_python_cuts_it():
+def test_code_is_cut_into_known_pieces():
     found = named(CODE)
     assert set(PIECES) <= set(found)
     assert {name for name, _ in found} == {name for name, _ in PIECES} | {'whitespace'}
@@ -79,12 +79,12 @@ def test_broken_code_keeps_its_classes(broken):
         (b'(\n?', ('other', b'?')),
     ],
 )
-def test_text_that_ends_anywhere(text, last):
+def test_code_may_end_anywhere(text, last):
     """An unclosed string ends with its line, a triple-quoted one with the text."""
     assert named(text)[-1] == last
 
 
-def test_prose():
+def test_classes_of_prose():
     names = ['word', 'punctuation', 'whitespace', 'number', 'whitespace', 'word', 'other']
     texts = [text.encode() for text in ("Don't", ':', ' ', '3,50', ' ', 'café', '\x1b')]
     assert named(b''.join(texts), 'prose') == list(zip(names, texts, strict=True))
@@ -100,7 +100,7 @@ def test_prose():
     ],
 )
 def test_articles_and_prepositions_are_those_of_english_text(text, found):
-    """Not parts of names, nor Python's own words, nor what is in a string."""
+    """Parts of names, Python keywords and strings are not articles or prepositions."""
     assert [word for name, word in named(text) if name in ('article', 'preposition')] == found
 
 
@@ -110,7 +110,7 @@ def test_any_bytes_have_classes(language):
         named(text, language)
 
 
-def test_tokens_take_the_class_of_their_first_solid_byte():
+def test_tokens_take_the_class_of_their_first_non_whitespace_byte():
     pieces = [b'', b'if', b' ab', b'  \n', b' # c']
     classes = [CLASSES[number] for number in token_classes(pieces, 'python')]
     assert classes == ['start of text', 'keyword', 'identifier', 'whitespace', 'comment']
@@ -130,7 +130,7 @@ def _held_out(texts, length, source='python_environment'):
 
 
 def _check(dataset, length, num_rows):
-    """What is inside a string or a docstring has that class; separators are starts of text."""
+    """Tokens inside a string or docstring have its class; separators are starts of text."""
     batches = [dataset.held_out_batch(i) for i in range(dataset.num_held_out_batches)]
     rows = np.concatenate([batch['tokens_BT'] for batch in batches])
     rows = rows[np.concatenate([batch['segment_ids_BT'] for batch in batches])[:, 0] > 0]
@@ -148,7 +148,7 @@ def _check(dataset, length, num_rows):
 
 
 def test_classes_are_those_of_the_documents():
-    """Whatever the windows' length."""
+    """For any window length."""
     for length in (3, 7, 20):
         _check(_held_out(TEXTS, length), length, 57 // length)
 
@@ -177,5 +177,5 @@ def test_classes_are_found_in_prepared_text(tmp_path):
         ('a.txt', [b''], 'prose'),
     ],
 )
-def test_the_languages_of_sources(source, texts, language):
+def test_language_of_each_data_source(source, texts, language):
     assert language_of(Corpus(source, [], texts, '', '')) == language

@@ -42,7 +42,7 @@ def absent(q, k, v, **_):
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
-    """One rival is right and timed, one is wrong, one cannot run."""
+    """One rival is correct and timed, one is wrong, one fails."""
     for name, function in {'cudnn': attend, 'flash_attention_2': wrong, 'third': absent}.items():
         monkeypatch.setitem(RIVALS, name, function)
     result = attention.bench_case(CASE, RIVALS, 0.0)
@@ -59,7 +59,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 
 
 def test_every_form_of_ours_is_right_and_timed():
-    """xla: with and without slots, and slots alone."""
+    """xla: without slots, with slots, and only slots."""
     result = attention.bench_case(CASE, ['xla'], 0.0)
     assert not [row for row in result['rows'] if 'failed' in row]
     assert len(result['rows']) == len(attention_forms.forms('xla', CASE)) == 6
@@ -67,8 +67,8 @@ def test_every_form_of_ours_is_right_and_timed():
         assert row['seconds'] > 0 and (row['over'] == ALONE or row['flops_per_second'] > 0)
 
 
-def test_documents_and_slots_that_are_not_written(monkeypatch):
-    """A rival is checked as if a row were one text; ours is given documents and the first slots."""
+def test_documents_and_unwritten_slots_are_checked(monkeypatch):
+    """A rival is checked with rows as one text; ours gets documents and only the first slots."""
     monkeypatch.setitem(RIVALS, 'cudnn', attend)
     case = CASE._replace(documents=3, written=2)
     rows = attention.bench_case(case, ['cudnn', 'xla'], 0.0, brief=True)['rows']
@@ -87,7 +87,7 @@ def test_documents_and_slots_that_are_not_written(monkeypatch):
 
 
 def test_gradients_of_hidden_tokens_are_wrong():
-    """A gradient where there must be none is found, though every checked number is right."""
+    """A nonzero gradient outside the checked queries is found, even if all checked ones agree."""
     inputs, chosen = make_inputs(CASE), np.array([0, 5, 23], np.int32)
     right = compute_expected(inputs, chosen, PLAIN)
     o, dq = (
@@ -102,7 +102,7 @@ def test_gradients_of_hidden_tokens_are_wrong():
         assert why in str(find_wrong((o, found), right, chosen))
 
 
-def test_work_and_bytes_are_those_counted_by_hand():
+def test_flops_and_bytes_equal_those_counted_by_hand():
     """N=64, K=8, H=64, L=64 at T = 4096."""
     case = Case(4096)
     assert flops(case, 0, False) == 4 * 64 * 64 * 4096**2 / 2
@@ -115,7 +115,7 @@ def test_work_and_bytes_are_those_counted_by_hand():
 
 @pytest.mark.parametrize('length', [1, 96, 97, 65536])
 def test_checked_queries_span_the_sequence(length):
-    """First, second and last are among them, each once, and few of a long one."""
+    """They include the first, second and last position, without duplicates, and are few."""
     chosen = checked_queries(length)
     assert {0, min(1, length - 1), length - 1} <= set(chosen.tolist())
     assert (np.diff(chosen) > 0).all() and len(chosen) <= 96

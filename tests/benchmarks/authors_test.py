@@ -6,14 +6,14 @@ from moddepth_jax.benchmarks import authors
 from moddepth_jax.benchmarks.attention_forms import BOTH, PLAIN
 
 
-def test_the_published_times_give_the_published_shares():
+def test_published_times_give_the_published_ratios():
     """Extra time, in percent of MoDA's, as the authors print it next to their times."""
     extra = [25.86, 18.99, 8.59, 4.38, 2.73, 27.07, 15.76, 4.57, 2.84, 15.57, 30.52]
     for (flash, moda), percent in zip(authors.PUBLISHED.values(), extra, strict=True):
         assert 100 * (1 - flash / moda) == pytest.approx(percent, abs=0.01)
 
 
-def test_ours_stand_next_to_theirs(monkeypatch):
+def test_our_times_are_shown_next_to_theirs(monkeypatch):
     """A form that failed, or a shape without room, leaves a dash."""
 
     def bench_case(case, names, seconds, brief):
@@ -32,9 +32,9 @@ def test_ours_stand_next_to_theirs(monkeypatch):
     assert all(len(cells) == len(table.heads) - 1 for cells in table.lines.values())
 
 
-def test_elsewhere_it_is_refused():
+def test_authors_benchmark_needs_a_gpu():
     """In one line."""
-    with pytest.raises(ValueError, match='authors: needs a GPU, and JAX has a cpu here'):
+    with pytest.raises(ValueError, match='authors: needs a GPU, but JAX has a cpu'):
         list(authors.authors())
-    with pytest.raises(ValueError, match='implementations=cudnn: must be one of'):
+    with pytest.raises(ValueError, match="implementations='cudnn': must be one of"):
         list(authors.authors(implementations=['cudnn']))

@@ -1,6 +1,7 @@
-"""The decoding benchmark times real steps on caches such as decoding has."""
+"""The decoding benchmark times real steps on realistic caches."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from moddepth_jax.benchmarks import decoding
 from moddepth_jax.benchmarks.models import LOOPS, make_model
 from moddepth_jax.hparams import from_config
+from moddepth_jax.model.decoding import prefill
 
 
 @pytest.fixture(scope='module')
@@ -26,7 +28,8 @@ def test_filled_caches_have_the_shape_of_real_ones(which, models):
     unrolled = jax.eval_shape(lambda: decoding.random_weights(hparams))
     cache = decoding.filled_cache(hparams, unrolled, 3, 40)
     tokens_BT = np.zeros((3, 40), np.int32)
-    _, real = jax.eval_shape(lambda of: decoding._prefill(hparams, of, tokens_BT), unrolled)
+    fill = functools.partial(prefill, **decoding.cache_sizes(hparams))
+    _, real = jax.eval_shape(fill, unrolled, tokens_BT, np.ones_like(tokens_BT))
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (cache, real))
     assert shapes[0] == shapes[1]
     assert cache.lengths_B.tolist() == [40] * 3
@@ -36,8 +39,8 @@ def test_filled_caches_have_the_shape_of_real_ones(which, models):
         assert layer.positions_BS.shape[1] == 24 and layer.lengths_B.tolist() == [10] * 3
 
 
-def test_caches_of_loops_have_the_bytes_of_the_formula():
-    """2 B S K H a block that runs, S the context, or of routed loops what their share may take."""
+def test_cache_bytes_of_loops_follow_the_formula():
+    """2 B S K H per block that runs, where S is the context, or the capacity of a routed loop."""
     batch, context = 2, 96
     dense, looped, mor = (
         make_model(name, '2x64', context, 1, dtype='float32', num_kv_heads=2)
@@ -61,7 +64,7 @@ def test_caches_of_loops_have_the_bytes_of_the_formula():
 
 
 def test_loops_are_compared_at_equal_parameters_and_at_equal_depth():
-    """The dense model has the blocks that have parameters, or as many as run."""
+    """The dense model has as many blocks as have parameters, or as many as run."""
     for against, layers in {'parameters': 2, 'depth': 2 * LOOPS}.items():
         dense, other = decoding._pair('mor', against, '2x64', 32, 1)
         assert dense.model.num_layers == layers and not dense.model.looped
@@ -70,7 +73,7 @@ def test_loops_are_compared_at_equal_parameters_and_at_equal_depth():
 
 
 def test_exits_are_compared_with_the_looped_model():
-    """At their two ends; all else is equal."""
+    """With no token leaving and with all leaving; everything else is equal."""
     for against in decoding.AGAINST['exits']:
         looped, exits = decoding._pair('exits', against, '2x64', 32, 1)
         assert exits.model.loop_exit_threshold == decoding.EXIT_THRESHOLDS[against]
@@ -79,7 +82,7 @@ def test_exits_are_compared_with_the_looped_model():
 
 
 def test_routed_loops_are_filled_with_their_shares():
-    """Loops 2 and 3 hold two thirds and one third of the tokens before, at their positions."""
+    """Loops 2 and 3 hold two thirds and one third of the previous tokens, with positions."""
     mor = make_model('mor', '2x64', 96, 1, num_kv_heads=1)
     cache = decoding.filled_cache(mor, jax.eval_shape(lambda: decoding.random_weights(mor)), 2, 60)
     lengths = [None if one.lengths_B is None else int(one.lengths_B[0]) for one in cache.layers]
@@ -88,7 +91,7 @@ def test_routed_loops_are_filled_with_their_shares():
 
 @pytest.mark.slow
 def test_loops_that_read_the_first_keys_have_no_cache():
-    """A cache of all tokens for each block that has parameters; what they select is not counted."""
+    """There is one cache of all tokens per block with parameters, without selected fractions."""
     dense, first = (make_model(name, '1x64', 32, 1) for name in ('dense', 'mor_first'))
     result = decoding.bench_decoding(dense, first, [3], 8, 2)
     (row,) = result['rows']

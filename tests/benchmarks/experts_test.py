@@ -13,7 +13,7 @@ from moddepth_jax.model.moe.grouped_matmul import IMPLEMENTATIONS, block_rows, n
 TOY = Shape(tokens=16, d_model=8, d_ff=12, num_experts=8, top_k=2)
 
 
-def test_what_is_timed_computes_the_same():
+def test_timed_forms_compute_the_same():
     """Value and every gradient of each form agree, so that their times can be compared."""
     expert_Nk, operands = experts._operands(TOY, 'float32')
     dy_ND = jnp.cos(jnp.arange(16 * 8.0)).reshape(16, 8)
@@ -25,8 +25,8 @@ def test_what_is_timed_computes_the_same():
             np.testing.assert_allclose(array, arrays[0], rtol=1e-5, atol=1e-5)
 
 
-def test_flops_are_those_of_the_forms():
-    """Three products a pair, twice as many backward; blocks and the dense loop as they are."""
+def test_counted_flops_match_the_forms():
+    """Three products per pair, twice as many backward; blocks and the dense loop compute more."""
     result = experts.bench_experts([TOY], repeats=2)
     json.dumps(result)
     rows = {row['form']: row for row in result['rows']}

@@ -1,4 +1,4 @@
-"""The model of time: its ideal is what the targets say, and the documented table is its result."""
+"""The time model: its ideal agrees with the targets, and the docs have its tables."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_the_ideal_is_the_target():
 
 
 def test_no_form_moves_fewer_bytes_than_the_ideal():
-    """The kernels read all that is visible, and move 5% more at most, the sequence's dq aside."""
+    """The kernels read all visible slots and move at most 5% more, except for the sequence's dq."""
     for held, written in on_paper.SLOTS_HELD:
         for few in (8, 32, 64):
             case = Case(4096, kv_heads=few, slots=held, written=written)
@@ -29,7 +29,7 @@ def test_no_form_moves_fewer_bytes_than_the_ideal():
             assert written or counts.backward - dq < 1.05 * backward
 
 
-def test_the_page_has_the_tables():
+def test_docs_have_the_printed_tables():
     """docs/depth_attention.md shows the rows that the command prints."""
     ((_, tables),) = on_paper.paper()
     page = read('docs/depth_attention.md')

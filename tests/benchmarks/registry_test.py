@@ -24,7 +24,7 @@ def bench(folder, *arguments):
 
 
 def test_help_lists_the_flags_of_each_benchmark_with_their_texts():
-    """By benchmark, each with a text of its own; with a name, of that benchmark alone."""
+    """Flags are grouped by benchmark and have a text; a name shows only that benchmark."""
     lines = [['bench', '--help'], *(['bench', name, '--help'] for name in MODULES)]
     everything, *alone = run_commands(lines, ROOT, MODULES.values())
     for (name, benchmark), help_ in zip(benchmarks().items(), alone, strict=True):
@@ -84,8 +84,8 @@ def test_depth_compares_flops_first(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_looped_model_takes_the_memory_of_its_activations_and_one_program(tmp_path):
-    """Whatever the number of loops; routed loops have a scan for each size."""
+def test_a_looped_model_needs_only_the_memory_of_its_activations_and_one_program(tmp_path):
+    """For any number of loops; routed loops have one scan per size."""
     small = ['--size=1x64', '--length=48', '--rows=2', '--repeats=1', '--counts=2,3,4']
     (result,), out, errors = bench(tmp_path, 'loops', *small, '--variants=looped,mor')
     assert not errors and 'beyond saved activations' in out
@@ -101,7 +101,7 @@ def test_a_looped_model_takes_the_memory_of_its_activations_and_one_program(tmp_
 
 @pytest.mark.slow
 def test_step(tmp_path):
-    """All are compared with the dense one; `mode` stands for both of its forms."""
+    """All models are compared with the dense one; `mode` stands for both forms of MoDE."""
     flags = ['--size=2x64', '--lengths=32', '--tokens=64', '--repeats=1', '--dtype=bfloat16']
     (result,), *_ = bench(tmp_path, 'step', *flags, '--variants=dense,mod,both,moe,mode,mhc')
     rows = {row['model']: row for row in result['rows']}
@@ -112,7 +112,7 @@ def test_step(tmp_path):
 
 @pytest.mark.slow
 def test_both_ways_of_scoring_agree(tmp_path):
-    """Up to rounding, with a column for each model and length of options."""
+    """They agree up to rounding; the table has a column for each model and option length."""
     (result,), out, _ = bench(tmp_path, 'scoring', '--size=2x64', '--repeats=1')
     assert [row['model'] for row in result['rows']] == ['dense', 'dense', 'mod', 'mod']
     for row in result['rows']:
@@ -122,7 +122,7 @@ def test_both_ways_of_scoring_agree(tmp_path):
 
 @pytest.mark.slow
 def test_prompts_in_chunks(tmp_path):
-    """A chunk needs less memory than the whole prompt, of both models."""
+    """For both models, a chunk needs less memory than the complete prompt."""
     flags = ['--size=2x64', '--length=96', '--chunk=16', '--repeats=1']
     (result,), out, _ = bench(tmp_path, 'prompts', *flags)
     assert [row['model'] for row in result['rows']] == ['dense', 'mod']
@@ -132,7 +132,7 @@ def test_prompts_in_chunks(tmp_path):
 
 @pytest.mark.slow
 def test_attention_of_given_sizes(tmp_path):
-    """What cannot run here has a line on stderr, and the exit status is 0."""
+    """Implementations that cannot run here have a line on stderr, and the exit status is 0."""
     flags = ['--lengths=16', '--heads=2', '--kv_heads=1', '--widths=8', '--slots=2', '--seconds=1']
     first, case = bench(tmp_path, 'attention', '--implementations=cudnn,xla', *flags)[0]
     assert first['ceilings']['copy_bytes_per_second'] > 0

@@ -72,7 +72,7 @@ def rows():
 
 
 def test_page_has_every_number(rows):
-    """Tables of what was measured, a line for everything else, versions and commits."""
+    """Tables of measurements, a line for every other case, versions and commits."""
     page = report.page(rows, 'h200')
     for words in (
         'NVIDIA H200; jax 0.11.2; cuda 13000; commit aaaaaaaaaaaa (2026-11-22 to 2026-11-22)',
@@ -83,14 +83,14 @@ def test_page_has_every_number(rows):
         '| pallas | 0 | 1 | 0 | - | - |',
         '| mosaic_gpu, decoding | 1 | 0 | 0 | 0.25 | - |',
         '| mosaic_gpu, one_row | 0.012 | 3210 | 2.35 |',
-        '**attention, T=4096 N=64 K=8 H=64 L=64 B=1 bfloat16; x: over cudnn, no slots**',
+        '**attention, T=4096 N=64 K=8 H=64 L=64 B=1 bfloat16; x: relative to cudnn without slots**',
         'bfloat16 16 documents; x:',
         '| T=65536, forward + backward, over cuDNN | 1.03 | 1.020 | mosaic_gpu_fused |',
         '| T=4096, depth forward, of copy bandwidth | 0.90 | 0.698 | mosaic_gpu |',
         'out of device memory',
         '**train step, 700m, 4 rows of 4096, bfloat16**',
         '| MFU | 17.7% | 16.2% |',
-        '| realised saving (time ratio / FLOP ratio) | 1.000 | 0.914 |',
+        '| realised saving (FLOP ratio / time ratio) | 1.000 | 0.914 |',
         '- 700m/mod: depth_attention on gpu: mod',
         'training run',
     ):
@@ -115,7 +115,7 @@ def test_files(rows, tmp_path):
 
 
 def test_claims_have_verdicts_on_both_sides(rows):
-    """Slower kernels and steps do not hold; toys and missing data judge nothing."""
+    """Claims fail for slower kernels and steps; toys and missing data give no verdict."""
     slow = rows | {'step/700m/mod': step('mod', 0.3, 4e13)}
     slow['time/flash_attention_2/64k'] = timed('flash_attention_2', 0.9, 65536, slots=0)
     verdicts = {row['id']: (row['ours'], row['verdict']) for row in report.judge_claims(slow)}

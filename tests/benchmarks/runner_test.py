@@ -1,4 +1,4 @@
-"""launch.gpu: a case that ends badly costs only itself, and a run that is cut continues."""
+"""launch.gpu: a bad case does not affect others, and an interrupted run continues."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from moddepth_jax.benchmarks import gpu_cases, machine, runner, visit, worker
+from moddepth_jax.benchmarks import gpu_cases, runner, visit, worker
 from moddepth_jax.benchmarks.results import FINAL, Results
 from tests.benchmarks import fake_cases
 from tests.benchmarks.fake_cases import case
@@ -33,7 +33,7 @@ class Bench:
     def run(self, cases, seconds=1e9):
         end = time.monotonic() + seconds
         left = lambda: end - time.monotonic()  # noqa: E731
-        run = runner.Run(self.results, self.start, STAMP, left, self.lines.append)
+        run = runner.CaseRunner(self.results, self.start, STAMP, left, self.lines.append)
         return run.run(cases)
 
     def rows(self):
@@ -45,7 +45,7 @@ def bench(tmp_path):
     return Bench(tmp_path)
 
 
-def test_a_bad_case_costs_itself(bench):
+def test_a_bad_case_does_not_affect_others(bench):
     """A crash, a hang, a wrong result, an error and an unsupported case: one line each.
 
     A case whose package is missing runs again with the wheels in place.
@@ -69,7 +69,7 @@ def test_a_bad_case_costs_itself(bench):
 
 
 def test_a_wrong_kernel_is_not_timed(bench):
-    """The times of that kernel are skipped by name, those of others are not."""
+    """The timings of a wrong kernel are skipped, and those of other kernels are not."""
     cases = [case('wrong0'), case('fine0', needs=('wrong',)), case('fine1', needs=('other/',))]
     bench.run(cases)
     rows = {row['case']: row for row in bench.rows()}
@@ -78,13 +78,13 @@ def test_a_wrong_kernel_is_not_timed(bench):
 
 
 def test_a_group_that_hangs_twice_is_skipped(bench):
-    """Only two limits are spent, not one for each of its cases."""
+    """Only two cases run into the time limit, not all cases of the group."""
     bench.run([case(f'hang{n}', limit=0.5) for n in range(4)])
     assert [row['status'] for row in bench.rows()] == ['hung', 'hung', 'skipped', 'skipped']
 
 
 def test_a_deadline_cuts_and_the_next_run_continues(bench, monkeypatch):
-    """Cases that need longer do not start; the running one is cut; none has two results."""
+    """Cases that need longer do not start, the running case is cut, and none has two results."""
     cases = [case('fine0'), case('slow0'), case('fine1', expected=900), case('fine2')]
     monkeypatch.setattr(runner, 'START_SECONDS', 0.0)
     later = bench.run(cases, seconds=1.2)
@@ -129,7 +129,7 @@ def test_results_of_another_commit_are_kept(tmp_path):
     ],
 )
 def test_a_lost_device_ends_the_run(target, words, starts, tmp_path):
-    """No case gets a row: one more start is tried, and a CPU must not stand in for the GPU."""
+    """No case gets a row: one more start is tried, and the CPU does not replace the GPU."""
     bench = Bench(tmp_path, target, ())
     with pytest.raises(runner.LostError, match=words):
         bench.run([case('fine0')])
@@ -137,8 +137,8 @@ def test_a_lost_device_ends_the_run(target, words, starts, tmp_path):
 
 
 @pytest.mark.parametrize('toy', [False, True])
-def test_the_list_is_complete(toy):
-    """Names are unique, functions exist, times need what is checked, and it fits its visits."""
+def test_the_list_of_cases_is_complete(toy):
+    """Names are unique, functions exist, timings need checks, and cases fit into a visit."""
     cases = gpu_cases.cases(toy)
     names = [c.name for c in cases]
     assert len(set(names)) == len(names) and names[0] == 'machine/ceilings'
@@ -166,11 +166,11 @@ def gpu(*arguments, **env):
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
 
 
-def test_without_a_gpu_there_is_one_line(tmp_path, monkeypatch, capsys):
-    """Exit status 1, and nothing is made."""
+def test_without_a_gpu_the_error_is_one_line(tmp_path, monkeypatch, capsys):
+    """The exit status is 1, and nothing is written."""
     monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
     monkeypatch.setattr(visit, '_set_environment', lambda toy: None)
-    monkeypatch.setattr(machine, 'probe', lambda: ({'platform': 'cpu'}, ''))
+    monkeypatch.setattr(visit, 'probe', lambda: ({'platform': 'cpu'}, ''))
     assert visit.visit([], lambda: 1e9, out=tmp_path / 'out') == 1
     assert capsys.readouterr().err == (
         'error: no GPU: JAX_PLATFORMS=cpu is set; unset it, or set it to cuda,cpu\n'
@@ -183,7 +183,7 @@ def test_without_a_gpu_there_is_one_line(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_whole_list_at_toy_size(tmp_path):
-    """Every case is right, except what a CPU cannot do; the same command again runs nothing."""
+    """Every case that a CPU supports is ok; the same command again runs nothing."""
     done = gpu('--toy', f'--out={tmp_path}')
     results = Results(tmp_path / 'results.jsonl')
     assert done.returncode == 0, done.stdout

@@ -1,4 +1,4 @@
-"""Models are compared with the first one of the same rounds; one that fails stops no other."""
+"""Models are compared with the first model in the same rounds; a failure does not stop others."""
 
 import json
 
@@ -48,7 +48,7 @@ def fake_steps(monkeypatch):
     return seconds
 
 
-def test_saving_is_time_ratio_over_flop_ratio(models, fake_steps):
+def test_saving_is_flop_ratio_over_time_ratio(models, fake_steps):
     """MoD at half of the dense time; a model that runs out of memory has one line."""
     fake_steps |= {models['dense']: 2.0, models['mod']: 1.0, models['moda']: None}
     result = compare_steps(models, repeats=3)

@@ -82,7 +82,7 @@ def test_bytes_are_those_of_a_ring(line, sent_bytes):
     assert found.axes == (('data',) if kind == 'collective-permute' else ('fsdp', 'tensor'))
 
 
-def test_what_is_no_collective_and_what_is_unknown():
+def test_other_instructions_are_ignored_and_unknown_collectives_refused():
     """Groups of one device send nothing; an error names the kind or form that would be missed."""
     alone = '%a = f32[4,8] all-reduce(%p), replica_groups=[8,1]<=[8], to_apply=%add'
     to_itself = '%b = f32[4,8] collective-permute(%p), source_target_pairs={{0,0},{1,1}}'
@@ -119,7 +119,7 @@ WIDENING = """
     ],
 )
 def test_widened_numbers_count_as_16_bits(operand, width):
-    """An array that was bfloat16 just before a float32 collective counts as such."""
+    """An array that was converted from bfloat16 just before a float32 collective counts 16 bits."""
     found = only(
         f'%x = {operand}',
         f'%c = (f32[4,8], f32[4,8]) all-reduce(%x, %p), {BY_FOUR}, to_apply=%add',
@@ -155,7 +155,7 @@ READ = '%v = f32[4,8] negate(%a)'
     ],
 )
 def test_sums_that_are_only_sliced_are_found(lines, sliced):
-    """Also through a fusion, and for one array of several; not if something else reads it."""
+    """Through a fusion, and for one of several arrays, but not if something else reads the sum."""
     plain = only(f'%a = f32[4,8] all-reduce(%p), {BY_FOUR}, to_apply=%add', *lines, extra=SLICING)
     assert plain.sliced_bytes == (192 if sliced else 0)
     both = only(
@@ -210,7 +210,7 @@ print(json.dumps(found))
 """
 
 
-def test_programs_whose_collectives_are_known():
+def test_collectives_of_known_programs():
     """shard_map determines what is communicated: in nested scans, unknown loops, and branches.
 
     The arrays have 8 rows of 8 on a device, 256 bytes.

@@ -1,11 +1,11 @@
-"""A dry run says what the step takes: by hand on one device, and the vendor's times by hand."""
+"""A dry run reports the cost of a step, checked by hand for one device and for estimates."""
 
 import jax
 import pytest
 
 from moddepth_jax.compiled.collectives import Collective
 from moddepth_jax.compiled.dry_run import Hardware, bandwidth, dry_run, estimate, warnings_of
-from moddepth_jax.compiled.program import Run
+from moddepth_jax.compiled.program import Occurrence
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training.mesh import make_mesh
@@ -22,7 +22,7 @@ def alone(tiny_config):
 
 
 def test_one_device_holds_everything_and_sends_nothing(alone):
-    """Its bytes are those of the arrays, which the step returns in their own place."""
+    """Its bytes are those of the arrays, and outputs reuse the memory of arguments."""
     hparams, found = alone
     state = jax.eval_shape(lambda: init_state(hparams, 4))
     held = {
@@ -41,7 +41,7 @@ def test_one_device_holds_everything_and_sends_nothing(alone):
 
 
 def test_products_of_the_program_are_those_of_the_trace(alone):
-    """Recomputation is in both, and in neither anything else; the counted FLOPs are fewer."""
+    """Both include recomputation and nothing else; the counted FLOPs are fewer."""
     hparams, found = alone
     assert found['flops']['counted'] == train_step_flops(hparams) < found['flops']['executed']
     assert found['split'] == pytest.approx(1, abs=0.05)
@@ -60,15 +60,15 @@ def test_products_of_the_program_are_those_of_the_trace(alone):
     ],
 )
 def test_the_slowest_link_of_a_ring_counts(group, rate):
-    """Within a node its links; across nodes as many of them to the network as devices there."""
+    """Within a node, its links; across nodes, as many network links as devices in the node."""
     assert bandwidth(group, MADE_UP) == rate
 
 
 def test_an_estimate_is_a_division():
-    """FLOPs and bytes over the vendor's numbers, by axes; half of what could be scattered."""
-    near = Run(Collective('all-gather', ('fsdp',), (0, 1), sent_bytes=500.0), times=4)
-    far = Run(Collective('all-reduce', ('data',), (0, 4), sent_bytes=300.0, sliced_bytes=200.0))
-    found = estimate(2e6, [near, far, near], MADE_UP)
+    """FLOPs and bytes are divided by the vendor's numbers; reduce-scatters save half."""
+    near = Occurrence(Collective('all-gather', ('fsdp',), (0, 1), sent_bytes=500.0), times=4)
+    far = Collective('all-reduce', ('data',), (0, 4), sent_bytes=300.0, sliced_bytes=200.0)
+    found = estimate(2e6, [near, Occurrence(far), near], MADE_UP)
     assert found == {
         'compute': 2.0,
         'collectives': {'fsdp': 4.0, 'data': 3.0},
@@ -78,7 +78,7 @@ def test_an_estimate_is_a_division():
 
 
 def test_warnings_of_the_compiler_are_kept():
-    """Each once, without time and place; alarms about slow compilation are left out."""
+    """Each once, without time and source location; alarms about slow compilation are left out."""
     line = 'W1122 04:15:00.123456   77 spmd_partitioner.cc:652] [spmd] Involuntary full remat [1]'
     slow = 'E1122 04:15:00.1 7 slow_operation_alarm.cc:73] The operation took 3m'
     log = f'I1122 04:15:00.1 7 a.cc:1] starts\n{line}\n{slow}\n{line}\n  more of it\n'

@@ -1,4 +1,4 @@
-"""The text of a compiled program is read as written: what runs how often, and its products."""
+"""The text of a compiled program is parsed: how often instructions run, and matrix products."""
 
 import jax
 import pytest
@@ -86,11 +86,11 @@ def test_loops_multiply_and_the_most_expensive_branch_counts(conditional, trips,
     }
 
 
-def test_texts_are_read_or_refused():
-    """Types of tuples, without layouts; a token is no array, a lowered program is not compiled."""
+def test_program_texts_are_parsed_or_refused():
+    """Tuples are parsed without layouts, a token is not an array, lowered programs are refused."""
     text = '((bf16[2,3]{1,0:T(8,128)(2,1)}, s4[]), /*index=2*/pred[7]{0}, f8e4m3fn[1], token[])'
     assert arrays(text) == [(16, (2, 3)), (4, ()), (8, (7,)), (8, (1,))]
-    with pytest.raises(ValueError, match='no compiled program'):
+    with pytest.raises(ValueError, match='not a compiled program'):
         Program(jax.jit(lambda x: x + 1).lower(1.0).as_text())
 
 

@@ -1,4 +1,4 @@
-"""launch.backends: the page holds what the code would choose, for each config and platform."""
+"""launch.backends: the page shows what the code chooses for each config and platform."""
 
 import pathlib
 import re
@@ -37,15 +37,15 @@ def written():
 
 @for_the_page
 @pytest.mark.parametrize('name', ['tiny', 'mod_moda', 'moda_700m'])
-def test_the_page_says_what_is_chosen(name):
-    """If this fails: python -m launch.backends --page=docs/backends.md."""
+def test_the_page_shows_the_chosen_backends(name):
+    """If this fails, run: python -m launch.backends --page=docs/backends.md"""
     found = rows(backends.table([name]))
     assert found and found == [row for row in rows(written()) if row[0] == name]
 
 
 @for_the_page
 @pytest.mark.slow
-def test_the_page_holds_the_table_of_all_configs():
+def test_the_page_has_the_table_of_all_configs():
     assert backends.table(list(listing.configs())) == written()
 
 
@@ -87,7 +87,7 @@ def test_models_for_a_gpu_have_kernels_for_all_of_their_attention():
 
 @pytest.mark.slow
 def test_shapes_are_those_of_the_train_step():
-    """Slots, gathered rows and all else that a trace of the step itself asks for."""
+    """They include slots, gathered rows, and everything else in a trace of the step."""
     hparams = from_config(mod_moda.get_config())
     state = jax.eval_shape(lambda: init_state(hparams, 10))
     row = jax.ShapeDtypeStruct((hparams.data.batch_size, hparams.data.sequence_length), 'int32')

@@ -1,4 +1,4 @@
-"""What users get wrong on command lines, and words of the one line that each is answered with.
+"""Wrong command lines, and words that the one-line error message of each must contain.
 
 {'COMMAND and its first arguments': [('more arguments', [word, ...])]}; bad_inputs_test.py runs all.
 """
@@ -94,7 +94,7 @@ COMMANDS = {
         ('--data=other/utf-16', ['utf-16: begins with the byte-order', 'set --encoding=utf-16']),
         ('--encoding=utf-16', ['--encoding=utf-16: belongs to --data or --domains']),
         ('--text_field=body', ['--text_field=body', '--data or --domains']),
-        ("--domains=other '--data=*.txt'", ['--domains=', 'other', 'not together with --data']),
+        ("--domains=other '--data=*.txt'", ['--domains=', 'other', 'combined with --data']),
         ("'--data=text/?.txt' --num_batches=1 --json=no/a.json", ['no/a.json: No such file']),
         ("'--data=text/?.txt' --num_batches=1 --json=text", ['Is a directory; must be a file']),
         ('--num_batches=1 --json=/dev/null', ['--json=/dev/null: must be a regular file, or -']),
@@ -106,7 +106,7 @@ COMMANDS = {
         ("'--workdir=a run'", ['a run: holds no', "--config=FILE.py --workdir='a run'"]),
     ],
     'generate --workdir=run': [
-        ('--prompt=abc --chat', ['--chat: continues lines typed on a terminal']),
+        ('--prompt=abc --chat', ['--chat: needs a terminal']),
         ('--prompt=abc --draft_tokens=-1', ['draft_tokens=-1: must be 0']),
         ('--prompt=abc --max_tokens=29', ['29 to generate', 'shorten the prompt by 1 or gen']),
         (f'--prompt={"x" * 400}', ['401 tokens and 1', '=32: shorten the prompt by 370']),
@@ -117,7 +117,7 @@ COMMANDS = {
         ('--prompts=other/latin.md', ['latin.md: byte 3 is 0xe9', '--encoding=latin-1']),
         ('--prompts=other/windows.jsonl', ["no field 'prompt'; set --text_field", "'body'"]),
         ('--prompts=text/0.txt --max_tokens=29', ['prompt 1 of ', ' to generate', 'shorten the']),
-        ('--prompts=a.txt --prompt=a', ['--prompts=a.txt: not together with --prompt']),
+        ('--prompts=a.txt --prompt=a', ['--prompts=a.txt: cannot be combined with --prompt']),
         ('--num_tokens=100', ['--num_tokens=100: no such flag', '--max_tokens?']),
         ('--temp=0.5', ['--temp=0.5: no such flag; did you mean --temperature?']),
         ('--prompt=def main', ['main: unexpected after --prompt=def;', 'with spaces is quoted']),
@@ -152,7 +152,7 @@ COMMANDS = {
         ('--from_hf=gone --to_hf=x --workdir=y', ['--from_hf, --to_hf was']),
         ('--from_workdir=run --workdir=new', ['needs --config=', 'run/config.json']),
         ('--from_hf=nested --workdir=new', ['nested/config.json', 'nested more than 64 deep']),
-        ('--from_hf=hf --workdir=new --step=2', ['--step=2: belongs to a run']),
+        ('--from_hf=hf --workdir=new --step=2', ['--step=2: does not belong to --from_hf']),
         ('--from_hf=hf --workdir=run', ['run: holds', 'new or empty']),
         ('--from_hf=small --workdir=new', ['has ids up to 261', 'model has 250']),
         ('--from_hf=meta/Llama --workdir=new', ['no such folder', 'hf download meta/Llama --l']),
@@ -202,7 +202,7 @@ COMMANDS = {
     ],
     'isoflop --config=configs/study.py --workdir=new --sizes=2x64': [
         ('--budgets=1e3', ['dense at size 2x64: flop_budget=1000: pays for no']),
-        ('--budgets=1e9 --steps=5', ['(training FLOPs) or --steps, not both']),
+        ('--budgets=1e9 --steps=5', ['give either --budgets (training FLOPs) or --steps']),
         ('--budgets=few', ['--budgets=few: must be numbers', '6e11']),
         ('--budget=1e9', ['--budget=1e9: no such flag; did you mean --budgets?']),
         ('--budgets=1e9, 2e9', ['has a space inside; write --budgets=1e9,2e9']),
@@ -212,7 +212,7 @@ COMMANDS = {
     ],
     'claims': [
         ('study', ['study: unexpected', 'mean --workdir=study?']),
-        ('--workdir=nothing', ['no study.json in it, nor 3 levels down']),
+        ('--workdir=nothing', ['no study.json in it or up to 3 levels below']),
         ('--workdir=study --page=page.md', ['page without its markers: must hold <!-- claims:']),
     ],
     'gpu': [
@@ -222,20 +222,20 @@ COMMANDS = {
     'bench': [
         ('', ['no benchmark', 'step, decode, prompts, depth, loops, experts']),
         ('dekode', ['dekode', 'step, decode, prompts, depth, loops, experts']),
-        ('attention --implementations=cudn', ['--implementations=cudn', 'cudnn']),
+        ('attention --implementations=cudn', ["--implementations='cudn'", 'did you mean cudnn?']),
         ('attention --heads=6 --kv_heads=4', ['--kv_heads=4', '--heads=6']),
         ('experts --shapes=64x32x16x4x5', ['--shapes=64x32x16x4x5', 'five numbers', 'last']),
-        ('experts --size=6x128', ['--size', 'experts has no use']),
+        ('experts --size=6x128', ['--size: experts has no such flag']),
         ('decode --batches=0', ['--batches=0', 'numbers']),
         ('decode --size=2x64 --kv_heads=3', ['3', 'divide']),
         ('decode --size=2x64 --context=64 --prompt=100', ['--prompt=100', '64']),
         ('prompts --chunk=8192', ['--chunk=8192: must be from 1 to --length=4096']),
         ('depth --depths=8,deep', ['--depths=8,deep', 'numbers']),
         ('depth --size=16x100', ['16x100', 'multiple of 64']),
-        ('depth --tokens=64', ['--tokens', 'is of step', 'depth']),
+        ('depth --tokens=64', ['--tokens: depth has no such flag; only step has it']),
         ('step --variants=mode,dense', ['--variants=mode,dense', 'begin with dense']),
         ('step --variants=dense,mood', ['--variants=mood', 'both', 'mode', 'did you mean']),
-        ('runs', ['--workdirs: must name the directory of a run']),
+        ('runs', ['--workdirs: must name the directories of one run or more']),
         ('depth --variants=moda', ['--variants=moda', 'begin with dense']),
     ],
     'backends': [

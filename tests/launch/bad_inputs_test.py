@@ -1,4 +1,4 @@
-"""A bad command line ends with status 2 and one line that says what is wrong, and no trace."""
+"""A bad command line ends with status 2 and a one-line message, and leaves no files."""
 
 import re
 import shlex
@@ -30,8 +30,8 @@ def check(table, run):
     assert not wrong, '\n'.join(wrong)
 
 
-def test_frame_of_every_command(tmp_path):
-    """Flags, --config, overrides and config files, as a toy command gets them."""
+def test_bad_input_to_the_shared_frame_is_one_line(tmp_path):
+    """Flags, --config, overrides and config files of a toy command."""
     toy = make_toy(tmp_path)
 
     def run(lines):
@@ -44,7 +44,7 @@ def test_frame_of_every_command(tmp_path):
 @pytest.mark.parametrize(
     'commands', [COMMANDS, pytest.param(SLOW, marks=pytest.mark.slow)], ids=['all', 'slow']
 )
-def test_bad_input_is_one_line_and_leaves_no_trace(commands, tiny_config, tmp_path):
+def test_bad_input_is_one_line_and_leaves_no_files(commands, tiny_config, tmp_path):
     """The line names the culprit; nothing is printed, made, changed or compiled."""
     folder = tmp_path / 'here'
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""launch.bench of runs; tests/benchmarks/ has the other benchmarks, which need none."""
+"""launch.bench runs; tests/benchmarks/ has the benchmarks that need no trained runs."""
 
 import json
 import shutil
@@ -9,8 +9,8 @@ from tests.forked_commands import run_commands
 
 
 @pytest.mark.slow
-def test_runs_are_timed_in_turn_with_the_first(trained, hasty, tmp_path):
-    """One that learns from a teacher costs more FLOPs to train, and as many to evaluate."""
+def test_runs_are_timed_interleaved_with_the_first(trained, hasty, tmp_path):
+    """A run with a teacher costs more training FLOPs and equal evaluation FLOPs."""
     taught = tmp_path / 'taught'
     shutil.copytree(trained / 'run', taught)
     config = json.loads((taught / 'config.json').read_text())

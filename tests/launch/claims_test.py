@@ -44,7 +44,7 @@ def test_writes_the_table_and_fills_the_page(tmp_path):
     assert f'undecided: {row["reason"]}' in done.stdout
 
 
-def test_docs_hold_the_table_of_the_committed_results():
+def test_docs_have_the_table_of_the_committed_results():
     """After a change of results or rules: python -m launch.claims --workdir=results --page=..."""
     evidence = claims.read_evidence(ROOT / 'results', counted_flops())
     assert len(evidence.studies) == len(list((ROOT / 'results').rglob('study.json')))
@@ -53,7 +53,7 @@ def test_docs_hold_the_table_of_the_committed_results():
     assert replace_between(page, claims.BEGIN, claims.END, table) == page
 
 
-def test_counted_costs_are_those_of_the_papers_shapes():
+def test_counted_costs_match_the_papers_shapes():
     """700M: 0.301 TFLOPs a row for projections, 0.021 for two slots a layer; the masked half."""
     counted = counted_flops()
     shape = counted['moda_700m']

@@ -101,10 +101,10 @@ def test_a_bug_has_its_traceback(done, name, status, error):
         ('gpu', """raise RuntimeError("Unable to initialize backend 'rocm': it is not known")"""),
     ],
 )
-def test_a_platform_that_is_not_here_is_one_line(platform, raised, monkeypatch):
-    """As JAX refuses it: by an assertion, or with another name; other assertions are bugs."""
+def test_a_missing_platform_is_one_line(platform, raised, monkeypatch):
+    """JAX raises an assertion or another error for it; other assertions are bugs."""
     monkeypatch.setenv('JAX_PLATFORMS', platform)
-    for file, words in (('jax/_src/xla_bridge.py', f'JAX_PLATFORMS={platform}: cannot'), ('x', '')):
+    for file, words in (('jax/_src/xla_bridge.py', f'JAX_PLATFORMS={platform}: is not'), ('x', '')):
         with pytest.raises((AssertionError, RuntimeError)) as found:
             exec(compile(raised, file, 'exec'))
         assert cli._one_line(found.value).startswith(words)
@@ -116,7 +116,7 @@ def test_commands_start_as_modules():
     refused = [sys.executable, ROOT / 'launch' / 'train.py', BASE]
     done = subprocess.run(refused, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count('\n')) == (2, '', 1)
-    assert done.stderr.startswith('error: start commands as python -m launch.NAME')
+    assert done.stderr.startswith('error: start commands as modules')
     listed = [sys.executable, '-X', 'importtime', '-m', 'launch']
     done = subprocess.run(listed, capture_output=True, text=True, cwd=ROOT)
     names = [line.split()[0] for line in done.stdout.splitlines()[1:]]
@@ -125,7 +125,7 @@ def test_commands_start_as_modules():
     done = subprocess.run(
         [*listed[:1], *listed[3:], 'trian'], capture_output=True, text=True, cwd=ROOT
     )
-    right = 'no command; did you mean python -m launch.train?'
+    right = 'no such command; did you mean python -m launch.train?'
     assert (done.returncode, done.stderr) == (2, f'error: trian: {right}\n')
 
 
@@ -152,7 +152,7 @@ EARLY = {
     'compare': 'RUN: missing',
     'compare nope': 'nope: holds no config.json',
     'compare {}/run': 'run: has not finished (no summary.json); finish it: python -m launch.train',
-    f'{STUDY} --budgets=1e9 --workdir=configs': 'but no plan.json, so it is no study',
+    f'{STUDY} --budgets=1e9 --workdir=configs': 'but no plan.json, so it is not a study',
     f'{STUDY.replace("study", "tiny")} --budgets=1e9': 'a study needs a config that takes size=',
     f'{STUDY} --budgets=few': '--budgets=few: must be numbers',
     f'{STUDY} --budgets=1e9 --shard=3': '--shard=3: must be I/N',
@@ -161,7 +161,7 @@ EARLY = {
 }
 
 
-def test_what_is_wrong_is_refused_before_jax_is_imported(tmp_path):
+def test_errors_are_found_before_jax_is_imported(tmp_path):
     """The line comes in under a second; a run on several processes checks its folder later."""
     open_workdir(tmp_path / 'run', dataclasses.asdict(from_config(tiny.get_config())))
     few = 'launch.cli', 'launch.config_file'  # these import no JAX, as tests/hparams has it
@@ -188,7 +188,7 @@ def test_interrupt_is_one_line(folder):
 
 @pytest.mark.parametrize('name', ['help', 'short help', 'help first'])
 def test_help_shows_the_docstring_and_own_flags(done, name):
-    """With status 0, and without the flags of libraries."""
+    """The exit status is 0, and flags of libraries are not shown."""
     status, shown, stderr = done[name]
     assert (status, stderr) == (0, '')
     assert shown.startswith('A toy command.\n')
@@ -196,6 +196,14 @@ def test_help_shows_the_docstring_and_own_flags(done, name):
     named = [line.split()[0] for line in shown.splitlines() if line.startswith('  --')]
     assert {'--config', '--[no]print_config', '--workdir', '--routing'} <= set(named)
     assert len(named) == 8
+
+
+def test_help_shows_defaults_as_they_are_typed():
+    """Lists are joined by commas, an empty list is left out, and absl's added lines are dropped."""
+    lines = ['isoflop', '--help'], ['generate', '--help']
+    study, text = (done.stdout for done in run_commands(lines, ROOT, ('launch.cli',)))
+    assert 'Default: dense,shallow,mod,random.' in study and 'Default: [' not in study
+    assert re.search(r'--prompt +Start of the text; may be given repeatedly\.\n', text)
 
 
 def test_print_config_is_the_resolved_config(done):
@@ -214,7 +222,7 @@ def test_fake_devices_get_two_threads_each(toy, nproc, expected, monkeypatch):
 
 
 def test_logs_of_libraries_are_quiet(done):
-    """Their notes and warnings are dropped; ours are not, and with --verbosity=0 none is."""
+    """Their notes and warnings are dropped, but not ours; --verbosity=0 shows all of them."""
     quiet, verbose = done['quiet'].stderr, done['verbose'].stderr
     assert 'quiet' not in quiet and quiet.count('to be seen') == 1
     assert verbose.count('quiet') == 3

@@ -1,4 +1,4 @@
-"""Runs one command as its users do, in a process of its own; tests.forked_commands runs many."""
+"""Runs one command in a separate process, as users do; tests.forked_commands runs many."""
 
 import os
 import pathlib

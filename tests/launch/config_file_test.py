@@ -38,7 +38,7 @@ def with_knobs(config, **knobs):
     ids=str,
 )
 def test_a_stored_config_has_the_knobs_of_its_run(changes, tiny_config, tmp_path):
-    """Every knob has its value, with the type of base, so that flags can change it."""
+    """Every knob has its value and the type of configs/base.py, so that flags can change it."""
     path, hparams = stored(tmp_path, tiny_config(**changes))
     config = config_file.load(path)
     assert from_config(config) == hparams
@@ -47,7 +47,7 @@ def test_a_stored_config_has_the_knobs_of_its_run(changes, tiny_config, tmp_path
 
 
 def test_auto_is_resolved_again_after_changes(tiny_config, tmp_path):
-    """A dense run's config takes any router and stream, without changes of their other knobs."""
+    """The config of a dense run accepts any router and stream without changes of other knobs."""
     config = config_file.load(stored(tmp_path, tiny_config())[0])
     for router, gate in (('learned', 'raw'), ('norm', 'none'), ('random', 'none')):
         assert with_knobs(config, **{'routing.router': router}).routing.gate == gate

@@ -60,7 +60,7 @@ def _train(tiny_config, folder):
 
 @pytest.fixture(scope='session')
 def hasty(trained):
-    """Environment of commands that compile as fast as they can, and what they compile once."""
+    """Environment of commands with fast compilation and a shared compilation cache."""
     return {
         'XLA_FLAGS': '',
         'XDG_CACHE_HOME': str(trained / 'cache'),

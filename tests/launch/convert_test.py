@@ -1,4 +1,4 @@
-"""launch.convert: a Hugging Face checkpoint becomes a run, which is exported as it came."""
+"""launch.convert: a Hugging Face checkpoint becomes a run, which is exported unchanged."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ COPIED = ('tokenizer.json', 'tokenizer_config.json', 'generation_config.json')
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-    """hf: a model with a tokenizer of its own; text; W: the run that it became, hf being gone."""
+    """Folders: hf, a model with its own tokenizer (later removed); text; W, the imported run."""
     folder = tmp_path_factory.mktemp('convert')
     texts = write_words(folder / 'text')
     shutil.copytree(GOLDEN / 'olmo2', folder / 'hf')
@@ -62,7 +62,7 @@ def imported(folder):
 
 
 def test_an_import_is_a_run_before_its_first_step(folder, imported):
-    """Its parameters are those of the files; its config names none of them by a path."""
+    """Its parameters are those of the files, and its config does not name their paths."""
     params, _ = import_params(folder / 'gone', imported.hparams)
     assert state_sha256(params) == state_sha256(imported.state.params)
     assert (imported.step, imported.num_steps) == (0, 2)
@@ -75,13 +75,13 @@ def test_an_import_is_a_run_before_its_first_step(folder, imported):
     assert (note['name'], note['model_type'], note['dtype']) == ('hf', 'olmo2', 'float32')
 
 
-def test_its_tokenizer_is_that_of_the_files(folder, imported):
+def test_the_imported_tokenizer_is_that_of_the_files(folder, imported):
     tokenizer = tokenizer_of(imported.hparams.data, folder / 'W')
     assert tokenizer.vocab_size == 262 and tokenizer.decode(tokenizer.encode(b'to be')) == b'to be'
 
 
-def test_training_starts_from_it(folder, imported):
-    """The start of launch.train takes checkpoint 0 as its own: same data, steps and versions."""
+def test_training_starts_from_an_import(folder, imported):
+    """launch.train resumes from checkpoint 0: same data, steps and versions."""
     hparams, _ = read_hparams(folder / 'W')
     tokenizer = tokenizer_of(hparams.data, folder / 'W')
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
@@ -97,7 +97,7 @@ def test_training_starts_from_it(folder, imported):
     assert not [line for line in news if 'python' in line or 'jax' in line]
 
 
-def test_the_export_is_what_was_imported(folder):
+def test_the_export_equals_the_import(folder):
     done = call('convert', '--workdir=W', '--to_hf=out', cwd=folder)
     assert (done.status, done.stderr) == (0, '')
     for name in ('model.safetensors', *COPIED):
@@ -107,8 +107,8 @@ def test_the_export_is_what_was_imported(folder):
 
 
 @pytest.mark.parametrize('fails', [True, False])
-def test_a_folder_is_complete_or_not_there(fails, tmp_path):
-    """What fails in the middle leaves nothing, and an empty folder that was there stays."""
+def test_an_output_folder_is_complete_or_absent(fails, tmp_path):
+    """A failure leaves nothing, and an empty folder that existed stays."""
     (tmp_path / 'new').mkdir()
     try:
         with first_checkpoint.atomic_folder('workdir', str(tmp_path / 'new')) as part:
@@ -121,8 +121,8 @@ def test_a_folder_is_complete_or_not_there(fails, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_routed_run_goes_out_and_comes_back_as_it_was(tiny_config, tmp_path):
-    """With a modelling file, knobs and averages; the second folder has the bytes of the first."""
+def test_a_routed_run_is_unchanged_by_export_and_import(tiny_config, tmp_path):
+    """With a modelling file, knobs and averages; both exported folders have the same bytes."""
     routed = {'model.routing.router': 'learned', 'model.depth.stream': 'moda'}
     save_run(tmp_path / 'run', from_config(tiny_config(**routed, **{'model.vocab_size': 260})))
     done = call('convert', '--workdir=run', '--to_hf=out', cwd=tmp_path)
@@ -147,7 +147,7 @@ def test_a_routed_run_goes_out_and_comes_back_as_it_was(tiny_config, tmp_path):
 
 
 @pytest.mark.slow
-def test_adapters_are_merged_on_the_way_out(folder):
+def test_adapters_are_merged_at_export(folder):
     """A run of the imported model with trained adapters is exported, and converted, as one model.
 
     Both have its held-out loss.
@@ -178,8 +178,8 @@ def test_adapters_are_merged_on_the_way_out(folder):
 
 
 @pytest.mark.slow
-def test_a_branch_that_decays_is_the_run_that_had_these_steps(tiny_config, tmp_path):
-    """Begun after step 4 of 10 under wsd: 7 steps with the same warm-up, to the bit."""
+def test_a_branch_equals_the_run_with_these_steps(tiny_config, tmp_path):
+    """A wsd run branched after step 4 of 10 equals, to the bit, a run of 7 steps."""
     changes = {'optimizer.schedule': 'wsd', 'optimizer.decay_fraction': 0.4}
     changes |= {'optimizer.warmup_fraction': 0.25, 'data.source': f'{tmp_path}/text/?.txt'}
     changes |= {'training.checkpoint_every': 2, 'training.keep_checkpoints': 9}

@@ -50,7 +50,7 @@ def test_state_and_work_are_split_over_fake_devices(tmp_path):
         assert word in done.stdout
 
 
-def test_page_has_the_table_of_the_kept_files(tmp_path):
+def test_page_has_the_table_of_the_committed_files(tmp_path):
     found = [json.loads(path.read_text()) for path in KEPT]
     assert {one['devices'] for one in found} == {8, 64, 256}
     done = call('dry_run', 'table', *KEPT, cwd=tmp_path)
@@ -63,7 +63,7 @@ def test_page_has_the_table_of_the_kept_files(tmp_path):
 @pytest.mark.parametrize(
     'path', [path for path in KEPT if json.loads(path.read_text())['devices'] == 8], ids=str
 )
-def test_kept_numbers_of_eight_devices_are_reproduced(tmp_path, path):
+def test_committed_numbers_of_eight_devices_are_reproduced(tmp_path, path):
     """FLOPs, bytes of the state, and every collective's count and bytes; on the same JAX."""
     kept = json.loads(path.read_text())
     if kept['jax'] != jax.__version__:

@@ -64,7 +64,7 @@ def done(trained, out, hasty):
     return dict(zip(LINES, finished, strict=True))
 
 
-def test_it_repeats_the_last_evaluation_of_the_run(trained, done):
+def test_evaluate_repeats_the_last_evaluation_of_the_run(trained, done):
     """The loss, top-C for comparison and each layer's routing are those of summary.json."""
     assert done['repeated'].stderr == ''
     report = json.loads(done['repeated'].stdout)
@@ -82,8 +82,8 @@ def test_it_repeats_the_last_evaluation_of_the_run(trained, done):
     assert 0 < report['dead_tokens'] == pytest.approx(dead, abs=1e-6)
 
 
-def test_a_rule_by_name_is_measured_alone(out, done):
-    """--routing=dense routes all; the tables show what the file says, n/a for no number."""
+def test_a_named_rule_is_the_only_one_measured(out, done):
+    """--routing=dense selects all tokens; the tables agree with the file, with n/a for NaN."""
     stdout, report = done['dense'].stdout, json.loads((out / 'dense.json').read_text())
     assert (report['rule'], report['batches'], report['targets']) == ('dense', 1, 4 * LENGTH)
     assert 'loss_top_c' not in report and 'routing_gap' not in report
@@ -92,13 +92,13 @@ def test_a_rule_by_name_is_measured_alone(out, done):
     loss = rf'dense +│ +{report["loss"]:.4f} │ +{report["bits_per_byte"]:.4f}'
     assert re.search(loss, stdout)
     assert re.search(r'00 +│ +1\.000 │ +0\.250 │ +1\.000', stdout)
-    assert re.search(r'dead tokens, .*: 0\.000', stdout)
+    assert re.search(r'dead tokens \(.*\): 0\.000', stdout)
     assert f'128 targets in 1 of {report["all_batches"]} batches' in stdout
     assert 'the held-out text of' in stdout and done['dense'].stderr == ''
 
 
 def test_other_text_is_measured_completely(done):
-    """--data takes every text of a folder, nothing of it held back, in the run's windows."""
+    """--data reads every text of a folder completely, in windows of the run."""
     report = json.loads(done['other'].stdout)
     tokens = 4 * (1 + 5 * len('to be or not ')) + 1 + 64  # é has two bytes in UTF-8
     assert report['targets'] == (tokens - 1) // LENGTH * LENGTH
@@ -109,17 +109,17 @@ def test_other_text_is_measured_completely(done):
 
 
 def test_text_that_has_changed_is_reported(done):
-    """Held-out text of other files than the run's is measured, with a line that says so."""
+    """Held-out text that has changed since the run is measured, with a warning of one line."""
     stdout, stderr = done['changed'].stdout, done['changed'].stderr
     assert stderr.startswith('data fingerprint: corpus_sha256 was ')
     assert 'may have been trained on' in stderr and stderr.count('\n') == 1
     causal, top_c = stdout.index('predictor'), stdout.index('top-C (')
     assert causal < top_c
     assert re.search(r'routing gap [-+]\d\.\d{4} nats', stdout)
-    assert re.search(r'precision and recall: of predictor', stdout)
+    assert re.search(r'precision and recall: predictor against', stdout)
 
 
-def test_each_domain_is_measured_as_it_would_be_alone(trained, out, done):
+def test_each_domain_is_measured_as_if_alone(trained, out, done):
     """Files, folders of files and prepared folders are domains; each has the numbers of --data.
 
     A domain without a window is skipped by name; the numbers of all are those of one text.

@@ -1,4 +1,4 @@
-"""launch.generate prints the text that the library writes: at once and in whole characters."""
+"""launch.generate prints the text of the library as it grows, in complete characters."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def written(run, prompts, num_tokens, **how):
 
 
 def test_one_text_is_printed_while_it_grows(trained, hasty, run):
-    """Prompt and text appear before the end, in whole characters, and are those of the library."""
+    """Prompt and text appear before the end, in complete characters, and equal the library's."""
     line = [sys.executable, '-m', 'launch.generate', f'--workdir={trained}/run', '--prompt=né ']
     line += ['--max_tokens=25', '--seed=7', '--temperature=300']
     pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'bufsize': 0}
@@ -50,7 +50,7 @@ def test_one_text_is_printed_while_it_grows(trained, hasty, run):
 
 @pytest.mark.slow
 def test_several_texts_are_printed_under_headings(trained, hasty, run, tmp_path):
-    """Prompts of flags or of a file, in one batch or in several; each as if it were alone."""
+    """Prompts from flags or a file, in one batch or several, give the texts of single prompts."""
     how = {'seed': 6, 'num_samples': 16, 'temperature': 300.0, 'top_p': 0.999, 'top_k': 200}
     line = ['generate', f'--workdir={trained}/run', '--max_tokens=28']
     line += [f'--{name}={value}' for name, value in how.items()]
@@ -76,7 +76,7 @@ def test_several_texts_are_printed_under_headings(trained, hasty, run, tmp_path)
 def test_lines_are_continued_one_by_one_on_a_terminal_and_together_from_a_pipe(
     trained, hasty, run, tmp_path
 ):
-    """A line that does not fit says so and asks again; Ctrl-D ends; each line has its own draws."""
+    """A line that is too long is refused and asked again; Ctrl-D ends; lines have other seeds."""
     line = [sys.executable, '-m', 'launch.generate', f'--workdir={trained}/run', '--max_tokens=9']
     how = {'cwd': trained, 'env': {**os.environ, **hasty, 'PYTHONPATH': str(ROOT)}}
     piped = subprocess.run(line, input=b'a\nbcd\n', capture_output=True, timeout=120, **how)
@@ -93,12 +93,12 @@ def test_lines_are_continued_one_by_one_on_a_terminal_and_together_from_a_pipe(
         text = said.read().decode()
     for seed, prompt in enumerate(('a', 'bcd')):
         assert written(run, [prompt], 9, seed=seed)[1][0] in text
-    assert text.startswith('Type the start of a text; Ctrl-D ends.\n')
+    assert text.startswith('Type the start of a text. Ctrl-D ends.\n')
     assert text.count('9 tokens in') == 2 and 'error: a prompt of 41 tokens and 9' in text
 
 
 @pytest.mark.slow
-def test_lines_of_a_chat_go_on_from_the_text_so_far(trained, hasty, run, tmp_path):
+def test_lines_of_a_chat_continue_the_text_so_far(trained, hasty, run, tmp_path):
     """Each line follows all before it, cut on the left to fit; only new text is printed.
 
     The last token of the text before and the line are read, until the text is cut.

@@ -29,7 +29,7 @@ def names(path):
 
 
 @pytest.mark.slow
-def test_everything_about_a_text(folder):
+def test_inspection_of_a_text(folder):
     """All files are written, of every byte of the text; the run does not change."""
     before = snapshot(folder / 'trained')
     given = ('--workdir=trained', '--text=text.py', '--out=new/out')
@@ -55,8 +55,8 @@ def test_everything_about_a_text(folder):
 
 
 @pytest.mark.slow
-def test_top_c_and_a_dense_run(folder):
-    """--routing and --max_tokens are obeyed; pictures of an earlier inspection are removed."""
+def test_inspection_by_top_c_and_of_a_dense_run(folder):
+    """--routing and --max_tokens take effect; pictures of an earlier inspection are removed."""
     given = ('--text=hello, world', '--out=out')
     more = ('--routing=top_c', '--max_tokens=9', '--language=prose')
     done = call('inspect', '--workdir=trained', *given, *more, cwd=folder)

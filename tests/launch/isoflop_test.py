@@ -1,4 +1,4 @@
-"""launch.isoflop: the configs of a study's runs, what it refuses, and a study that is killed."""
+"""launch.isoflop: configs of runs, refused studies, and a killed study."""
 
 import functools
 import os
@@ -86,7 +86,7 @@ def test_every_target_trains_different_models(target):
 
 
 def variants_at(spec):
-    """Those that claims compare there, also claims over several budgets of its study."""
+    """The variants that claims compare there, including claims over several budgets."""
     names = set()
     for claim in CLAIMS:
         budgets = claim.args.get('budgets', [])
@@ -124,7 +124,7 @@ def _parameters(hparams):
     'name, other, count, more',
     [('wider', 'moda', _parameters, 0.05), ('wider_mhc', 'mhc', train_step_flops, 0.15)],
 )
-def test_wider_models_have_as_many_parameters_or_flops_as_another(name, other, count, more):
+def test_wider_models_match_the_parameters_or_flops_of_another(name, other, count, more):
     config = StudyConfig('configs/moda.py', {}, 'steps')
     hparams = [from_config(config.config(each, '8x64', 9)) for each in (name, other, 'dense')]
     wider, matched, dense = map(count, hparams)
@@ -132,7 +132,7 @@ def test_wider_models_have_as_many_parameters_or_flops_as_another(name, other, c
 
 
 def test_looped_variants_run_as_many_blocks_as_the_plain_model():
-    """And `once` has the parameters of the looped model."""
+    """`once` has the parameters of the looped model."""
     config = StudyConfig('configs/study.py', {}, 'flops')
 
     def model(name, size='8x64'):
@@ -159,7 +159,7 @@ def wait_until_unlocked(run):
 
 @pytest.mark.slow
 def test_a_killed_study_resumes_and_ends_with_the_same_bytes(tmp_path):
-    """Really trained, by two processes, which stop after the one that started them is killed."""
+    """Two real training processes stop after their parent is killed; the study then resumes."""
     flags = ['--config=configs/study.py', *FLAGS, '--processes=2']
     done = call('isoflop', *flags, f'--workdir={tmp_path}/uninterrupted', NPROC='1')
     assert done.status == 0, done

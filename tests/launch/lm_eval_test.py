@@ -1,4 +1,4 @@
-"""launch.lm_eval prints a clean table, and keeps what was finished where a task has no data."""
+"""launch.lm_eval prints a clean table, and keeps finished tasks if another task has no data."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def test_finished_tasks_are_kept(lm_eval, tmp_path):
     assert lines[0].endswith('run, step 4 of 4') and 'a trial, not a result' in lines[-1]
 
 
-def test_without_the_library_it_says_how_to_get_it():
+def test_without_lm_eval_the_error_says_how_to_install_it():
     hide = "import runpy, sys; sys.modules['lm_eval'] = None; "
     run = "runpy.run_module('launch.lm_eval', run_name='__main__', alter_sys=True)"
     line = [sys.executable, '-c', hide + run, '--workdir=none', '--tasks=arc_easy']

@@ -1,4 +1,4 @@
-"""Several processes are started as one, their ends are reported, and none of them stays behind."""
+"""launch.local starts several processes as one, reports their ends, and leaves none behind."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def finish(process):
     return process.returncode, out.splitlines(), err.splitlines()
 
 
-def test_processes_get_their_variables_and_end_well(local, tmp_path):
+def test_processes_get_their_variables_and_exit_cleanly(local, tmp_path):
     """Both know of each other and get fake devices; the output of the first one passes through."""
     status, out, err = finish(local('0,0', '--devices=3', XLA_FLAGS='--xla_dump_to=x'))
     assert (status, out) == (0, ['out 0'])
@@ -108,14 +108,14 @@ def test_a_death_is_reported_and_the_others_are_stopped(local, tmp_path):
 
 
 def test_a_process_that_lost_another_is_not_the_one_that_died(local):
-    """Status 75 is a consequence: the cause is waited for, and its stderr is printed."""
+    """Status 75 is a consequence: launch.local waits for the cause and prints its stderr."""
     status, _, err = finish(local('75,3'))
     assert status == 3
     assert 'launch.local: process 1 ended by status 3; stopping the others' in err
     assert 'process 1: err 1' in err
 
 
-def test_all_are_restarted_as_often_as_given(local, tmp_path):
+def test_all_processes_restart_as_often_as_allowed(local, tmp_path):
     """A restart uses another address, and may end well; bad input would fail again."""
     status, _, err = finish(local('0,once', '--restarts=2'))
     assert status == 0
@@ -132,7 +132,7 @@ def test_all_are_restarted_as_often_as_given(local, tmp_path):
 
 
 def test_sigterm_stops_all_once(local, tmp_path):
-    """Both get SIGTERM once and save, the status is theirs, and no death is reported."""
+    """Both processes get one SIGTERM and save; their status is returned, and no death reported."""
     process = local('sleep,sleep', '--restarts=3')
     wait_for(lambda: len(starts(tmp_path)) == 2)
     process.terminate()
@@ -142,7 +142,7 @@ def test_sigterm_stops_all_once(local, tmp_path):
 
 
 def test_ctrl_c_stops_all_and_a_second_one_ends_them_at_once(local, tmp_path):
-    """It kills processes that ignore the first one."""
+    """The second Ctrl-C kills processes that ignore the first one."""
     process = local('stubborn,sleep')
     wait_for(lambda: len(starts(tmp_path)) == 2)
     process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""launch.prepare as its users run it: the summary, kills, Ctrl-C, a full disk, two at once."""
+"""launch.prepare as a command: summary, kills, Ctrl-C, a full disk, two starts at once."""
 
 import contextlib
 import gzip
@@ -97,7 +97,7 @@ def _same(output, whole):
     assert not (output / 'parts').exists()
 
 
-def test_the_summary_says_what_there_is_and_how_to_train_on_it(whole, tmp_path):
+def test_the_summary_describes_the_data_and_the_training_command(whole, tmp_path):
     """Documents, tokens, what was left out; the command that it prints is one."""
     output, printed = whole
     store = open_store(output)
@@ -118,7 +118,7 @@ def test_the_summary_says_what_there_is_and_how_to_train_on_it(whole, tmp_path):
     assert config['model']['vocab_size'] == store.tokenizer['vocab_size']
 
 
-def test_killed_and_started_again_it_ends_with_the_same_bytes(folder, whole, tmp_path):
+def test_a_killed_preparation_resumes_to_the_same_bytes(folder, whole, tmp_path):
     """SIGKILL of a worker is reported in one line; that of the first process ends the others."""
     with _started(folder, tmp_path / 'out', '--processes=2') as process:
         os.kill(_workers(process)[1], signal.SIGKILL)
@@ -143,7 +143,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes(folder, whole, tmp
 
 
 def test_ctrl_c_ends_all_processes_in_one_line(folder, tmp_path):
-    """SIGINT comes to the whole group, as from a terminal."""
+    """SIGINT goes to the whole process group, as from a terminal."""
     # Started processes receive it also if these tests run in a shell's background.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with _started(folder, tmp_path / 'out', '--processes=2') as process:
@@ -155,7 +155,7 @@ def test_ctrl_c_ends_all_processes_in_one_line(folder, tmp_path):
     assert process.returncode == 130 and output == '' and _messages(error) == ['interrupted']
 
 
-def test_two_at_once_are_refused(folder, tmp_path):
+def test_two_preparations_at_once_are_refused(folder, tmp_path):
     """The second start on a directory names the process that holds it; the first continues."""
     with _started(folder, tmp_path / 'out', '--processes=1') as process:
         process.send_signal(signal.SIGSTOP)
@@ -168,7 +168,7 @@ def test_two_at_once_are_refused(folder, tmp_path):
 
 @pytest.mark.slow
 def test_a_full_disk_is_reported_and_parts_are_kept(folder, whole, tmp_path):
-    """A limit on the size of files stands for the disk; without it the same command continues."""
+    """A limit on file sizes simulates a full disk; without it, the same command continues."""
     limited = ['bash', '-c', 'ulimit -f 480; exec "$@"', 'bash']  # KiB
     command = [*limited, *_command(folder, tmp_path / 'out', '--processes=1')]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -191,8 +191,8 @@ def _resident(process):
 
 
 @pytest.mark.slow
-def test_memory_is_flat(tmp_path):
-    """200 MB, some of it compressed, take less than 500 MB in all processes together."""
+def test_memory_does_not_grow_with_the_data(tmp_path):
+    """200 MB, partly compressed, need less than 500 MB of memory in all processes together."""
     draw = random.Random(0)
     words = [draw.randbytes(draw.randrange(1, 5)).hex() for _ in range(20000)]
     (tmp_path / 'in').mkdir()

@@ -1,4 +1,4 @@
-"""A run that was killed or stopped and started again ends bit-equal to an unbroken one."""
+"""A run that was killed or stopped resumes and ends bit-equal to an uninterrupted run."""
 
 import random
 import re
@@ -34,7 +34,7 @@ cli.run(train.main)
 """
 
 
-def test_killed_then_terminated_it_ends_bit_equal(tmp_path):
+def test_a_killed_and_terminated_run_ends_bit_equal(tmp_path):
     """SIGKILL at a random moment, then SIGTERM at another: the final state has the same bits.
 
     No row of metrics is lost or doubled. Terminated, the command prints on stderr that it stops, on

@@ -1,4 +1,4 @@
-"""A run on several processes: stopped, resumed by fewer and by more, killed and restarted."""
+"""A run on several processes is stopped, resumed by fewer and by more, killed and restarted."""
 
 import json
 import os
@@ -95,7 +95,7 @@ class SpreadRuns(Runs):
 def test_a_run_resumes_with_other_numbers_of_processes(tmp_path):
     """Two processes, one, two: every sample once, and the losses of an unbroken run.
 
-    The first two split parameters and heads, the last two rows alone.
+    The first two meshes split parameters and heads, the last two only rows.
     """
     runs = SpreadRuns(tmp_path)
     runs.run_here('unbroken')
@@ -107,7 +107,7 @@ def test_a_run_resumes_with_other_numbers_of_processes(tmp_path):
 
 @pytest.mark.parametrize('victim', [0, 1])
 def test_a_killed_process_stops_the_other_and_both_restart(tmp_path, victim):
-    """kill -9 of either: reported within 40 s, restarted, and the bits of an unbroken run."""
+    """kill -9 is reported within 40 s, all restart, and the final bits are unchanged."""
     runs = SpreadRuns(tmp_path)
     runs.finish('unbroken', **runs.spread(2, 4))
 

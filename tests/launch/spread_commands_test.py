@@ -58,7 +58,7 @@ def on_two(name, *arguments, cwd):
 
 
 def test_any_devices_evaluate_as_the_run_did(folder):
-    """A quiet --json=-: one JSON object, and the losses of the run's own evaluation."""
+    """--json=- prints one JSON object with the losses of the run's own evaluation."""
     mesh = f'--mesh={MESHES[0]}'
     runs = [call(*EVALUATE, f'--mesh={mesh}', '--json=-', cwd=folder, **FAKE) for mesh in MESHES]
     runs += [
@@ -74,17 +74,17 @@ def test_any_devices_evaluate_as_the_run_did(folder):
         assert report['batches'] == 2 and set(report['routing']) == {'layer_01'}
 
 
-def test_two_processes_print_the_table_of_one_and_write_one_file(folder):
+def test_two_processes_print_one_table_and_write_one_file(folder):
     assert on_two(*EVALUATE, '--json=two.json', cwd=folder) == call(*EVALUATE, cwd=folder)
     assert json.loads((folder / 'two.json').read_text())['step'] == 4
 
 
-def test_any_devices_write_the_same_text(folder):
+def test_any_devices_generate_the_same_text(folder):
     """Greedy, token by token on stdout, with the one line on stderr of one device."""
     check_texts(folder, MESHES, TWO_PROCESSES)
 
 
-def test_any_devices_write_the_same_text_by_routed_loops(tiny_config, tmp_path_factory):
+def test_any_devices_generate_the_same_text_with_routed_loops(tiny_config, tmp_path_factory):
     folder = trained('loops', tiny_config, tmp_path_factory)
     check_texts(folder, ['fsdp=2,tensor=2', 'data=4'], TWO_PROCESSES[:1])
 

@@ -1,4 +1,4 @@
-"""Every judge gives each of its verdicts, and none without its seeds; the table of claims."""
+"""Every judge can give each verdict, and gives none without its seeds; the table of claims."""
 
 import functools
 import inspect
@@ -90,7 +90,7 @@ def names_of(claim):
 
 @pytest.mark.parametrize('claim', COMPARED[::3], ids=lambda claim: claim.id)
 def test_differences_are_judged_in_pairs(claim):
-    """A difference far below the spread of the seeds is decided, since pairs share that."""
+    """A difference far below the spread over seeds is decided, because pairs share the spread."""
     cost = claim.args.get('least_cost'), claim.args.get('most_cost')
     bound = 2.0 * claim.args.get('margin', 0.0)
     for difference, verdict in ((-0.2, HOLDS), (0.2, FAILS), (1e-5, UNDECIDED)):
@@ -106,8 +106,8 @@ def only(losses, seeds, name='learned_beats_random'):
     return judged(name, losses, seeds=seeds)
 
 
-def test_planned_seeds_judge_and_no_others():
-    """Fewer give no verdict, more are left out, and one that a variant lacks does not count."""
+def test_only_planned_seeds_judge():
+    """Fewer seeds give no verdict, and extra seeds or seeds that a variant lacks do not count."""
     losses = {'mod': 2.0, 'random': 2.2}
     assert BY_ID['learned_beats_random'].spec.seeds == 16
     assert only(losses, range(16))['verdict'] == HOLDS
@@ -150,7 +150,7 @@ def _diverge(study):
 
 
 def _diverge_first(study, variant):
-    """At every size, so that no seed has chosen among them."""
+    """Let the first seed diverge at every size, so that it cannot choose among sizes."""
     for row in study['runs']:
         if row['variant'] == variant and row['seed'] == 0:
             row |= dict.fromkeys(('loss', 'bits_per_byte', 'routing_gap'))
@@ -189,7 +189,7 @@ def test_runs_that_do_not_count_give_no_verdict(changes, change, reason):
         (-0.3, lambda seed: -1.0 if seed == 5 else 0.0, UNDECIDED, 'the larger of two'),
     ],
 )
-def test_a_large_routing_gap_asks_that_both_losses_agree(causal, gap, verdict, text):
+def test_with_a_large_routing_gap_both_losses_must_agree(causal, gap, verdict, text):
     """Bits of one-byte tokens: under top-C the loss is lower by the gap over the log of 2."""
 
     def change(study):
@@ -204,7 +204,7 @@ def test_a_large_routing_gap_asks_that_both_losses_agree(causal, gap, verdict, t
     assert ('under top-C' in row['ours']) is (gap != 0.04)
 
 
-def test_runs_of_other_seeds_and_one_layer_as_the_smallest_model_void_nothing():
+def test_other_seeds_and_a_smallest_model_of_one_layer_do_not_prevent_a_verdict():
     def change(study):
         unplanned = [
             row | {'seed': 9, 'run': row['run'].replace('seed8', 'seed9'), 'steps': 10}
@@ -293,7 +293,7 @@ def over_budgets(name, losses_at):
 
 
 @pytest.mark.parametrize(('step', 'verdict'), [(-0.05, HOLDS), (0.05, FAILS), (0.0, UNDECIDED)])
-def test_a_gain_grows_by_its_slope_over_budgets(step, verdict):
+def test_falling_difference_is_judged_by_its_slope_over_budgets(step, verdict):
     row = over_budgets('gain_grows', lambda number: {'dense': 2.0, 'mod': 1.9 + step * number})
     assert row['verdict'] == verdict and '2e12, 6e12, 2e13 FLOPs' in row['ours'], row
 
@@ -329,7 +329,7 @@ def test_depth_not_width_by_the_optima_of_each_budget(mod, steps, verdict, text)
 
 
 def test_verdicts_survive_holm_over_all_claims():
-    """p of 0.01 decides a claim alone, not one of a hundred; the row says what would decide it."""
+    """p = 0.01 decides a single claim, but not one of a hundred; the row says what would."""
     spec = BY_ID['learned_beats_random'].spec
     study = a_study(spec, {'mod': 2.0, 'random': 2.0}, noise=0.0)
     differences = np.random.default_rng(0).standard_normal(spec.seeds)
@@ -350,7 +350,7 @@ def test_verdicts_survive_holm_over_all_claims():
 
 
 def test_power_is_stated_before_the_runs():
-    """By the guessed spread, of every comparison of losses that is planned."""
+    """Every planned comparison of losses states its power, by the guessed spread."""
     for row in claims.fill(Evidence({}, {}, {})):
         claim = BY_ID[row['id']]
         planned = claim.judge in claims.OF_A_DIFFERENCE
@@ -358,7 +358,7 @@ def test_power_is_stated_before_the_runs():
         assert ('make study-' in row['reason']) is (claim.spec is not None)
 
 
-def test_accuracy_is_the_share_of_tokens_on_which_both_agree():
+def test_accuracy_is_the_share_of_tokens_on_which_rule_and_top_c_agree():
     generator = np.random.default_rng(0)
     right = generator.permutation(8000) < 1000
     taken = right ^ (generator.random(8000) < 0.05)
@@ -375,7 +375,7 @@ def test_the_sink_is_a_share_of_the_attention_on_the_sequence():
 
 
 def test_counted_claims_need_no_run():
-    """By the count that is nearest to the paper's; a shape that it does not give is undecided."""
+    """The count nearest to the paper's decides; shapes not in the paper are undecided."""
     for moda, verdict in ((1.0434, HOLDS), (1.0437, FAILS), (1.0363, FAILS)):
         way = 'all pairs and slots'
         counted = {'dense': {way: 1}, 'moda': {way: moda}, 'length': 4096}
@@ -443,7 +443,7 @@ def test_measures_are_judged_by_their_interval(claim):
     assert judge(measures=lambda _: {})['reason'].startswith('not measured')
 
 
-def test_no_verdict_without_the_phenomenon():
+def test_without_the_phenomenon_there_is_no_verdict():
     """No sink in the dense model; fewer than three routed blocks."""
 
     def measures(study):
@@ -456,7 +456,7 @@ def test_no_verdict_without_the_phenomenon():
     assert row['reason'] == '2 routed blocks, 3 are needed'
 
 
-def test_a_study_of_ones_own_is_judged_by_its_seeds_at_its_largest_budget():
+def test_the_users_own_study_is_judged_by_its_seeds_at_its_largest_budget():
     spec = BY_ID['learned_beats_random'].spec._replace(seeds=5)
     losses = {'mod': 2.0, 'random': 2.2}
     small, large = (a_study(spec._replace(flops=flops), losses) for flops in (1e11, 3e11))
@@ -498,8 +498,8 @@ def full_evidence(generator):
 
 
 @pytest.mark.slow
-def test_blind_judges_find_little():
-    """Labels permuted within seeds: at most the stated rates, to two standard errors."""
+def test_judges_rarely_decide_on_permuted_labels():
+    """The rates are at most the stated ones, within two standard errors."""
     committed = claims.read_evidence(ROOT / 'results', {})
     for evidence in (full_evidence(np.random.default_rng(0)), committed):
         found = blind_check(evidence, 200)
@@ -524,7 +524,7 @@ def test_every_claim_has_a_judge_with_its_arguments_or_a_command():
 
 
 def test_variants_configs_and_studies_of_claims_exist():
-    """A misspelt variant would never be run."""
+    """A misspelt variant would never run."""
     names = {BEST_DENSE}
     for claim in CLAIMS:
         args = [claim.args.get(name, []) for name in ('first', 'second', 'others', 'variants')]
@@ -536,7 +536,7 @@ def test_variants_configs_and_studies_of_claims_exist():
     assert all(re.search(rf'^{study}\b.*:', makefile, re.MULTILINE) for study in STUDIES)
 
 
-def test_page_holds_each_claim_once_and_keeps_the_text_outside_its_markers():
+def test_page_has_each_claim_once_and_keeps_text_outside_the_markers():
     spec = BY_ID['mod_beats_dense'].spec
     evidence = Evidence({'s': a_study(spec, {'mod': 1.9, 'dense': 2.0})}, {}, {})
     rows = claims.fill(evidence)
@@ -556,8 +556,8 @@ def test_page_holds_each_claim_once_and_keeps_the_text_outside_its_markers():
             replace(broken)
 
 
-def test_numbers_of_what_was_learned_are_those_of_the_rows_they_link_to():
-    """The page leads with lines written by hand: each says which rows of the table it rests on."""
+def test_numbers_in_what_was_learned_equal_the_rows_they_link_to():
+    """The page begins with handwritten lines that link to the rows on which they rest."""
     text, _, table = (ROOT / 'docs/claims.md').read_text().partition(claims.BEGIN)
     learned = text.split('## What was learned')[1].split('\n## ')[0]
     found = dict(re.findall(r'^\| \[.*?\]\(#(\w+)\)(.*)$', table, re.MULTILINE))
@@ -572,7 +572,7 @@ def test_numbers_of_what_was_learned_are_those_of_the_rows_they_link_to():
 
 
 def test_links_to_a_claim_show_the_numbers_of_its_row():
-    """In any page: `[-3.5% (-4.2% to -2.9%)](claims.md#id)`, bold if and only if it is decided."""
+    """On any page: `[-3.5% (-4.2% to -2.9%)](claims.md#id)`, bold if and only if decided."""
     table = (ROOT / 'docs/claims.md').read_text().partition(claims.BEGIN)[2]
     rows = dict(re.findall(r'^\| \[.*?\]\(#(\w+)\)(.*)$', table, re.MULTILINE))
     pages = [ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')]
@@ -587,7 +587,7 @@ def test_links_to_a_claim_show_the_numbers_of_its_row():
 
 
 def test_readme_has_the_counts_of_the_page():
-    """Regression: README had counted 74 runs of a study, its page 72."""
+    """Regression: README counted 74 runs of a study, and its page 72."""
     pages = (ROOT / name for name in ('docs/claims.md', 'README.md'))
     page, readme = (' '.join(path.read_text().split()) for path in pages)
     counts = re.search(r'Of (\d+) claims: (\d+) hold, (\d+) do not', page).groups()
@@ -595,8 +595,8 @@ def test_readme_has_the_counts_of_the_page():
     assert re.search(wanted, readme).groups() == counts
 
 
-def test_losses_of_a_study_are_of_the_seeds_that_judge():
-    """A variant that only the choosing seed has run is left out."""
+def test_losses_of_a_study_use_the_judging_seeds():
+    """A variant that ran only with the choosing seed is left out."""
     spec = BY_ID['mod_beats_dense'].spec
     study = a_study(spec, {'mod': 1.9, 'dense': 2.0}, noise=0.0)
     once = [row | {'variant': 'random'} for row in study['runs'] if row['seed'] == 0]

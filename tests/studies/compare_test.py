@@ -1,4 +1,4 @@
-"""Runs made by hand: how they are grouped, compared, and warned about."""
+"""Constructed runs are grouped and compared, with warnings."""
 
 import json
 import math
@@ -64,15 +64,15 @@ def read(paths):
     return compare.group_by_config([compare.read_run(path) for path in paths])
 
 
-def test_runs_that_differ_in_their_seed_are_one_variant(paths):
-    """In any order, and whatever the prompt of their samples was."""
+def test_runs_that_differ_only_in_seed_are_one_variant(paths):
+    """In any order, and with any prompt of the sample."""
     variants = read(paths[::-1])
     assert [variant.seeds for variant in variants] == [[0, 1, 2]] * 2
     assert compare.differing_knobs(variants) == {'model.routing.router': ['none', 'learned']}
 
 
 def test_equal_seeds_are_compared_in_pairs(paths):
-    """By the t interval of scipy; other seeds are compared by Welch's."""
+    """The interval is scipy's t interval; unequal seeds are compared by Welch's test."""
     mod, dense = read(paths)
     found, how = dense.minus(mod)
     pairs = scipy.stats.ttest_rel(LOSSES['dense'], LOSSES['mod']).confidence_interval()
@@ -107,7 +107,7 @@ def test_flops_follow_the_stages(paths):
         ({}, {'model.num_layers': 3}, 'one seed'),
     ],
 )
-def test_what_cannot_be_compared_is_said(make_run, change, knobs, part):
+def test_runs_that_cannot_be_compared_have_a_warning(make_run, change, knobs, part):
     runs = make_run('one', 2.0), make_run('two', 2.1, knobs | {'seed': 1}, **change)
     assert any(part in line for line in compare.warnings(read(runs)))
 
@@ -125,7 +125,7 @@ def test_a_diverged_run_is_shown(make_run):
 
 
 def test_refusals_are_one_line(make_run, paths, tmp_path):
-    with pytest.raises(ValueError, match='same run, seed included'):
+    with pytest.raises(ValueError, match='have the same config and seed'):
         read([paths[0], paths[0]])
     with pytest.raises(ValueError, match=f'nothing: holds no {CONFIG_FILE}'):
         compare.read_run(str(tmp_path / 'nothing'))

@@ -1,4 +1,4 @@
-"""Optima are those of the parabola if it has a minimum among the sizes that were run."""
+"""Optima are those of the parabola if its minimum lies among the sizes that ran."""
 
 import math
 
@@ -25,8 +25,8 @@ def test_fit_recovers_a_known_parabola():
     assert found.optimum_loss == pytest.approx(A - B**2 / (4 * C), rel=1e-9)
 
 
-def test_the_first_seed_alone_chooses_sizes_and_parabola():
-    """Other seeds run where it was best: they move its level, not its place or the best size."""
+def test_only_the_first_seed_chooses_sizes_and_parabola():
+    """Other seeds shift the level of the parabola, but not its minimum or the best size."""
     rows = [_row(n) for n in (90_000, 200_000, 500_000)]
     others = [_row(200_000, seed, rows[1]['loss'] + 0.5) for seed in (1, 2)]
     found, alone = fit.fit(others + rows), fit.fit(rows)
@@ -55,7 +55,7 @@ def test_without_a_vertex_among_the_sizes_the_best_size_is_returned(rows, best):
     assert (found.optimum_parameters, found.optimum_loss) == (best, losses[best])
 
 
-def test_parabola_needs_three_numbers_of_parameters():
+def test_parabola_needs_three_parameter_counts():
     two = [_row(1000), _row(2000)]
     assert fit.fit(two) is None
     assert fit.fit([*two, _row(2000, size='other')]) is None

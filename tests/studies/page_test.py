@@ -55,7 +55,7 @@ def page_of(tmp_path):
     return make
 
 
-def test_page_holds_every_run_and_figure_and_loads_nothing(tmp_path):
+def test_page_has_every_run_and_figure_and_loads_nothing(tmp_path):
     """One row of the last table for each run; it links to papers only."""
     study = made_up(budgets=(6e11,), variants=('dense', 'mod'), seeds=(0,))
     plots.draw(study, tmp_path)
@@ -118,7 +118,7 @@ def test_each_flaw_of_a_study_is_a_warning_at_the_top_of_the_page(warning, spoil
     assert page.index(warning) < page.index('The best of each variant')
 
 
-def test_means_stand_with_their_spread(page_of):
+def test_means_are_shown_with_their_spread(page_of):
     study = made_up(budgets=(6e11,), sizes=('4x64',), variants=('dense', 'mod'))
     for row in study['runs']:
         row['loss'] = {'dense': 1.6, 'mod': 1.5}[row['variant']] + 0.01 * (row['seed'] - 1)
@@ -127,8 +127,8 @@ def test_means_stand_with_their_spread(page_of):
     assert '1.5000 ± 0.0100 (3 seeds)' in page and '>0.9375<' in page and '>2.2500<' in page
 
 
-def test_differences_are_those_of_seeds_in_pairs(page_of):
-    """The seed that chose among sizes is left out: here it alone is far off."""
+def test_differences_are_paired_by_seed(page_of):
+    """The seed that chose among sizes is left out; in this study only that seed is far off."""
     study = made_up(budgets=(6e11,), variants=('dense', 'mod'), seeds=(0, 1, 2, 3))
     for row in study['runs']:
         shift = {'dense': 0.0, 'mod': -0.1 - 0.001 * row['seed'] - 5 * (row['seed'] == 0)}

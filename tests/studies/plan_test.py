@@ -1,4 +1,4 @@
-"""Which runs a study has, and when their losses decide the next ones."""
+"""The runs of a study, and how losses determine the next runs."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import pytest
 from configs import base
 from launch.study_config import StudyConfig
 from moddepth_jax.hparams import from_config
-from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, Planned, Study, nearest_depth
+from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, PlannedRun, Study, nearest_depth
 
 STUDY = Study(
     kind='flops',
@@ -40,7 +40,7 @@ def loss_of(run):
     return 1 + (run.size != '4x64') * 0.1 + (run.learning_rate != best_rate) * 0.01
 
 
-def test_rates_are_tuned_with_the_dense_model_at_the_smallest_budget_once_a_width():
+def test_rates_are_tuned_with_the_dense_model_at_the_smallest_budget_once_per_width():
     runs, complete = plan_of().runs({})
     assert not complete
     assert {(run.variant, run.size, run.budget, run.learning_rate, run.seed) for run in runs} == {
@@ -64,7 +64,7 @@ def test_three_variants_run_at_every_size_and_at_the_largest_budget_with_every_s
         assert best == {'4x64'} or variant in ('dense', 'shallow')
 
 
-def test_other_seeds_may_run_at_the_best_sizes_alone():
+def test_other_seeds_may_run_only_at_the_best_sizes():
     plan = plan_of(all_sizes=False)
     runs = all_runs(plan, loss_of)[len(plan.tuning()) :]
     for variant in STUDY.variants:
@@ -75,7 +75,7 @@ def test_other_seeds_may_run_at_the_best_sizes_alone():
     assert len({run.name for run in runs}) <= sum(plan.max_runs().values())
 
 
-def test_a_size_of_one_layer_is_for_variants_that_route_nothing():
+def test_one_layer_sizes_only_run_unrouted_variants():
     plan = plan_of(sizes=('1x64', '2x64', '4x64'), variants=('dense', 'shallow', 'mod', 'random'))
     for runs in (all_runs(plan, loss_of), plan.examples()):
         assert {run.variant for run in runs if run.size == '1x64'} == {'dense'}
@@ -132,7 +132,7 @@ def test_every_variant_is_a_valid_config():
         ('straight_through', 'mod', 'straight_through'),
     ],
 )
-def test_a_control_differs_only_in_how_tokens_are_chosen(control, routed, router):
+def test_a_control_differs_only_in_the_choice_of_tokens(control, routed, router):
     changes = [VARIANTS[name].changes for name in (control, routed)]
     of_choice = {f'model.routing.{knob}' for knob in ('router', 'gate', 'causal_rule')}
     first, second = ({k: v for k, v in each.items() if k not in of_choice} for each in changes)
@@ -141,18 +141,18 @@ def test_a_control_differs_only_in_how_tokens_are_chosen(control, routed, router
 
 
 @pytest.mark.parametrize('file', ['study', 'moda', 'moe'])
-def test_variants_of_a_seed_read_the_same_batches_and_are_trained_alike(file):
-    """All but the model is equal: batches are a function of these knobs, the seed and the step."""
+def test_variants_of_a_seed_read_the_same_batches_and_train_alike(file):
+    """Everything but the model is equal: batches depend on these knobs, the seed and the step."""
     config, found = (
         StudyConfig(f'configs/{file}.py', {}, 'steps' if file == 'moda' else 'flops'),
         [],
     )
     for variant in ('dense', 'mod', 'moda_projection', 'average', 'random', 'moda_post', 'staged'):
-        run = Planned(variant, '4x64', '4x64', 2e12 if file != 'moda' else 600, 0.006, 7)
+        run = PlannedRun(variant, '4x64', '4x64', 2e12 if file != 'moda' else 600, 0.006, 7)
         found.append(dataclasses.replace(config.hparams(run), model=None))
     assert found[1:] == found[:-1] and found[0].seed == 7
 
 
-def test_the_nearest_depth():
+def test_nearest_depth_by_flops():
     assert nearest_depth({1: 10.0, 2: 20.0, 3: 30.0}, 24.0) == 2
     assert nearest_depth({1: 10.0, 2: 20.0}, 15.0) == 1

@@ -1,4 +1,4 @@
-"""Figures show every variant, seed and budget of a study, are reproducible, and never fail."""
+"""Figures show every variant, seed and budget of a study, and are reproducible."""
 
 import matplotlib
 import matplotlib.image
@@ -7,7 +7,7 @@ import pytest
 from matplotlib.colors import to_rgba
 
 from moddepth_jax.studies import fit, plot_style
-from moddepth_jax.studies.plots import FIGURES, NOTHING, draw
+from moddepth_jax.studies.plots import FIGURES, NO_RUNS, draw
 from tests.studies.made_up_study import SIZED, made_up
 
 MODA = tuple(f'{name}{norm}' for norm in ('', '_post') for name in ('dense', 'wider', 'moda'))
@@ -86,7 +86,7 @@ def test_every_seed_is_a_point():
         np.testing.assert_allclose(points[row], np.divide(size.losses, np.log(2)))
 
 
-def test_losses_far_above_the_others_are_numbers_at_the_edge():
+def test_losses_far_above_the_others_are_shown_as_numbers_at_the_edge():
     study = made_up(budgets=(6e11,), variants=(*SIZED, 'random'))
     for run in study['runs']:
         far = 4 if run['variant'] == 'random' else 1
@@ -97,7 +97,7 @@ def test_losses_far_above_the_others_are_numbers_at_the_edge():
     assert panel.get_xlim()[1] < loss / np.log(2) / 2
 
 
-def test_of_two_equal_variants_the_dense_one_lies_upon_the_shallower():
+def test_a_dense_marker_is_drawn_over_an_equal_shallower_one():
     dense, shallow = plot_style.style('dense'), plot_style.style('shallow')
     assert shallow['zorder'] < dense['zorder'] and shallow['markersize'] > dense['markersize'] + 2
 
@@ -135,16 +135,16 @@ def test_small_and_unfinished_studies_are_drawn(study):
         assert figure.axes or figure.texts, name
 
 
-def test_a_study_without_a_finite_loss_is_drawn_as_a_sentence(tmp_path):
+def test_figures_of_a_study_without_a_finite_loss_say_so(tmp_path):
     study = made_up(budgets=(6e11,), sizes=('4x64',), variants=('dense',), seeds=(0,))
     study['runs'][0]['loss'] = None
     draw(study, tmp_path)
-    assert plot_style.sentence(NOTHING).texts[0].get_text() == NOTHING
+    assert plot_style.sentence(NO_RUNS).texts[0].get_text() == NO_RUNS
     heights = {matplotlib.image.imread(tmp_path / f'{name}.png').shape for name in FIGURES}
     assert heights == {(180, 960, 4)}
 
 
-def test_numbers_are_written_short():
+def test_numbers_are_formatted_briefly():
     flops = {6e11: '6·10¹¹', 1e15: '10¹⁵', 2.5e-3: '2.5·10⁻³', 9.996e11: '9.996·10¹¹'}
     for value, text in flops.items():
         assert plot_style.budget_name({'kind': 'flops'}, value) == f'{text} FLOPs'

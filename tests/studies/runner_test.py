@@ -1,4 +1,4 @@
-"""Which runs a study trains, in which process, and what it writes; training itself is replaced."""
+"""Which runs a study trains in which process, and what it writes; training is replaced."""
 
 import dataclasses
 import json
@@ -95,7 +95,7 @@ def test_every_run_is_trained_once_for_its_budget_and_drawn(study, trained, tmp_
     assert (tmp_path / 'logs' / f'{trained[0]}.txt').read_text() == 'what a run prints\n'
 
 
-def test_each_run_belongs_to_one_process_whatever_the_hosts_start():
+def test_each_run_belongs_to_one_process_for_any_number_of_processes():
     parts = [
         runner.part_of_shard((host, 3), child, processes)
         for host, processes in ((0, 1), (1, 3), (2, 2))

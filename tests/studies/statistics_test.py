@@ -1,4 +1,4 @@
-"""Intervals, p-values and power are those of scipy, of textbooks, and of simulated studies."""
+"""Intervals, p-values and power agree with scipy, textbooks and simulated studies."""
 
 import math
 
@@ -18,7 +18,7 @@ from moddepth_jax.studies.statistics import (
 VALUES = np.array([0.1, 0.3, 0.2, 0.25, 0.05])
 
 
-def test_interval_is_that_of_scipy():
+def test_interval_equals_that_of_scipy():
     """Welch's of two samples, Student's of one; infinite for a single value."""
     a, b = [2.1, 2.3, 2.2, 2.25], [2.5, 2.4, 2.9]
     welch = scipy.stats.ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
@@ -57,13 +57,13 @@ def test_samples_without_a_spread_have_p_of_one_or_zero():
     assert Sample(np.ones(4), low=0.0).decide() == (True, 0.0)
 
 
-def test_all_must_hold_and_one_of_n_may_fail_at_the_nth_part_of_the_level():
+def test_all_samples_must_hold_and_one_of_n_fails_at_level_over_n():
     good, better, bad = (Sample(VALUES + shift, low=0.0) for shift in (0.0, 0.3, -0.6))
     assert all_within([good, better]) == (True, good.decide().p)
     assert all_within([good, bad, better]) == (False, pytest.approx(3 * bad.decide().p))
 
 
-def test_holm_is_that_of_the_textbook_and_counts_what_was_not_tested():
+def test_holm_equals_the_textbook_and_counts_untested_claims():
     adjusted, levels = holm([0.01, 0.04, 0.03, 0.005], 4)
     assert adjusted == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert levels == pytest.approx([0.05 / 3, 0.05, 0.05 / 2, 0.05 / 4])

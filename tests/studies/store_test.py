@@ -1,4 +1,4 @@
-"""The directory of a study: what belongs to it, how far it is, what study.json holds."""
+"""The directory of a study: its content, its progress, and study.json."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def finish_all(directory, hparams_of, order=1):
             finish(directory, run, hparams_of(run), 1.0 + 0.1 * (run.size == '2x64'))
 
 
-def test_finished_runs_decide_the_next_ones(tmp_path, hparams_of):
+def test_finished_runs_determine_the_next_ones(tmp_path, hparams_of):
     start = store.progress(tmp_path, PLAN)
     assert len(start.runs) == len(start.missing) == 8 and not start.complete
     finish(tmp_path, start.missing[0], hparams_of(start.missing[0]), 1.0)
@@ -80,14 +80,14 @@ def test_study_json_does_not_depend_on_the_order_of_the_runs(tmp_path, hparams_o
     assert rows[0]['curve'] == [[1, 4.0], [2, 3.0], [3, 2.0], [4, 1.0]]
 
 
-def test_a_study_goes_on_from_its_results_where_its_runs_are_gone(tmp_path, hparams_of):
-    """Half of the runs are known by the folder of results alone; study.json does not tell."""
+def test_a_study_continues_from_its_results_without_its_runs(tmp_path, hparams_of):
+    """Half of the runs are only in the folder of results; study.json is the same."""
     finish_all(tmp_path / 'uninterrupted', hparams_of)
     expected = store.collect(tmp_path / 'uninterrupted', PLAN, DESCRIPTION, hparams_of)
     half = store.progress(tmp_path, PLAN).missing[::2]
     for run in half:
         finish(tmp_path / 'first', run, hparams_of(run), 1.0 + 0.1 * (run.size == '2x64'))
-    assert store.read_earlier(tmp_path / 'results', DESCRIPTION) == store.NOTHING
+    assert store.read_earlier(tmp_path / 'results', DESCRIPTION) == store.NO_RESULTS
     content = store.collect(tmp_path / 'first', PLAN, DESCRIPTION, hparams_of)
     (tmp_path / 'first' / store.STUDY_FILE).write_text(json.dumps(content))
     (tmp_path / 'first' / store.MEASURES_FILE).write_text('{"mod": {}}')
@@ -154,7 +154,7 @@ def test_a_directory_belongs_to_one_study_which_may_grow(tmp_path):
     assert json.loads((tmp_path / 'new/plan.json').read_text())['seeds'] == [0, 1]
 
 
-def test_a_directory_of_something_else_is_refused(tmp_path):
+def test_a_directory_with_other_content_is_refused(tmp_path):
     (tmp_path / 'config.json').write_text('{}')
     with pytest.raises(ValueError, match="holds 'config.json' but no plan.json"):
         store.open_study(tmp_path, DESCRIPTION)
@@ -165,7 +165,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path):
         store.read_study(tmp_path)
 
 
-def test_each_point_of_a_curve_is_the_mean_since_the_one_before():
+def test_each_point_of_a_curve_is_the_mean_since_the_previous_point():
     rows = [{'step': step, 'loss': float(step)} for step in range(1, 101)]
     assert store.training_curve(rows, points=4) == [[25, 13.0], [50, 38.0], [75, 63.0], [100, 88.0]]
     assert store.training_curve([{'step': 3, 'eval/loss': 1.0}]) == []
