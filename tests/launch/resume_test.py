@@ -43,7 +43,7 @@ def test_a_killed_and_terminated_run_ends_bit_equal(tmp_path):
     seed = random.SystemRandom().randrange(10**6)
     print(f'kills drawn from seed {seed}')  # a failure shows it
     draw = random.Random(seed)
-    changes = {'model__routing__router': 'none', 'training__num_steps': NUM_STEPS}
+    changes = {'model__routing__router': 'learned', 'training__num_steps': NUM_STEPS}
     changes |= {'training__checkpoint_every': FIRST_CHECKPOINT, 'evaluation__every': 25}
     runs = Runs(tmp_path, devices=0, **changes)
     (tmp_path / 'signalled.py').write_text(SIGNALLED)

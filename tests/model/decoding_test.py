@@ -171,7 +171,7 @@ IN_FLOAT64 += ('adapters, looped moda', 'looped', 'recursions, aux_loss', 'token
 IN_FLOAT64 += ('embedding residual, values', 'looped, exits of a block with all')
 IN_FLOAT64 += ('token choice, gated exit',)
 FAST = ('norm threshold grows', 'mudd', 'shared values', 'value attention, recent')
-FAST += ('experts choose', 'value embeddings, attention residual')
+FAST += ('experts choose', 'recursions')
 
 
 @pytest.mark.parametrize('name', parameters(FAST))
@@ -179,14 +179,14 @@ def test_prompt_and_steps_equal_the_full_forward(name, tiny_config):
     check_decoding(name, tiny_config, decode)
 
 
-FAST_IN_CHUNKS = ('dense', 'aux_loss', 'mod and moda', 'recursions', 'row capacity')
-FAST_IN_CHUNKS += ('attention routed', 'mlp routed', 'token choice, first keys')
-FAST_IN_CHUNKS += ('looped, exits',)
+WITH_STEPS = ('dense', 'aux_loss', 'mod and moda')
+FAST_IN_CHUNKS = (*WITH_STEPS, 'row capacity', 'attention routed', 'mlp routed', 'looped, exits')
+FAST_IN_CHUNKS += ('token choice, first keys',)
 
 
 @pytest.mark.parametrize('name', parameters(FAST_IN_CHUNKS))
 def test_several_tokens_at_a_time_equal_steps_and_the_full_forward(name, tiny_config, monkeypatch):
-    """Models of `make test` are compared with single steps too, the others with the full forward.
+    """Three models are compared with single steps too, the others with the full forward alone.
 
     With four rows, a loop computes more rows than have a token in it.
     """
@@ -195,7 +195,7 @@ def test_several_tokens_at_a_time_equal_steps_and_the_full_forward(name, tiny_co
     monkeypatch.setattr('kernels_pallas.decode._IN_PLACE', 1)
     by_loops = 'loops' in CASES[name][0].values() or 'exits' in name
     in_chunks = functools.partial(decode, in_chunks=True)
-    decoded = decode_both if name in FAST_IN_CHUNKS else in_chunks
+    decoded = decode_both if name in WITH_STEPS else in_chunks
     check_decoding(name, tiny_config, decoded, FOUR_ROWS if by_loops else ROWS)
 
 

@@ -54,6 +54,13 @@ def test_gates_are_their_formulas():
     np.testing.assert_array_equal(GATES['straight_through'](many), np.ones_like(many))
 
 
+@pytest.mark.parametrize('name', ['tanh', 'softmax', 'straight_through'])
+def test_no_gate_of_the_project_is_replaced(name):
+    """Gates that are JAX's own functions could be, since they are of no module of this project."""
+    with pytest.raises(ValueError, match=f"routing.gate='{name}': .*routers has this name"):
+        GATES.register(name)(lambda scores: scores)
+
+
 def test_a_gate_depends_only_on_its_own_token():
     """Other scores of the row change no gate. A softmax over the row would leak the future."""
     r_BT = stream(2, 8, 1)[..., 0]
