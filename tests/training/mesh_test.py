@@ -19,7 +19,7 @@ from tests.data.prepared_text import refusal
         (',', 'AXIS=SIZE'),
         ('data=²', 'AXIS=SIZE'),
         ('expert=1,data=1,expert=1', 'names expert twice'),
-        ('data=1000', 'needs 1000 devices, 1 are here'),
+        ('data=1000', 'needs 1000 devices, and there are 1'),
     ],
 )
 def test_a_bad_mesh_is_refused_in_one_line(spec, words):

@@ -193,8 +193,8 @@ def assert_refused(call, words):
         ('model.depth', 5, ''),
         ('model', 5, ''),
         ('report', 'def ', ''),
-        ('model.later', 1, 'no such knob; a newer version wrote it'),
-        ('later', {'knob': 2}, 'no such knob; a newer version wrote it'),
+        ('model.later', 1, 'no such knob; it was edited, or a newer version wrote it'),
+        ('later', {'knob': 2}, 'no such knob; it was edited, or a newer version wrote it'),
     ],
 )
 def test_a_stored_knob_that_does_not_fit_is_named(name, value, word, tmp_path, tiny_config):
@@ -290,7 +290,7 @@ def test_another_tokenizer_is_refused(hparams, tmp_path):
     (tmp_path / 'llama.json').write_text(tokenizer_files.llama_file())
     run_dir.save_tokenizer(tmp_path, hparams, tokenizer_files.byte_level())
     other = make_tokenizer(tmp_path / 'llama.json')
-    words = ['tokenizer: holds bpe:320, ', '; put back']
+    words = ['tokenizer: has bpe:320, ', '; restore']
     assert_refused(lambda: run_dir.save_tokenizer(tmp_path, hparams, other), words)
     words = ['--workdir=', '; must be a directory that can be written']
     file = tmp_path / 'llama.json'

@@ -176,10 +176,10 @@ def test_a_looped_run_is_read_with_other_loops(tiny_config):
 @pytest.mark.parametrize(
     ('form', 'change', 'line'),
     [
-        ('threshold', {'loops': 3}, '--loops=3: must be 2: thresholds are averages'),
-        ('mudd', {'loops': 3}, '--loops=3: must be 2: the mudd stream has weights for so many'),
-        ('recursions', {'loops': 3}, '--loops=3: must be 2: there are routers for so many'),
-        ('own norms', {'loops': 3}, '--loops=3: must be at most 2: each loop has norms'),
+        ('threshold', {'loops': 3}, '--loops=3: must be 2: each loop has its own thresholds'),
+        ('mudd', {'loops': 3}, '--loops=3: must be 2: the mudd stream has weights for each'),
+        ('recursions', {'loops': 3}, '--loops=3: must be 2: each loop has its own router'),
+        ('own norms', {'loops': 3}, '--loops=3: must be at most 2: each loop has its own norms'),
         ('not looped', {'loops': 3}, '--loops=3: no block of this run is looped'),
         ('not looped', {'threshold': 0.5}, '--exit_threshold=0.5: no block of this run is looped'),
         ('mudd', {'threshold': 0.5}, "--exit_threshold=0.5: model.depth.stream='mudd': must be"),

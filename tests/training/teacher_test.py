@@ -165,7 +165,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(tiny_config, dense):
     class Other(ByteTokenizer):
         name, sha256 = 'other.json', 'ab'
 
-    with pytest.raises(ValueError, match='tokenizer bytes; must be that of this run, other.json'):
+    with pytest.raises(ValueError, match='bytes; must be the tokenizer of this run, other.json'):
         check_teacher(taught(tiny_config, dense), Other())
     check_teacher(taught(tiny_config, dense), ByteTokenizer())
 
