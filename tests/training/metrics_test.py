@@ -183,7 +183,7 @@ def test_rows_that_are_left_of_a_file_that_changed_under_a_run_are_kept(tmp_path
         writer.write(4, {'loss': 2.0})
         assert writer.digest()['rows'] == 3
     assert [row['step'] for row in read_metrics(tmp_path)] == [2, 3, 4]
-    assert capsys.readouterr().err.endswith('2 of 3 rows are left\n')
+    assert capsys.readouterr().err.endswith('2 of 3 rows remain\n')
 
 
 def test_events_mirror_the_numbers_and_purge_on_resume(tmp_path):
