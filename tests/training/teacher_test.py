@@ -171,7 +171,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(tiny_config, dense):
 
 
 def test_a_step_without_its_teacher_is_refused(tiny_config, dense, teacher):
-    with pytest.raises(ValueError, match='needs the Teacher of that run'):
+    with pytest.raises(ValueError, match='must get the Teacher of that run'):
         train_step(initial(taught(tiny_config, dense)), make_batch(0))
 
 
