@@ -38,7 +38,7 @@ def test_python_without_text_is_refused(tmp_path):
     for name in ('test/a.py', 'tests/b.py', 'os.pyc', '_sysconfigdata_x.py'):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('pass')
-    right = f'no .py file below {tmp_path}; use a Python that ships its library as text'
+    right = f'no .py file below {tmp_path}; use a Python that ships its library as .py files'
     assert right in refusal(stdlib_documents, str(tmp_path))
     message = refusal(environment_documents, None, (str(tmp_path),))
     assert "set data.source to 'stdlib' or a glob" in message

@@ -57,7 +57,7 @@ def test_domains_without_a_window_are_skipped_by_name(folder):
     found, skipped = _load(folder)
     assert list(found) == ['code', 'notes.jsonl', 'web']
     why = 'the given text has 4 tokens and one window needs 17; give more text'
-    assert skipped == {'a.png': 'no text, but a binary file', 'short.txt': why}
+    assert skipped == {'a.png': 'a binary file, not text', 'short.txt': why}
     (folder / 'a.png').unlink()
     assert _error(folder, sequence_length=10**5).startswith('no domain is long enough; code: ')
 

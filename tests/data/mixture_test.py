@@ -236,7 +236,7 @@ def test_members_that_do_not_fit_are_refused(folder, tmp_path):
         (folder / 'nowhere', [f'{folder}/nowhere: ']),
         (tmp_path / 'begun', ['begun', 'run the same launch.prepare again']),
         (folder / 'tiny', ['data.sequence_length=16: the training text of', f'{folder}/tiny']),
-        (tmp_path / 'copy', ['are one text']),
+        (tmp_path / 'copy', ['are the same text']),
         (tmp_path / 'split', ['data.held_out_fraction=0.25: ', 'set it to 0.5', 'split was']),
         (other, [mine, "'bytes'", f'--tokenizer={folder}/letters/tokenizer']),
     ):

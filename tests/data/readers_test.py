@@ -186,7 +186,7 @@ def test_records_of_plain_text_are_read_as_they_are(tmp_path):
     assert [row.text for row in _rows(path)] == [b'plain', b'{"n": 1}']
     _write(path, TEXTS)
     (row, *_) = readers.read_rows(path, 'name', 'body')
-    message = f"{path}, record 1: no field 'body'; set data.text_field to one of its own: 'text'"
+    message = f"{path}, record 1: no field 'body'; set data.text_field to one that it has: 'text'"
     assert str(row.text) == message and row.text.reason == 'no field'
 
 

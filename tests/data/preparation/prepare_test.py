@@ -217,7 +217,7 @@ BAD = {
     'field': (
         'b.jsonl',
         _with_line(NO_FIELD),
-        ["line 7: no field 'text'; set data.text_field to one of its own: 'body'"],
+        ["line 7: no field 'text'; set data.text_field to one that it has: 'body'"],
     ),
     'txt': ('b.txt', b'caf\xe9', [': byte 3 is 0xe9, which is not UTF-8', 'or save it as UTF-8']),
     'gz': ('b.jsonl.gz', gzip.compress(LONG)[:100_000], ['after row ', 'cut off (Truncated']),
@@ -272,7 +272,7 @@ def test_parts_after_a_damaged_one_are_done_again(tmp_path):
     message = _error(tmp_path / 'in', tmp_path / 'out', **knobs)
     assert (
         message
-        == f'{parts[1]}: was changed after it was written; remove it: the same command continues'
+        == f'{parts[1]}: was changed after it was written; remove it, and the same command continues'
     )
     parts[1].unlink()
     store = _prepare(tmp_path / 'in', tmp_path / 'out', **knobs)
@@ -381,7 +381,7 @@ def test_text_that_a_tokenizer_was_trained_on_must_not_change(tmp_path):
     path, lines = _four_files(tmp_path / 'in', bad_line=59)
     out = tmp_path / 'out'
     message = _error(tmp_path / 'in', out, **knobs)
-    right = f'start again (rm -r {out}): bpe:260 was trained on the text as it is'
+    right = f'start again (rm -r {out}): bpe:260 was trained on the current text'
     assert message.endswith(f'--skip_bad leaves it out; to correct it, {right}')
     _correct(path, lines, 'corrected')
     message = _error(tmp_path / 'in', out, **knobs)
@@ -464,7 +464,7 @@ def test_a_directory_of_something_else_is_refused(folder, tmp_path):
     (tmp_path / 'other').mkdir()
     (tmp_path / 'other/thesis.tex').write_text('x')
     message = _error(folder, tmp_path / 'other')
-    assert "holds 'thesis.tex', so it is no directory of launch.prepare" in message
+    assert "holds 'thesis.tex', so it is not a directory of launch.prepare" in message
     assert (tmp_path / 'other/thesis.tex').exists()
     message = _error(folder, tmp_path / 'other/thesis.tex')
     assert 'must be a directory that can be written' in message
