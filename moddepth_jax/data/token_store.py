@@ -68,7 +68,7 @@ class Store:
       train, held_out: {documents, tokens, bytes, sha256} of a split. `tokens` counts one separator
         per document, `bytes` are those of the text, `sha256` is that of the file of tokens.
       skipped: {reason: {'count': n, 'first': ['file, line 7: ...', ...]}} of skipped text.
-      inputs: [{name, bytes, sha256, modified}] of the files; `modified`, in ns, is not in older stores.
+      inputs: [{name, bytes, sha256, modified}] of the files; older stores lack `modified` (ns).
       arguments: arguments of the command that determine the result.
       versions: versions of Python and packages.
       tokenizer_files: {name: sha256} of the tokenizer's files; older stores have none.

@@ -80,7 +80,7 @@ def test_exported_tensors_are_those_imported(name, imported, tmp_path):
         ({'model.layers.2.x': 3}, "has a tensor 'model.layers.2.x'; config.json stands for no"),
         (
             {'lm_head.weight': (16, 270)},
-            'lm_head.weight has shape [16, 270]; its config.json wants [270, 16]',
+            'lm_head.weight has shape [16, 270]; its config.json needs [270, 16]',
         ),
     ],
     ids=['missing', 'extra', 'transposed'],
@@ -112,5 +112,5 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(imported, tmp_path):
     assert state_sha256(import_params(tmp_path, hparams)[0]) == state_sha256(params)
     tensors['lm_head.weight'][3, 4] += 1
     save_file(tensors, tmp_path / FILE)
-    with pytest.raises(ValueError, match='lm_head.weight is not model.embed_tokens.weight'):
+    with pytest.raises(ValueError, match='lm_head.weight differs from model.embed_tokens.weight'):
         import_params(tmp_path, hparams)

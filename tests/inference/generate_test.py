@@ -237,8 +237,8 @@ def test_tokens_without_room_in_a_cache_are_counted(tiny_config):
     [
         ({'prompts': [PROMPT, []]}, ['no token']),
         ({'prompts': [[1] * 25]}, ['25 tokens and 4', 'data.sequence_length=24: shorten the pr']),
-        ({'prompts': [[1] * 4], 'num_tokens': 21}, ['prompt by 1 or generate 20 at most']),
-        ({'prompts': [[1] * 4], 'num_tokens': 24}, ['=24: generate 20 at most']),
+        ({'prompts': [[1] * 4], 'num_tokens': 21}, ['prompt by 1 or generate at most 20']),
+        ({'prompts': [[1] * 4], 'num_tokens': 24}, ['=24: generate at most 20']),
         ({'prompts': [[1] * 24], 'num_tokens': 24}, ['=24: shorten both']),
         ({'num_tokens': 0}, ['num_tokens=0']),
         ({'prompts': [[1, 257]]}, ['257']),

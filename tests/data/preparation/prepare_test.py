@@ -270,10 +270,8 @@ def test_parts_after_a_damaged_one_are_done_again(tmp_path):
     content = parts[1].read_bytes()
     parts[1].write_bytes(content[:-40] + bytes([content[-40] ^ 1]) + content[-39:])
     message = _error(tmp_path / 'in', tmp_path / 'out', **knobs)
-    assert (
-        message
-        == f'{parts[1]}: was changed after it was written; remove it, and the same command continues'
-    )
+    remedy = 'remove it, and the same command continues'
+    assert message == f'{parts[1]}: was changed after it was written; {remedy}'
     parts[1].unlink()
     store = _prepare(tmp_path / 'in', tmp_path / 'out', **knobs)
     assert _texts(store) == sorted(text.encode() for text in texts)
