@@ -105,8 +105,9 @@ def _layers_of_blocks(source: ModelHparams, target: ModelHparams, how):
         right = 'needs looped blocks: set model.looped_layers and model.loops, or name a layer for '
         _refuse(how, right + 'each block')
     if source.num_layers != target.num_blocks:
-        right = f'the run that is converted has {source.num_layers} layers; it must have {target.num_blocks}, '
-        _refuse(how, right + 'as many as run in the new model; or name a layer for each block')
+        right = f'the run that is converted has {source.num_layers} layers; it must have '
+        right += f'{target.num_blocks}, as many as run in the new model; or name a layer for each'
+        _refuse(how, right)
     chosen = {'average': slice(None), 'first': slice(1), 'last': slice(-1, None)}[how]
     return [places[chosen] for places in _places(target)]
 

@@ -281,7 +281,7 @@ def read_summary(workdir: str | os.PathLike, fields: dict | None = None) -> dict
     Raises ValueError, one line, if it is damaged.
     """
     file = pathlib.Path(workdir) / SUMMARY_FILE
-    right = 'remove it and run the same command, which writes it from the last checkpoint'
+    right = 'remove it and start the run again, which writes it from the last checkpoint'
     if (summary := read_json(file, right, {'eval': dict} | (fields or {}))) is not None:
         found = {
             name: value for name in _LOSSES if (value := summary['eval'].get(name)) is not None

@@ -137,7 +137,7 @@ def test_both_forms_of_the_rotary_base_are_read():
         (QWEN2 | {'layer_types': SLIDING}, ['use_sliding_window=None', 'must be true']),
         (QWEN3 | WINDOWED | {'layer_types': SLIDING[:2]}, ['each of num_hidden_layers=3']),
         (OLMO3 | {'layer_types': ['chunked_attention'] * 3}, ["layer_types=['chunked", 'for each']),
-        ({'num_hidden_layers': 10**6}, ['num_hidden_layers=1000000', 'from 1 on to 10000']),
+        ({'num_hidden_layers': 10**6}, ['num_hidden_layers=1000000', 'integer up to 10000']),
         ({'rope_parameters': {'rope_theta': 'x'}}, ['rope_parameters=', 'rope_theta', 'number']),
         ({'sliding_window': 4096}, ['sliding_window=4096', 'None']),
         ({'layer_types': ['full_attention', 'sliding_attention']}, ['layer_types=']),

@@ -157,7 +157,7 @@ def test_the_words_name_the_layers():
 LOOPED = {'model.looped_layers': 'all', 'model.loops': 2}
 EXPERTS = {'model.experts.choice': 'token', 'model.experts.layers': '1,2'}
 REFUSED = {
-    'depth': ('average', {'model.num_layers': 6}, {}, 'a run of 8 layers, as many as run in the'),
+    'depth': ('average', {'model.num_layers': 6}, {}, 'has 6 layers; it must have 8, as many'),
     'a word': ('mean', {}, {}, 'must be average, first, last, or 4 layers'),
     'a layer': ('0,1,2,8', {}, {}, 'from 0 to 7'),
     'too few': ('0,1,2', {}, {}, 'or 4 layers (model.num_layers) from 0 to 7'),
@@ -168,14 +168,14 @@ REFUSED = {
         'set model.looped',
     ),
     'looped already': ('first', LOOPED, {}, 'must be without loops'),
-    'routed': ('first', {'model.routing.router': 'norm'}, {}, 'must be dense, of the stream'),
+    'routed': ('first', {'model.routing.router': 'norm'}, {}, 'must be dense, with depth.stream'),
     'windows': (
         'average',
         {'model.windows': (0, 8, 0, 8, 0, 8, 0, 0)},
         {'model.windows': (0, 8)},
         'block 3 cannot be layer 7 of the run: they differ in window',
     ),
-    'experts': ('average', EXPERTS | {'model.num_layers': 8}, EXPERTS, 'no common order'),
+    'experts': ('average', EXPERTS | {'model.num_layers': 8}, EXPERTS, 'cannot be averaged'),
 }
 
 

@@ -160,7 +160,7 @@ def test_a_text_that_no_memory_holds_is_refused_before_it_is_read(tmp_path):
     os.truncate(path, 1 << 40)
     message = refusal(readers.read_text, path, 'utf-8')
     assert message.startswith(f'{path}: 1,099,511,627,776 bytes, more than the ')
-    assert message.endswith('split it into files, or rows of .jsonl')
+    assert message.endswith('split it into files or rows of a .jsonl')
 
 
 @pytest.mark.parametrize('packing', ['.gz', '.zst'])

@@ -172,7 +172,7 @@ def train_bpe(documents: Iterator[bytes], vocab_size: int) -> JsonTokenizer:
     """
     name = f'bpe:{vocab_size}'
     if vocab_size < MIN_BPE_IDS:
-        raise ValueError(f'{name}: must be {MIN_BPE_IDS} or more: 256 bytes and a separator')
+        raise ValueError(f'{name}: must be {MIN_BPE_IDS} ids or more: 256 bytes and a separator')
     tokenizers = _import_library()
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     byte_level = tokenizers.pre_tokenizers.ByteLevel
