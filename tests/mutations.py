@@ -43,7 +43,7 @@ def mutated(mutation: dict) -> str:
 
 
 def run_tests(mutation: dict) -> str:
-    """'caught by TEST', or what else became of the tests with this mistake planted."""
+    """Plants a mistake and runs its tests; returns 'caught by TEST' or another result."""
     python = NEXT_PYTHON if mutation.get('next') else sys.executable
     if not os.path.exists(python):
         return f'NO RESULT: `make test-next` makes {python}'

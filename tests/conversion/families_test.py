@@ -1,4 +1,4 @@
-"""A config.json of a family is a model of ours and back; what is not is refused by its field."""
+"""A config.json of a family becomes our knobs and back; unsupported fields are refused by name."""
 
 import json
 import pathlib
@@ -43,7 +43,7 @@ def model_of(tiny_config, knobs, **changes):
     [(LLAMA, 1e-6, 'pre', 'none'), (OLMO2, 1e-5, 'reordered', 'full')],
 )
 def test_what_a_config_leaves_out_is_as_transformers_has_it(config, eps, placement, qk_norm):
-    """One key/value head a query head, heads that fill the width, no biases, theta 10000."""
+    """One key/value head per query head, heads that fill the width, no biases, theta 10000."""
     knobs = knobs_of(config, 'config.json')
     assert knobs == {
         **dict(vocab_size=300, num_layers=3, d_model=32, d_ff=64),
@@ -75,14 +75,14 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(config, eps, placeme
     ids=lambda value: str(value)[-60:],
 )
 def test_families_differ_where_transformers_does(config, knobs):
-    """In biases, windows, and the fields that a config.json of theirs may leave out."""
+    """They differ in biases, windows, and the fields that a config.json may leave out."""
     found = knobs_of(config, 'config.json')
     assert {name: found[name] for name in knobs} == knobs
 
 
 @pytest.mark.parametrize('key', ['rope_scaling', 'rope_parameters'])
 def test_scaled_frequencies_are_read(key):
-    """Of Llama 3.2; the original context is that of the model if it is left out."""
+    """Those of Llama 3.2; the original context is by default that of the model."""
     config = LLAMA | {'rope_theta': 5e5, 'max_position_embeddings': 64}
     knobs = knobs_of(config | {key: LLAMA3}, 'config.json')
     assert (knobs['rope_scaling'], knobs['rope_theta']) == ('llama3:32:1:4:8192', 5e5)
@@ -93,7 +93,7 @@ def test_scaled_frequencies_are_read(key):
 
 
 def test_smollm_is_a_llama():
-    """As the config.json of SmolLM2-135M has it, and SmolLM3 is refused by its reason."""
+    """The config.json of SmolLM2-135M is read; SmolLM3 is refused with the reason."""
     smollm = {'is_llama_config': True, 'rope_interleaved': False, 'rope_scaling': None}
     smollm |= {'tie_word_embeddings': True, 'pretraining_tp': 1, 'rope_theta': 100000}
     knobs = knobs_of(LLAMA | smollm, 'config.json')

@@ -1,4 +1,4 @@
-"""Checkpoints of each family come in with the logits of transformers, and out as they came."""
+"""Imported checkpoints of each family have the logits of transformers, and export unchanged."""
 
 import pathlib
 import shutil
@@ -22,7 +22,7 @@ FILE = 'model.safetensors'
 
 @pytest.fixture(scope='module')
 def imported(tiny_config):
-    """Of each golden folder: hyper-parameters, parameters, dtype."""
+    """Hyper-parameters, parameters and dtype of each golden folder."""
 
     def load(name):
         knobs = knobs_of(read_config(GOLDEN / name), name)
@@ -101,7 +101,7 @@ def test_tensors_of_another_model_are_refused(shapes, words, imported, tmp_path)
 
 
 def test_a_tied_head_may_be_stored_if_it_is_the_embedding(imported, tmp_path):
-    """So may the rotary frequencies that old checkpoints hold; another head is refused."""
+    """So may the rotary frequencies of old checkpoints; another head is refused."""
     hparams, params, _ = imported['llama_tied']
     for file in (GOLDEN / 'llama_tied').glob('model*'):
         shutil.copy(file, tmp_path)
