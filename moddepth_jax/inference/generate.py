@@ -398,6 +398,8 @@ def generate(
     check_request(hparams, prompts, num_tokens, seed=seed, num_samples=num_samples, **draw)
     check_chunk(prefill_chunk)
     check_draft(hparams, draft_tokens)
+
+    # Sizes of the caches: those of routed blocks begin small and grow if they may.
     context, model = hparams.data.sequence_length, hparams.model
     length = max(map(len, prompts)) + num_tokens
     capacity = min(context, -(-length // _CAPACITY_STEP) * _CAPACITY_STEP)
@@ -422,6 +424,7 @@ def generate(
         first = {'num_samples': num_samples, **sizes, **static}
         return *ahead.call(_start, unrolled, read, keys_B, **first), reused
 
+    # Compute the prompts and draw the first token of each row.
     next_BT, cache, reused = start(sizes, static)
     ends = stop and tokenizer is not None
     texts = _Texts(prompts, num_samples, num_tokens, tokenizer.stops if ends else (), on_tokens)
@@ -431,6 +434,8 @@ def generate(
         _, _, update = ahead.call(_step, unrolled, cache, *inputs, **static)
         ahead.call(_write, cache, *update)
         return None
+
+    # Draw the next tokens, 1 + draft_tokens per round, until all rows have ended.
     draft, guessed, held, per_round = None, 0, 0, 1 + draft_tokens
     if draft_tokens:
         of_draft = static | {'routing': 'bypass'}
@@ -459,6 +464,7 @@ def generate(
             new_BT = np.asarray(held_BT)
             draft.follow(cache, tokens_BT, new_BT.all(axis=1))
             guessed, held = guessed + active_BT[:, 1:].sum(), held + new_BT[:, 1:].sum()
+
     caches = {routing: cache} if draft is None else {routing: cache, 'bypass': draft.cache}
     kept.keep(texts.rows, caches)
     return Generation(
