@@ -125,8 +125,10 @@ def train(
     config = dataclasses.asdict(hparams)
     multihost.check_equal_on_all({'--mesh': mesh_spec, **config, 'text': dataset.fingerprint})
     may_change = MAY_CHANGE + dataset.may_change
-    may_change += IF_TOP_C * (hparams.model.routing.train_rule == 'top_c')
-    may_change += IF_EXTENDED * (0 < steps_before != num_steps)
+    if hparams.model.routing.train_rule == 'top_c':
+        may_change += IF_TOP_C
+    if 0 < steps_before != num_steps:
+        may_change += IF_EXTENDED
     notes = multihost.broadcast_from_leader(lambda: open_workdir(workdir, config, may_change))
     multihost.run_on_all(lambda: check_not_done(hparams, num_steps, steps_before, workdir))
 
@@ -206,7 +208,7 @@ def train(
 
 
 def _open_metrics(workdir, state, metadata, wandb):
-    """The MetricsWriter of a run, which passes rows to TensorBoard and, if named, to W&B."""
+    """Opens the MetricsWriter of a run, which passes rows to TensorBoard and, if named, to W&B."""
     first_step = int(state.step)
     sinks = [TensorBoardWriter(workdir, first_step)]
     if wandb:

@@ -136,7 +136,7 @@ def open_workdir(
     path = pathlib.Path(path)
     right = 'use another --workdir'
     if re.search('[\x00-\x1f\x7f-\x9f\ud800-\udfff]', str(path)):  # cannot be printed in a line
-        right = 'must not have line ends or other control characters'
+        right = 'must be text without line ends and other control characters'
         raise ValueError(f'--workdir={str(path)!r}: {right}')
     if path.exists() and not path.is_dir():
         raise ValueError(f'--workdir={path}: is a file; {right}')

@@ -58,7 +58,7 @@ class TrainState:
 
 
 def model_variables(params, averages) -> dict:
-    """The Linen variables of a Transformer."""
+    """Returns the Linen variables of a Transformer."""
     return {'params': params} | ({'averages': averages} if averages else {})
 
 

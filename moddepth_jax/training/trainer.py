@@ -153,7 +153,7 @@ class Trainer:
         return not multihost.broadcast_from_leader(lambda: self.writer.has(step, 'eval/loss'))
 
     def _step_fn(self, step):
-        """The train step of the stage and the loops of `step`, compiled at its first use."""
+        """Returns the train step of the stage and loops of `step`; compiles it at its first use."""
         stage, loops = self._stage(step), loops_at(self.hparams, self.num_steps, step)
         if (stage, loops) not in self.step_fns:
             with self._paused():

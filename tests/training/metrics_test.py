@@ -126,14 +126,14 @@ DAMAGE = {
     'cut': (lambda path: path.write_text(path.read_text()[:-5]), 'has 2 of 3 rows'),
     'a digit': (
         lambda path: path.write_text(path.read_text().replace('2.0', '2.5')),
-        'not as writ',
+        'were changed',
     ),
     'no JSON': (lambda path: path.write_text('x' + path.read_text()), 'has 2 of 3 rows'),
     'infinite': (
         lambda path: path.write_text(path.read_text().replace('2', '1e999')),
         'has 2 of 3',
     ),
-    'deep': (lambda path: path.write_text('[' * 100_000 + '\n' + path.read_text()), 'not as writ'),
+    'deep': (lambda path: path.write_text('[' * 100_000 + '\n' + path.read_text()), 'were changed'),
     'none': (lambda path: None, ''),
 }
 
