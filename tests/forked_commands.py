@@ -17,7 +17,7 @@ from typing import NamedTuple
 from moddepth_jax.benchmarks.registry import MODULES
 
 ROOT = pathlib.Path(__file__).parents[1]
-# What commands import, and no JAX backend: a process that has started one cannot be forked.
+# Common imports of commands. They start no JAX backend, which would make forks impossible.
 LIBRARY = (
     'launch.cli',
     'launch.config_file',

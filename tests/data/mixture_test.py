@@ -201,7 +201,7 @@ def test_members_of_the_same_name_are_distinguished(folder, tmp_path):
     assert list(make_dataset(_data('mixture', mixture), 0).domains) == ['a/data', 'b/data']
 
 
-# What is refused: mixture with {} for the folder, words of the line.
+# Refused mixtures, with {} for the folder, and words of the message.
 BAD = [
     ('', ['FOLDER:WEIGHT']),
     ('{}/letters,{}/digits:1', ["'{}/letters'", 'FOLDER:WEIGHT']),

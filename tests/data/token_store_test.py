@@ -121,7 +121,7 @@ def _about(**changes):
     return change
 
 
-DAMAGES = {  # of a store whose index has 5 and 2 entries: its file, the change, what is said
+DAMAGES = {  # of a store whose index has 5 and 2 entries: (file, change, words of the message)
     'a flipped byte': ('train.bin', lambda c: b'p' + c[1:], 'was changed'),
     'zeros': ('train.bin', lambda c: bytes(len(c)), 'was changed'),
     'cut': ('train.bin', lambda c: c[:-1], '31 bytes; must be 32, as in prepared.json'),

@@ -14,7 +14,7 @@ from tests.faults.runs import Runs, last_row
 KILLS = ('any', 'any', 'any', 'step', 'step', 'save', 'save', 'save', 'evaluation', 'end')
 SPANS = {'step': 0.02, 'save': 0.1, 'evaluation': 0.15, 'end': 3.0}  # seconds, about
 STOPS = 5
-LIMIT = 10  # seconds from SIGTERM to the end, where a core has one process
+LIMIT = 10  # seconds from SIGTERM to the end, if each process has a core
 pytestmark = pytest.mark.faults
 
 

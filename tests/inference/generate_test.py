@@ -306,7 +306,7 @@ class Few:
     token_bytes_V = np.array([0, 1, 1, 0])
 
 
-# A cache of three places of a row, in which not every selected token finds room.
+# A cache of three places per row, which has no room for some selected tokens.
 FULL = {'model.routing.capacity': 0.125, 'model.routing.cache_capacity': 1.0}
 LOOPS = {'model.routing.layers': 'loops', 'model.looped_layers': 'all', 'model.loops': 2}
 
@@ -326,7 +326,7 @@ def test_guesses_change_no_text_and_are_those_of_the_model_that_skips(tiny_confi
     hparams = make_hparams(tiny_config, **knobs)
     init = functools.partial(Transformer(hparams).init, jax.random.key(3))
     variables = jax.jit(lambda: init(np.zeros((1, LENGTH), np.int32)))()
-    # Of such weights many guesses are wrong.
+    # With these weights, many guesses are wrong.
     variables = jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim > 1 else leaf, variables)
     prompts = [[3, 1, 2], [3], [3, 2, 3, 1, 2, 2]]
     shared = {'tokenizer': Few(), 'temperature': 2.0, 'num_samples': 2}

@@ -24,15 +24,15 @@ class Words:
 
 
 WORDS = Words()
-# What follows each row's text, turn by turn; documents begin within rows and at their first token.
+# Tokens added to each row, turn by turn; documents begin within rows and at their first token.
 LINES = (  # of each row
     ([1, 2, 3], [7, 11], [16], [19, 20, 21]),
     ([4], [12, 7, 13, 14], [17, 18], [7, 22]),
     ([5, 6, 8, 9], [15] * 3, [7] * 6, [23, 24, 25, 26]),
 )
-# Blocks add up much: float32 rounds keys by 1e-4.
+# The stream is large, so float32 rounds keys by 1e-4.
 IN_FLOAT64 = ('token choice', 'token choice, first keys')
-# A count says how many tokens, but not which: nothing can be cut off.
+# The cache counts tokens without knowing which, so it cannot be cut.
 COUNTS = ('mlp routed', 'row capacity', 'value embeddings, experts')
 MODELS = (
     'dense',

@@ -204,7 +204,7 @@ for layout in ['data=1', *layouts]:
     alone = record if alone is None else alone
     sizes_LB = alone.top_c_BT.sum(axis=2)
     assert (record.top_c_BT.sum(axis=2) == sizes_LB[:, :1]).all()
-    # The lowest score that is selected; a loop selects among the tokens of the one before.
+    # The lowest selected score; a loop selects among the tokens of the loop before.
     lowest = np.min(alone.scores_BT, axis=2, where=alone.top_c_BT, initial=np.inf)[..., None]
     differs = record.top_c_BT != alone.top_c_BT
     found[layout] = [float(np.max(np.abs(record.scores_BT - alone.scores_BT))), int(differs.sum()),

@@ -11,8 +11,8 @@ from moddepth_jax.training.evaluate import evaluate
 from moddepth_jax.training.metrics import read_metrics
 from tests.data.synthetic_test import entropy_floor
 
-# Next to a limit: what seeds 0 to 3 came to (JAX 0.10.2; `seed` alone changed).
-# Of the floor: 0.014 to 0.017; an ideal reader of windows of 128 is itself 1.3% above it.
+# Comments at limits: results of seeds 0 to 3 (JAX 0.10.2; only `seed` changed).
+# 0.014 to 0.017 of the floor; an ideal model of windows of 128 is itself 1.3% above it.
 DISTANCE = 0.025
 NOISE = 0.005  # nats; some five standard errors of the mean over the held-out targets
 BATCHES = 8

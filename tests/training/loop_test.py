@@ -149,7 +149,7 @@ KINDS = {
 }
 
 
-# Fast: saved_run_test.py, where the state of Muon on a part comes back to the bit.
+# A fast test of the same: saved_run_test.py, which restores a state with Muon to the bit.
 @pytest.mark.slow
 @pytest.mark.parametrize('name', KINDS)
 def test_every_kind_of_run_resumes_to_the_bit(name, tiny_config, tmp_path, signals):
@@ -169,7 +169,7 @@ def test_an_extended_run_goes_on_under_the_new_schedule(
     longer = dataclasses.replace(run_hparams, flop_budget=budget)
     broken = shutil.copytree(finished.workdir, tmp_path / 'bro[k]en \\ %?')
 
-    def broken_report(state, dataset):  # a program that cannot be compiled is noted, no more
+    def broken_report(state, dataset):  # a program that cannot be compiled only gives a note
         return {'compiling a picture': lambda: state.parms}
 
     whole = loop.train(longer, copied, report_programs=broken_report)

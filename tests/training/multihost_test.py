@@ -37,7 +37,7 @@ def connect_with(monkeypatch):
 
 def test_one_process_joins_nothing_and_jax_reads_slurm(connect_with):
     assert connect_with({}) is None
-    # Outside srun SLURM_NTASKS counts tasks that do not exist: nothing is waited for.
+    # Outside srun, SLURM_NTASKS counts tasks that do not exist, so do not wait for them.
     without = {name: value for name, value in SLURM.items() if name != 'SLURM_STEP_NODELIST'}
     assert connect_with(without) is None
     assert connect_with({'JAX_NUM_PROCESSES': '1', **SLURM}) is None

@@ -18,7 +18,7 @@ from tests.data import tokenizer_files
 from tests.data.prepared_text import refusal
 
 ROOT = pathlib.Path(__file__).parents[2]
-# No cap on selected tokens, and no bound on what is unsharded.
+# No limit on selected tokens or on unsharded parameters.
 OLD = {'model.routing.overflow': 'grow', 'training.max_unsharded': 1.0}
 # The knobs of the first version, whose runs have no others. This list never grows: a knob that was
 # added later is one of OLDER_RUNS, with the value that keeps the behavior of those runs.

@@ -335,7 +335,7 @@ def _correct(path, lines, text):
 @pytest.mark.parametrize(('order', 'length'), [(_InProcess, 40), (_Backwards, 1)])
 def test_only_a_corrected_file_is_done_again(tmp_path, monkeypatch, order, length):
     """Only rows in the same part may be done twice; the result is that of a fresh start."""
-    # A span of 210 bytes is longer than they are on average, so that parts hold two, of two files.
+    # A span of 210 bytes is longer than an average row, so that parts have two rows, of two files.
     monkeypatch.setattr(prepare_module, 'Workers', order)
     begun, add = [], PartWriter.add
 
