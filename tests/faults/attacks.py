@@ -23,7 +23,7 @@ from moddepth_jax.data.directory import lock_directory
 SECONDS, MEMORY = (
     300,
     3 << 30,
-)  # limits of a command, which needs 5 seconds and half a GiB otherwise
+)  # of a command, which usually needs 5 seconds and half a GiB
 _DEEP = 100_000
 
 
