@@ -141,8 +141,8 @@ def _describe_model(hparams):
         parts.append(f'{model.sized_by_loops} of each loop')
     if model.routed_layers:
         what = 'routed loops' if model.routing.routes_loops else 'routed'
-        alone = '' if model.routing.part == 'block' else f', {model.routing.part} alone'
-        parts.append(f'{len(model.routed_layers)} {what} ({model.routing.router}{alone})')
+        only = '' if model.routing.part == 'block' else f', {model.routing.part} only'
+        parts.append(f'{len(model.routed_layers)} {what} ({model.routing.router}{only})')
         parts.append(_describe_selection(hparams, hparams.stages[-1]))
     elif not model.expert_layers:
         parts.append('dense')

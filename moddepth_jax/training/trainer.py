@@ -121,7 +121,7 @@ class Trainer:
         """Evaluates the state on held-out text, with the capacity of its last step.
 
         Writes a row of metrics and prints a line. After the last step of the run, it also measures
-        what the causal rule costs in each routed layer alone. Returns the result.
+        what the causal rule costs in each single routed layer. Returns the result.
         """
         self._wait_for_compiler(1 + self.hparams.model.looks_ahead)
         batches_per_layer = 0

@@ -148,8 +148,8 @@ def join(
             _add_skipped(skipped, reason, **entry)
     counts = {split: sum(part.header[split]['documents'] for part in parts) for split in SPLITS}
     if not any(counts.values()):
-        left_out = sum(entry['count'] for entry in skipped.values())
-        problem = f'no document with text, {left_out} rows left out'
+        num_skipped = sum(entry['count'] for entry in skipped.values())
+        problem = f'no document with text, {num_skipped} rows left out'
         raise ValueError(f'--output={directory}: {problem}; give files that hold text')
     with StoreWriter(directory, tokenizer, held_out_fraction) as writer:
         if sum(counts.values()) == 1:
