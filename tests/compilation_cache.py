@@ -1,4 +1,4 @@
-"""Programs compiled in haste and kept on disk: runs of the train loop have most in common."""
+"""A cache of programs that are compiled without optimization, shared by runs of the train loop."""
 
 import contextlib
 
@@ -8,7 +8,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 @contextlib.contextmanager
 def persistent_compilation_cache(folder):
-    """Inside, this process keeps what it compiles in `folder`, and takes it from there."""
+    """A context in which compiled programs are cached in `folder`."""
     changes = {
         'jax_disable_most_optimizations': True,
         'jax_enable_compilation_cache': True,

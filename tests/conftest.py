@@ -1,4 +1,4 @@
-"""What every test runs under: the CPU, no compilation cache, no rank promotion; and tiny_config."""
+"""Settings of all tests: the CPU, no compilation cache, no rank promotion; and tiny_config."""
 
 import importlib.metadata
 import os

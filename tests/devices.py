@@ -1,4 +1,4 @@
-"""Code on fake CPU devices, in a process of its own, and what their program communicates."""
+"""Runs code on fake CPU devices in a separate process, and reads a program's communication."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def on_devices(count: int, code: str, *arguments: str):
 
 
 def collectives(text: str) -> dict[str, set[str]]:
-    """By kind, the shapes that the collectives of a compiled program return, such as f32[2,8]."""
+    """Returns {kind: shapes such as f32[2,8]} of the collectives of a compiled program."""
     found = {}
     for result, kind in COLLECTIVE.findall(text):
         found.setdefault(kind, set()).update(re.findall(r'\w+\[[\d,]*\]', result))

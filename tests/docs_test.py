@@ -40,7 +40,7 @@ NOT_HERE = {
 
 
 def _parsed(lists, folder):
-    """What is wrong with each list of words [NAME, ARGUMENT, ...], or ''."""
+    """Returns what is wrong with each list of words [NAME, ARGUMENT, ...], or ''."""
     config = dataclasses.asdict(from_config(tiny.get_config()))
     for name in {word.removeprefix('--config=') for words in lists for word in words}:
         if name.endswith('/config.json'):
@@ -56,7 +56,7 @@ def _parsed(lists, folder):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where commands run: it holds the files that the pages show, and no repository."""
+    """The folder in which commands run, with the files that the pages show and no repository."""
     for source in PAGES:
         _write(tmp_path, documented.files(TEXTS[source]))
     return tmp_path
@@ -70,7 +70,7 @@ def _write(folder, contents):
 
 
 def _parts(command):
-    """The lists of words of a command of ours: launch.local contains another command."""
+    """Splits a command of ours into lists of words: launch.local contains another command."""
     words = [command.launched, *command.words[3:]]
     if words[0] != 'local' or '--' not in words:
         return [words]
@@ -232,7 +232,7 @@ PARSED_ONLY = (
 
 
 def _rule(command):
-    """(appended, reason) of the command; None where it is parsed only; raises where none fits."""
+    """Returns (appended, reason) of a command; None if it is only parsed; raises without a rule."""
     text = ' '.join(command.words)
     if any(all(part in text for part in what.split(' ')) for what, _ in PARSED_ONLY):
         return None

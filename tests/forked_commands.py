@@ -1,4 +1,4 @@
-"""Runs many command lines in forks of one process, which has imported what all of them import.
+"""Runs many command lines in forks of one process that has imported their common modules.
 
 A command that starts alone takes seconds to import JAX; a fork takes a tenth of a second.
 """
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from moddepth_jax.benchmarks.registry import MODULES
 
 ROOT = pathlib.Path(__file__).parents[1]
-# What commands import, and no JAX backend: a process that has started one cannot be forked.
+# Common imports of commands. They start no JAX backend, which would make forks impossible.
 LIBRARY = (
     'launch.cli',
     'launch.config_file',
@@ -75,7 +75,7 @@ def _only_parse():
 
 
 def _start(words, files, parse_only):
-    """Process id of a fork that runs the command line; its output goes to the files."""
+    """Forks a process that runs the command line with output to files; returns its id."""
     child = os.fork()
     if child:
         return child

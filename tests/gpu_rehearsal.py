@@ -51,7 +51,7 @@ def install(folder):
 
 
 def without_network():
-    """The first words of a command that runs without a network; [] if that is not allowed here."""
+    """Returns the prefix of a command that runs without a network; [] if that is not allowed."""
     words = ['unshare', '--map-root-user', '--net']
     allowed = shutil.which('unshare') and not subprocess.run([*words, 'true']).returncode
     return words if allowed else []
@@ -67,7 +67,7 @@ def gpu(folder, *arguments):
 
 
 def rehearse(folder):
-    """The run in as many rounds as its deadline makes of it."""
+    """Runs in as many rounds as the deadline requires."""
     out = folder / 'out'
     total, said, number = 0.0, 'not done', 0
     while 'not done' in said and number < MOST_ROUNDS:

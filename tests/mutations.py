@@ -2,12 +2,11 @@
 
     python -m tests.mutations [NAME ...]
 
-`mutations.toml` lists them: those of public implementations (the tables of docs/) and others. A row
-has a `name`, the `mistake` in words, the `file`, the `old` text that stands there once, the `new`
-text, `more` such pairs in the same file if one place is not enough, the `tests` of which one must
-fail, the pytest `marker` if that one is slow, and `next` if it
-needs the JAX of `make test-next`, whose interpreter runs the Hopper kernels. All take half an hour
-on two idle cores.
+`mutations.toml` lists known mistakes of public implementations (the tables of docs/) and others. A
+row has a `name`, the `mistake` in words, the `file`, the `old` text that occurs there once, the
+`new` text, `more` such pairs in the same file if needed, the `tests` of which one must fail, the
+pytest `marker` if that test is slow, and `next` if it needs the JAX of `make test-next`, whose
+interpreter runs the Hopper kernels. All take half an hour on two idle cores.
 """
 
 import concurrent.futures
@@ -33,17 +32,17 @@ def read_mutations() -> list[dict]:
 
 
 def mutated(mutation: dict) -> str:
-    """The file's text with the mistake. Raises ValueError where a place is not there once."""
+    """Returns the file with the mistake; raises ValueError unless each `old` occurs once."""
     text = (ROOT / mutation['file']).read_text()
     for change in [mutation, *mutation.get('more', ())]:
         if (found := text.count(change['old'])) != 1:
-            raise ValueError(f'{mutation["name"]}: stands {found} times: {change["old"]!r}')
+            raise ValueError(f'{mutation["name"]}: occurs {found} times: {change["old"]!r}')
         text = text.replace(change['old'], change['new'])
     return text
 
 
 def run_tests(mutation: dict) -> str:
-    """'caught by TEST', or what else became of the tests with this mistake planted."""
+    """Plants a mistake and runs its tests; returns 'caught by TEST' or another result."""
     python = NEXT_PYTHON if mutation.get('next') else sys.executable
     if not os.path.exists(python):
         return f'NO RESULT: `make test-next` makes {python}'

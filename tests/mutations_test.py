@@ -18,7 +18,7 @@ def test_each_mistake_has_one_place_and_its_tests_exist(mutation):
 
 
 def test_no_mistake_uses_a_name_that_does_not_exist(tmp_path):
-    """It would fail every test, and seem to be caught."""
+    """Such a mistake would fail every test and seem to be caught."""
     for mutation in MUTATIONS:
         (tmp_path / f'{mutation["name"]}.py').write_text(mutated(mutation))
     command = [sys.executable, '-m', 'ruff', 'check', '--isolated', '--select=F821', '--quiet']

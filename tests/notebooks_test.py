@@ -71,8 +71,8 @@ def test_runs(path, execute, tmp_path):
 
 
 @pytest.mark.slow
-def test_shows_a_run_of_ones_own(execute, tmp_path, tiny_config):
-    """The heatmaps of the run that NOTEBOOK_WORKDIR names, instead of one that it trains."""
+def test_shows_the_run_of_the_user(execute, tmp_path, tiny_config):
+    """It shows heatmaps of the run in NOTEBOOK_WORKDIR instead of training one."""
     changes = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
     save_run(tmp_path / 'run', from_config(tiny_config(**changes)))
     path = ROOT / 'notebooks' / 'routing_heatmaps.py'

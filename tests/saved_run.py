@@ -1,4 +1,4 @@
-"""A run as training leaves it, without training."""
+"""Writes a run as training would, without training."""
 
 import dataclasses
 import functools

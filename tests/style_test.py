@@ -1,4 +1,4 @@
-"""The whole tree passes ruff, in its rules and in its format."""
+"""The tree passes the rules and the format of ruff."""
 
 import pathlib
 import subprocess

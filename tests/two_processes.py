@@ -1,4 +1,4 @@
-"""Python code, or a command, on two processes that are one run, of some fake CPU devices each."""
+"""Runs Python code, or a command, on two processes of one run, with fake CPU devices."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def start_two(*arguments: str, devices: int = 2, cwd=ROOT, **variables) -> list[
 
 
 def finish_two(processes, seconds: float = 300) -> list[tuple[int, str, str]]:
-    """Waits for both; returns (status, stdout, stderr) of each. None outlives this."""
+    """Waits for both; returns (status, stdout, stderr) of each. No process outlives this."""
     try:
         texts = [process.communicate(timeout=seconds) for process in processes]
     finally:
@@ -45,7 +45,7 @@ def finish_two(processes, seconds: float = 300) -> list[tuple[int, str, str]]:
 
 
 def on_two_processes(code: str, *arguments: str, devices: int = 2) -> list:
-    """Runs code on both; returns what it prints as JSON in its last line on each."""
+    """Runs code on both processes; returns the JSON in the last line of each."""
     code = f'from moddepth_jax.training import multihost\nmultihost.initialize()\n{code}'
     done = finish_two(start_two('-c', code, *arguments, devices=devices))
     for status, _, error in done:

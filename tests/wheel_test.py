@@ -127,7 +127,7 @@ def get_config():
 
 @pytest.mark.slow
 def test_the_run_of_an_installed_package_works_anywhere(installed, tmp_path):
-    """Config, its file and a checkpoint suffice, and the text it was trained on may be gone.
+    """It needs only the config, its file and a checkpoint; the training text may be gone.
 
     Without a repository a config of one's own trains into the current directory.
     """

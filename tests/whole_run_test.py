@@ -15,7 +15,7 @@ from moddepth_jax.training.loop import train
 @pytest.mark.slow
 @pytest.mark.parametrize('stages', ['', '1:0.25,0.5:0.25'])
 def test_each_step_function_is_traced_once_a_shape(stages, tiny_config, tmp_path, monkeypatch):
-    """One train step a stage; evaluation with each routing; one prefill, step and write."""
+    """One train step per stage, an evaluation with each routing, one prefill, step and write."""
     traces = collections.Counter()
 
     def counted(state, batch, stage, *rest):

@@ -1,4 +1,4 @@
-"""The families of Hugging Face models that are converted: their config.json and our knobs."""
+"""The Hugging Face model families that can be converted: their config.json and our knobs."""
 
 import pathlib
 import sys
@@ -11,24 +11,25 @@ from moddepth_jax.hparams.checks import MAX_INT
 from moddepth_jax.hparams.model import MAX_LAYERS
 
 CONFIG_FILE = 'config.json'
-OWN_TYPE = 'moddepth'  # model_type of a folder of `torch_folder`, which states our knobs themselves
+OWN_TYPE = 'moddepth'  # model_type of a folder of `torch_folder`, whose config.json has our knobs
 FULL, SLIDING = 'full_attention', 'sliding_attention'
 
 
 class Family(NamedTuple):
-    """What a model_type stands for: the class in transformers, and our knobs for the same model."""
+    """A model_type: its class in transformers, and our knobs for the same model."""
 
     architecture: str
     norm_placement: str = 'pre'
     qk_norm: str = 'none'
-    # model.attention_bias without and with the field attention_bias; one value: whatever it says.
+    # model.attention_bias without and with the field attention_bias; with one value, the field is
+    # ignored.
     attention_biases: tuple[str, ...] = ('none', 'qkvo')
     mlp_bias: bool = False  # whether the field mlp_bias adds biases to the mlp
-    # Whether layer i has the window, from config.json and i; None: no layer has one.
+    # Function (config.json, i) -> whether layer i has the window; None: no layer has one.
     slides: Callable[[dict, int], bool] | None = None
-    layer_types: bool = True  # whether the field layer_types may say otherwise
-    rope_by_layer_type: bool = False  # whether rope_parameters may be given for each
-    defaults: dict = {}  # of fields that a config.json leaves out, where they differ from DEFAULTS
+    layer_types: bool = True  # whether the field layer_types may override `slides`
+    rope_by_layer_type: bool = False  # whether rope_parameters may be given for each layer type
+    defaults: dict = {}  # of missing fields, where they differ from DEFAULTS
 
 
 def _from_max_window_layers(config, layer):
@@ -36,7 +37,7 @@ def _from_max_window_layers(config, layer):
 
 
 _QWEN = {'num_key_value_heads': 32, 'sliding_window': 4096, 'max_window_layers': 28}
-# A model is exported as the first one that can express it.
+# A model is exported as the first family that can express it.
 FAMILIES = {
     'llama': Family('LlamaForCausalLM', mlp_bias=True),
     'mistral': Family(
@@ -79,7 +80,7 @@ _SIZES = {  # ours: theirs
     'num_kv_heads': 'num_key_value_heads',
     'head_dim': 'head_dim',
 }
-_NEUTRAL = {  # fields without a knob here, and the values under which they have no effect
+_NEUTRAL = {  # fields without a knob, and the values with which they have no effect
     'hidden_act': ('silu', 'swish'),
     'quantization_config': (None,),
     'partial_rotary_factor': (None, 1.0),
@@ -89,7 +90,7 @@ _SCALED = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_positi
 
 
 def read_config(folder: pathlib.Path) -> dict:
-    """The config.json of a folder. Raises ValueError, one line, if there is none."""
+    """Reads the config.json of a folder; raises ValueError, one line, if there is none."""
     config = read_json(folder / CONFIG_FILE, 'download it again')
     if config is None:
         right = 'must be a folder with the config.json and *.safetensors of a Hugging Face model'
@@ -98,7 +99,7 @@ def read_config(folder: pathlib.Path) -> dict:
 
 
 class _Fields:
-    """The fields of a config.json of a family; those that are left out have its defaults."""
+    """The fields of a config.json; missing ones have the defaults of its family."""
 
     def __init__(self, config: dict, family: Family, file: str):
         self.config, self.family, self.file = config, family, file
@@ -111,31 +112,31 @@ class _Fields:
         raise ValueError(f'{self.file}: {key}={short_repr(self.get(key))}: {right}')
 
     def switch(self, key) -> bool:
-        """A field that may be left out, null, false or true."""
+        """Returns a field that may be missing, null, false or true."""
         if self.get(key) not in (None, False, True):
             self.refuse(key, 'must be true or false')
         return bool(self.get(key))
 
     def integer(self, key, maximum=MAX_INT) -> int:
-        """A field that is a number from 1 on."""
+        """Returns a field that must be a positive integer."""
         size = self.get(key)
         if type(size) is not int or not 0 < size <= maximum:
-            right = f'must be an integer from 1 on{f" to {maximum}" * (maximum < MAX_INT)}'
+            right = f'must be a positive integer{f" up to {maximum}" * (maximum < MAX_INT)}'
             self.refuse(key, right if key in self.values else f'missing; it {right}')
         return size
 
 
 def knobs_of(config: dict, file: str) -> dict:
-    """The knobs that a config.json of transformers 4 or 5 decides, by their names in ModelHparams.
+    """Returns the knobs that a config.json of transformers 4 or 5 determines.
 
-    Those of a group are named with a dot, as routing.router. Raises ValueError, beginning with
-    `file`, for another architecture or a field without a knob.
+    Names are those in ModelHparams, with a dot in a group, such as routing.router. Raises
+    ValueError that begins with `file` for another architecture or a field without a knob.
     """
     kind = config.get('model_type')
     if kind == OWN_TYPE:
         return _own_knobs(config, file)
     if kind not in tuple(FAMILIES):
-        reason = _REASONS.get(str(kind), 'no other model is converted')
+        reason = _REASONS.get(str(kind), 'others cannot be converted')
         right = f'must be one of {", ".join(FAMILIES)}; {reason}'
         raise ValueError(f'{file}: model_type={short_repr(kind)}: {right}')
     family = FAMILIES[kind]
@@ -144,7 +145,7 @@ def knobs_of(config: dict, file: str) -> dict:
         fields.refuse('architectures', f'must be [{family.architecture!r}], a language model')
     for key, neutral in _NEUTRAL.items():
         if key in config and config[key] not in neutral:
-            fields.refuse(key, f'must be {neutral[0]!r}, the only one supported')
+            fields.refuse(key, f'must be {neutral[0]!r}, the only value supported')
     use_bias, attention_bias = _biases(fields)
     tied, sizes = fields.switch('tie_word_embeddings'), _sizes(fields)
     if not _is_positive(norm_eps := fields.get('rms_norm_eps')):
@@ -166,7 +167,7 @@ def knobs_of(config: dict, file: str) -> dict:
 
 def _own_knobs(config, file):
     fields = {'knobs': dict, 'max_position_embeddings': int}
-    check_fields(config, fields, file, 'it must be what launch.convert --to_hf wrote')
+    check_fields(config, fields, file, 'it must be as launch.convert --to_hf wrote it')
     knobs = {}
     for name, value in config['knobs'].items():
         of_group = name in ('depth', 'experts', 'routing') and isinstance(value, dict)
@@ -178,21 +179,21 @@ def _own_knobs(config, file):
 
 
 def _biases(fields):
-    """(model.use_bias, model.attention_bias)."""
+    """Returns (model.use_bias, model.attention_bias)."""
     family = fields.family
     if len(family.attention_biases) == 1:
         return False, family.attention_biases[0]
     in_attention, in_mlp = fields.switch('attention_bias'), fields.switch('mlp_bias')
     if family.mlp_bias and in_mlp:
         if not in_attention:
-            right = 'must be false where attention_bias is; only an mlp would have biases'
+            right = 'must be false if attention_bias is; biases in the mlp only are not supported'
             fields.refuse('mlp_bias', right)
         return True, 'none'
     return False, family.attention_biases[in_attention]
 
 
 def _sizes(fields):
-    """Our sizes by name; those that depend on others are derived as transformers does."""
+    """Returns our sizes by name; sizes that depend on others are derived as in transformers."""
     values = fields.values
     heads, width = fields.get('num_attention_heads'), fields.get('hidden_size')
     if fields.get('num_key_value_heads') is None:
@@ -202,12 +203,12 @@ def _sizes(fields):
             right = f'must divide hidden_size={width}; or give head_dim'
             fields.refuse('num_attention_heads', right)
         values['head_dim'] = width // heads
-    limits = {'num_hidden_layers': MAX_LAYERS}  # each is visited below
+    limits = {'num_hidden_layers': MAX_LAYERS}  # `_windows` visits each layer
     return {ours: fields.integer(key, limits.get(key, MAX_INT)) for ours, key in _SIZES.items()}
 
 
 def _windows(fields, num_layers):
-    """model.windows: one for each layer, or fewer if they repeat."""
+    """Returns model.windows, one for each layer, or fewer if they repeat."""
     slides, types = fields.family.slides, fields.get('layer_types')
     if slides is None:
         if types and (not isinstance(types, list) or types != [FULL] * len(types)):
@@ -236,7 +237,7 @@ def _windows(fields, num_layers):
 
 
 def _shortest(windows):
-    """The fewest windows that repeat to these."""
+    """Returns the shortest sequence of windows that repeats to these."""
     for size in range(1, len(windows)):
         if all(window == windows[i % size] for i, window in enumerate(windows)):
             return tuple(windows[:size])
@@ -244,7 +245,7 @@ def _shortest(windows):
 
 
 def _rope(fields):
-    """(model.rope_theta, model.rope_scaling), of the forms of transformers 4 and 5."""
+    """Returns (model.rope_theta, model.rope_scaling) from the fields of transformers 4 or 5."""
     if not _is_positive(fields.get('rope_theta')):
         fields.refuse('rope_theta', 'must be a number above 0')
     found = set()
@@ -257,16 +258,16 @@ def _rope(fields):
             each = [given[kind] for kind in (FULL, SLIDING) if given.get(kind) is not None] or each
         found |= {_rope_of(fields, key, one) for one in each}
         if len(found) > 1:
-            fields.refuse(key, 'must be the same for all layers, the only one supported')
+            fields.refuse(key, 'must be the same for all layers')
     theta, scaling = found.pop() if found else (float(fields.get('rope_theta')), 'none')
     if scaling != 'none' and fields.family.rope_by_layer_type:
-        right = "must have rope_type 'default': scaling is of some layers there"
+        right = "must have rope_type 'default': this family scales some layers only"
         fields.refuse('rope_scaling' if fields.get('rope_scaling') else 'rope_parameters', right)
     return theta, scaling
 
 
 def _rope_of(fields, key, given):
-    """The theta and the scaling of one object of `key`."""
+    """Returns the theta and the scaling of one object of `key`."""
     if not isinstance(given, dict):
         fields.refuse(key, "must be an object with rope_type 'default' or 'llama3'")
     given = dict(given)
@@ -280,10 +281,10 @@ def _rope_of(fields, key, given):
     if kind == 'default' and not given:
         return float(theta), 'none'
     if kind != 'llama3':
-        fields.refuse(key, "must have rope_type 'default' or 'llama3'; no other is converted")
+        fields.refuse(key, "must have rope_type 'default' or 'llama3'; no other is supported")
     given.setdefault(_SCALED[-1], fields.get('max_position_embeddings'))
     if given.keys() != set(_SCALED) or not all(map(_is_positive, given.values())):
-        fields.refuse(key, f'llama3 must have the numbers {", ".join(_SCALED)}, and no others')
+        fields.refuse(key, f'llama3 must have exactly the numbers {", ".join(_SCALED)}')
     factor, low, high, length = (given[name] for name in _SCALED)
     if factor < 1 or low >= high or length != int(length) or length > MAX_INT:
         right = 'factor must be 1 or more, low_freq_factor below high_freq_factor, and '
@@ -292,7 +293,7 @@ def _rope_of(fields, key, given):
 
 
 def _scaling_text(scaling):
-    """model.rope_scaling for a RopeScaling."""
+    """Returns model.rope_scaling for a RopeScaling."""
     return ':'.join(['llama3', *(f'{float(n)!r}'.removesuffix('.0') for n in scaling)])
 
 
@@ -301,9 +302,9 @@ def _is_positive(value):
 
 
 def family_of(model: ModelHparams, first: str | None = None) -> str:
-    """The model_type that a model is exported as: `first` if possible, else the first that is.
+    """Returns the model_type to export a model as: `first` if possible, else the first that fits.
 
-    Raises ValueError for a model of no family.
+    Raises ValueError if no family fits.
     """
     for wrong, what, name in (
         (model.routed_layers, f'routing.router={model.routing.router!r}', 'routed blocks'),
@@ -329,7 +330,7 @@ def family_of(model: ModelHparams, first: str | None = None) -> str:
         if not differences[kind]:
             return kind
 
-    def distance(kind):  # norms are what a family is known by
+    def distance(kind):  # norms distinguish families most
         found = differences[kind]
         return 'norm_placement' in found, 'qk_norm' in found, len(found)
 
@@ -340,7 +341,7 @@ def family_of(model: ModelHparams, first: str | None = None) -> str:
 
 
 def _differences(model, kind):
-    """The knobs that a model gets if it is exported as `kind` and imported, where they differ."""
+    """Returns the knobs that change if a model is exported as `kind` and imported again."""
     knobs = knobs_of(_config(kind, model), CONFIG_FILE)
     windows = _shortest([model.window(layer) for layer in range(model.num_layers)])
     ours = {name: getattr(model, name) for name in knobs} | {'windows': windows}
@@ -352,10 +353,11 @@ def _differences(model, kind):
 def config_of(
     model: ModelHparams, dtype: str, positions: int, ids: dict, original: dict | None = None
 ) -> dict:
-    """The config.json of a dense model, for transformers 4 and 5; ValueError as `family_of`.
+    """Makes the config.json of a dense model, for transformers 4 and 5.
 
-    `positions` are tokens a row, `ids` bos_token_id and eos_token_id. `original` is that of the
-    imported model, which is kept if it describes the same model.
+    `positions` is the context length, and `ids` has bos_token_id and eos_token_id. `original` is
+    the config.json of the imported model; it is kept if it describes the same model. Raises
+    ValueError like `family_of`.
     """
     kind = family_of(model, (original or {}).get('model_type'))
     if original is not None:
@@ -368,7 +370,7 @@ def config_of(
 
 
 def _config(kind, model):
-    """The fields of a config.json of this model_type that are nearest to the model."""
+    """Returns the config.json of this model_type that is nearest to the model."""
     family, windows = FAMILIES[kind], [model.window(layer) for layer in range(model.num_layers)]
     config = {
         'architectures': [family.architecture],

@@ -1,4 +1,4 @@
-"""Makes the blocks of a model from layers of a dense one: fewer of them, or blocks that loop."""
+"""Makes the blocks of a model from layers of a dense one, for fewer layers or for looped blocks."""
 
 import dataclasses
 
@@ -16,19 +16,18 @@ HOW = ('average', 'first', 'last')
 def with_layers(
     source: Hparams, target: Hparams, how: str
 ) -> tuple[Hparams, list[tuple[int, ...]]]:
-    """The source with the blocks and loops of the target, and the layers that each block is of.
-
-    All else of the model is the source's.
+    """Returns the source with the blocks and loops of the target, and the layers of each block.
 
     Args:
-      source: dense and without loops; for a word with as many blocks as the target runs.
-      target: its `block_order` says which block stands for which of these layers.
-      how: average of all layers that a looped block stands for, or the first or the last of them
-        (Bae et al. 2024, arXiv 2410.20672, section 2.2); or one layer for each block, as 0,3,5,11.
+      source: dense model without loops. Unless `how` is a list, it has as many layers as run in the
+        target.
+      target: its `block_order` says which block replaces which of these layers.
+      how: 'average', 'first' or 'last' of the layers that a looped block replaces (Bae et al. 2024,
+        arXiv 2410.20672, section 2.2); or one layer for each block, such as 0,3,5,11.
 
     Raises:
-      ValueError: one line, for a word or list that does not fit the two models, for layers that
-        differ in kind from their block, and for a mean of experts.
+      ValueError: one line, if `how` does not fit the two models, if layers differ in kind from
+        their block, or for a mean of experts.
     """
     layers_of_block = _layers_of_blocks(source.model, target.model, how)
     names = 'num_layers', 'looped_layers', 'loops', 'loop_order', 'loop_norms', 'loop_embeddings'
@@ -40,11 +39,12 @@ def with_layers(
 
 
 def take_layers(source: Hparams, params: dict, target: Hparams, how: str) -> dict:
-    """The parameters of `with_layers`, of those of the source.
+    """Makes the parameters of `with_layers` from those of the source.
 
-    A block of one layer has its bits; of several, their mean in float64. Norms of each loop are
-    those of the layer in whose place it runs, or of the one layer that a list names; embeddings of
-    loops are 0. Equal layers become the same function.
+    A block of one layer has the bits of that layer; a block of several layers has their mean,
+    computed in float64. The norms of a loop are those of the layer that it replaces, or of the
+    layer in the list. Embeddings of loops are 0. If the layers of the source are equal, the new
+    model is the same function.
     """
     result, layers_of_block = with_layers(source, target, how)
     on_host = jax.tree.map(np.asarray, params['stack'])
@@ -71,7 +71,7 @@ def take_layers(source: Hparams, params: dict, target: Hparams, how: str) -> dic
 
 
 def _with_norms(block, kind, layers):
-    """The block with the norms of a layer for each loop, if it has norms of each."""
+    """Returns a block whose norms are those of a layer for each loop, if each loop has norms."""
 
     def leaf(path, mean, *of_layers):
         return np.stack(of_layers) if has_loops(path, kind) else mean
@@ -80,7 +80,7 @@ def _with_norms(block, kind, layers):
 
 
 def _places(model: ModelHparams) -> list[tuple[int, ...]]:
-    """The places in which each block runs."""
+    """Returns the places in `block_order` at which each block runs."""
     order = np.array(model.block_order)
     return [tuple(np.flatnonzero(order == n).tolist()) for n in range(model.num_layers)]
 
@@ -91,7 +91,7 @@ def _refuse(how, why):
 
 def _layers_of_blocks(source: ModelHparams, target: ModelHparams, how):
     if source.routed_layers or source.depth.stream != 'residual':
-        _refuse(how, 'the run that is converted must be dense, of the stream residual')
+        _refuse(how, 'the run that is converted must be dense, with depth.stream=residual')
     if source.looped:
         _refuse(how, 'the run that is converted must be without loops')
     if how not in HOW:
@@ -102,11 +102,11 @@ def _layers_of_blocks(source: ModelHparams, target: ModelHparams, how):
             _refuse(how, right + f'from 0 to {source.num_layers - 1}')
         return [(int(layer),) for layer in layers]
     if not target.looped:
-        right = 'needs blocks that stand for several layers: set model.looped_layers and '
-        _refuse(how, right + 'model.loops, or name a layer for each block')
+        right = 'needs looped blocks: set model.looped_layers and model.loops, or name a layer for '
+        _refuse(how, right + 'each block')
     if source.num_layers != target.num_blocks:
-        right = f'needs a run of {target.num_blocks} layers, as many as run in the new model, and '
-        right += f'has one of {source.num_layers}; or name a layer for each block'
+        right = f'the run that is converted has {source.num_layers} layers; it must have '
+        right += f'{target.num_blocks}, as many as run in the new model; or name a layer for each'
         _refuse(how, right)
     chosen = {'average': slice(None), 'first': slice(1), 'last': slice(-1, None)}[how]
     return [places[chosen] for places in _places(target)]
@@ -120,9 +120,9 @@ def _mean(*leaves):
 
 def _check_kinds(source, result, layers_of_block, how):
     if source.experts.choice == 'expert':
-        _refuse(how, 'the run has experts that choose, whose thresholds are those of each layer')
+        _refuse(how, 'the run has experts that choose, whose thresholds belong to their layer')
     if source.experts.choice != 'none' and how == 'average':
-        right = 'must be a pick of layers: experts of several layers have no common order'
+        right = 'must pick layers: experts of different layers cannot be averaged'
         _refuse(how, right)
     given, wanted = layer_kinds(source), Stack(result, 'top_c').stored_kinds
     for block, layers in enumerate(layers_of_block):
@@ -135,7 +135,7 @@ def _check_kinds(source, result, layers_of_block, how):
 
 
 def explain_layers(layers_of_block: list[tuple[int, ...]]) -> str:
-    """Which layers the blocks are, in words."""
+    """Describes which layers the blocks are made of."""
     blocks = [
         f'block {block} is layer {layers[0]}'
         if len(layers) == 1

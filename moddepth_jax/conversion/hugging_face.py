@@ -1,4 +1,4 @@
-"""Parameters from the tensors of a Hugging Face checkpoint, and back."""
+"""Converts the tensors of a Hugging Face checkpoint to parameters, and back."""
 
 import os
 import pathlib
@@ -21,7 +21,7 @@ from moddepth_jax.data.directory import short_repr
 from moddepth_jax.hparams import Hparams, ModelHparams
 
 HEAD, TABLE = 'lm_head.weight', 'model.embed_tokens.weight'
-_TOP = {  # of leaves outside of the layers
+_TOP = {  # leaves outside of the layers
     ('embedding',): 'embed_tokens.weight',
     ('final_norm', 'scale'): 'norm.weight',
     ('head', 'kernel'): HEAD,
@@ -37,27 +37,28 @@ _MODULES = {  # ours: theirs
     'mlp.w3': 'mlp.up_proj',
     'mlp.w2': 'mlp.down_proj',
 }
-_BUFFER = '.rotary_emb.inv_freq'  # of old checkpoints: computed, not learned
+_BUFFER = '.rotary_emb.inv_freq'  # in old checkpoints; computed, not learned
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint, where matrices are [out, in], and the leaf of ours that holds it.
+    """A tensor of a checkpoint, and our leaf for it.
 
-    Ours are [in, out], and their axes may be split into heads.
+    Matrices are [out, in] in a checkpoint. Ours are [in, out], with axes that may be split into
+    heads.
     """
 
     name: str
     shape: tuple[int, ...]
     path: tuple[str, ...]
-    repeat: int | types.EllipsisType = ...  # on the leaf's leading axis, if it has one
-    transposed: bool = False  # a matrix that is not an embedding
+    repeat: int | types.EllipsisType = ...  # index on the leaf's leading axis, if it has one
+    transposed: bool = False  # for a matrix that is not an embedding
 
 
 def all_tensors(model: ModelHparams, params: dict, modules: dict[str, str]) -> list[Tensor]:
-    """All tensors of the parameters of a model, such as layers.3.mlp.w1.weight.
+    """Lists the tensors of a model's parameters, such as layers.3.mlp.w1.weight.
 
-    `params` may be abstract. `modules` are other names of the modules of a layer, such as mlp.w1,
-    where these are not ours.
+    `params` may be abstract. `modules` is {our name of a module in a layer, such as mlp.w1: the
+    name in the checkpoint} where they differ.
     """
     numbers, tensors = layer_numbers(model), []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -76,9 +77,9 @@ def all_tensors(model: ModelHparams, params: dict, modules: dict[str, str]) -> l
 
 
 def _tensor(name, shape):
-    """The Tensor of a leaf by its name in its layer.
+    """Returns the Tensor of a leaf by its name in its layer.
 
-    Kernels are matrices [out, in] there, but those of experts, which are parameters as they are.
+    Kernels are [out, in] in a checkpoint, except those of experts, which keep our shape.
     """
     of_experts = name[0] == 'mlp' and len(shape) == 3
     if name[-1] == 'kernel' and of_experts:
@@ -93,7 +94,7 @@ def _tensor(name, shape):
 
 
 def family_tensors(model: ModelHparams, params: dict) -> list[Tensor]:
-    """All tensors of a dense model of one of the families; `params` may be abstract."""
+    """Lists the tensors of a dense model of one of the families; `params` may be abstract."""
     norms = ('input_layernorm', 'post_attention_layernorm')
     if model.norm_placement == 'reordered':
         norms = ('post_attention_layernorm', 'post_feedforward_layernorm')
@@ -105,11 +106,11 @@ def family_tensors(model: ModelHparams, params: dict) -> list[Tensor]:
 
 
 def import_params(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, str]:
-    """Float32 parameters from the *.safetensors of a folder, and the dtype that holds them exactly.
+    """Reads float32 parameters from the *.safetensors of a folder, and the dtype that is exact.
 
-    It is that of all tensors, or float32 if they differ; memory holds one tensor at a time.
-    `hparams` have the knobs of `families.knobs_of`. Raises ValueError, before reading, for a tensor
-    that is missing, of another shape or not of this model; and as TensorFiles.
+    That is the dtype of all tensors, or float32 if they differ. One tensor at a time is in memory.
+    `hparams` has the knobs of `families.knobs_of`. Raises ValueError, before reading, if a tensor
+    is missing, has another shape or does not belong to this model; also like TensorFiles.
     """
     folder, wanted = pathlib.Path(folder), abstract_params(hparams.without_adapters)
     tensors = family_tensors(hparams.model, wanted)
@@ -117,16 +118,16 @@ def import_params(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, st
         check_tensors(folder, tensors, files, also=(HEAD,))
         if hparams.model.tie_embeddings and HEAD in files.shapes:
             if not np.array_equal(files.read(HEAD), files.read(TABLE)):
-                right = 'though tie_word_embeddings is true; set it to false in config.json'
-                raise ValueError(f'{folder}: {HEAD} is not {TABLE}, {right}')
+                right = 'although tie_word_embeddings is true; set it to false in config.json'
+                raise ValueError(f'{folder}: {HEAD} differs from {TABLE}, {right}')
         params = read_leaves(files, tensors, wanted)
         return with_new_adapters(params, hparams), common_dtype(files)
 
 
 def read_leaves(files: TensorFiles, tensors: list[Tensor], wanted):
-    """A tree of the shapes `wanted`, float32, from all its tensors, which `check_tensors` accepts.
+    """Reads a float32 tree with the shapes of `wanted`; `check_tensors` has accepted the tensors.
 
-    Memory holds one tensor at a time in addition to it.
+    Memory holds the tree and one tensor at a time.
     """
     by_path = {}
     for tensor in tensors:
@@ -144,35 +145,35 @@ def read_leaves(files: TensorFiles, tensors: list[Tensor], wanted):
 
 
 def common_dtype(files: TensorFiles) -> str:
-    """The dtype of all tensors, or float32 if they differ."""
+    """Returns the dtype of all tensors, or float32 if they differ."""
     dtypes = set(files.dtypes.values())
     return dtypes.pop() if len(dtypes) == 1 else 'float32'
 
 
 def check_tensors(folder, tensors: list[Tensor], files: TensorFiles, also: tuple[str, ...] = ()):
-    """Raises ValueError for a tensor that is missing, of another shape, or not of the model."""
+    """Raises ValueError if a tensor is missing, has another shape, or is not of the model."""
     wanted = {tensor.name: tensor.shape for tensor in tensors}
     extra = [name for name in files.shapes if name not in wanted and not name.endswith(_BUFFER)]
     missing = [name for name in wanted if name not in files.shapes]
     if missing:
         found = f'{missing[0]} and {len(missing) - 1} more' if missing[1:] else missing[0]
-        raise ValueError(f'{folder}: lacks the tensor {found}; its config.json wants them')
+        raise ValueError(f'{folder}: lacks the tensor {found}; its config.json needs it')
     extra = [name for name in extra if name not in also]
     if extra:
-        right = 'config.json stands for no model that has it'
+        right = 'the model of its config.json has none'
         raise ValueError(f'{folder}: has a tensor {short_repr(extra[0])}; {right}')
     for name, shape in wanted.items():
         if files.shapes[name] != shape:
             found = f'{name} has shape {list(files.shapes[name])}'
-            raise ValueError(f'{folder}: {found}; its config.json wants {list(shape)}')
+            raise ValueError(f'{folder}: {found}; its config.json needs {list(shape)}')
 
 
 def export_params(
     folder: str | os.PathLike, hparams: Hparams, params: dict, dtype: str, **shards
 ) -> None:
-    """Writes the parameters of a dense model of a family as the *.safetensors of a folder.
+    """Writes the parameters of a dense model of a family as *.safetensors of a folder.
 
-    `dtype` is float32, bfloat16 or float16. Raises ValueError as `family_of` and `write_tensors`,
+    `dtype` is float32, bfloat16 or float16. Raises ValueError like `family_of` and `write_tensors`,
     and for adapters that are not merged.
     """
     check_merged(hparams.model)
@@ -181,7 +182,7 @@ def export_params(
 
 
 def check_merged(model: ModelHparams):
-    """Raises ValueError, one line, for a model with adapters: no format has a place for them."""
+    """Raises ValueError, one line, for a model with adapters, which no format can hold."""
     if model.adapters.rank:
         right = 'must be 0; merge the adapters before export'
         raise ValueError(f'model.adapters.rank={model.adapters.rank}: {right}')
@@ -190,7 +191,7 @@ def check_merged(model: ModelHparams):
 def write_leaves(
     folder: str | os.PathLike, tensors: list[Tensor], tree: dict, dtype: str, **shards
 ) -> None:
-    """Writes tensors of a tree as the *.safetensors of a folder; arguments as `export_params`."""
+    """Writes tensors of a tree as *.safetensors of a folder; arguments as in `export_params`."""
     by_name = {tensor.name: tensor for tensor in tensors}
 
     def read(name):
@@ -199,7 +200,7 @@ def write_leaves(
             leaf = leaf[key]
         array, shape = np.asarray(leaf[tensor.repeat]), tensor.shape
         array = array.reshape(shape[::-1]).T if tensor.transposed else array.reshape(shape)
-        return array.copy()  # contiguous; a scalar stays one
+        return array.copy()  # contiguous; np.ascontiguousarray would make a scalar 1-d
 
     shapes = {name: tensor.shape for name, tensor in by_name.items()}
     write_tensors(pathlib.Path(folder), shapes, read, dtype, **shards)

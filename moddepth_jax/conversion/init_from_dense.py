@@ -1,4 +1,4 @@
-"""Initializes routers and slots so that a model that was dense changes as little as possible."""
+"""Initializes routers and slots so that a dense model changes as little as possible."""
 
 import functools
 from typing import NamedTuple
@@ -16,11 +16,11 @@ from moddepth_jax.model.layers import apply_rope, embed
 from moddepth_jax.model.loop_params import EMBEDDING, add_embedding, with_embeddings
 from moddepth_jax.model.stack import Stack, unstack_layers
 
-# The score at which a gate is 1, or close to it with some gradient: sigmoid(5) = 0.993,
+# The score at which a gate is 1, or close to 1 with some gradient: sigmoid(5) = 0.993,
 # tanh(3) = 0.995.
 SCORES = {'raw': 1.0, 'sigmoid': 5.0, 'tanh': 3.0}
-# How strongly a slot's key points away from the mean query; the best is measured. More means less
-# weight on average, but more for the few queries that point the other way.
+# How strongly a slot's key points away from the mean query; the best value is found by measurement.
+# A larger one means less weight on average, but more for the few queries that point the other way.
 STRENGTHS = (0.0, 2.0, 4.0, 8.0)
 SLOTS = {'attention_slot': 'attention', 'ffn_slot': 'mlp', 'block_slot': 'block'}
 RIDGE = 1e-3  # relative to the mean square of the inputs of a fit
@@ -29,31 +29,35 @@ _PRECISE = {'precision': 'highest'}
 
 
 class Moments(NamedTuple):
-    """Sums over `count` tokens of a vector x: `outer` of x x^T, [..., D, D], `first` of x."""
+    """Sums over `count` tokens of x: `outer` [..., D, D] sums x x^T, `first` [..., D] sums x."""
 
     outer: np.ndarray
     first: np.ndarray
     count: float
 
     def fit(self, value: float) -> np.ndarray:
-        """w [..., D], such that w . x is near `value` for every x: ridge regression, no bias."""
+        """Fits w [..., D] so that w . x is near `value` for every x: ridge regression, no bias."""
         width = self.first.shape[-1]
         mean = np.trace(self.outer, axis1=-2, axis2=-1)[..., None, None] / width
         outer = self.outer + (RIDGE * mean + 1e-30) * np.eye(width)
         return value * np.linalg.solve(outer, self.first[..., None])[..., 0]
 
     def error(self, w_D, value: float) -> float:
-        """Root mean square of w . x - value."""
+        """Returns the root mean square of w . x - value."""
         square = w_D @ self.outer @ w_D - 2 * value * (w_D @ self.first) + value**2 * self.count
         return float(np.sqrt(max(square, 0.0) / self.count))
 
 
 class LayerMoments(NamedTuple):
-    """float64 Moments of a layer of the dense model; None for what the target makes no slot of.
+    """float64 Moments of a layer of the dense model; None if the target has no slot for it.
 
-    `stream` is what a router reads, the layer's input, or that after attention if the mlp alone is
-    routed; `attention` and `mlp` their inputs, `block` the layer's output; `queries` those of each
-    key/value head as a slot's key meets them, [K, H].
+    Attributes:
+      stream: input of the router: the layer's input, or the stream after attention if only the mlp
+        is routed.
+      attention: input of attention.
+      mlp: input of the mlp.
+      block: output of the layer.
+      queries: queries of each key/value head as a slot's key meets them, [K, H].
     """
 
     stream: Moments
@@ -64,11 +68,11 @@ class LayerMoments(NamedTuple):
 
 
 def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -> list:
-    """LayerMoments of each block of the dense model `source` over batches of `make_dataset`.
+    """Returns LayerMoments of each block of the dense model `source`, over some batches.
 
-    Those of a looped block are sums over its loops.
+    Those of a looped block are sums over its loops. `batches` are of `make_dataset`.
     """
-    # On the host: no program per shape.
+    # On the host, so that no program compiles for each shape.
     stacked = merge_adapters(jax.tree.map(np.asarray, params['stack']), source)
     stacked = with_embeddings(stacked, params)
     layers, totals = list(unstack_layers(Stack(source, 'top_c'), stacked)), None
@@ -93,18 +97,18 @@ def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -
 
 @functools.partial(jax.jit, static_argnames=('model', 'kind'))
 def _layer(params, x_BTD, tokens, *, model, kind):
-    """The stream after a dense layer, and its LayerMoments of these tokens."""
+    """Returns the stream after a dense layer, and its LayerMoments of these tokens."""
     if EMBEDDING in params:
         x_BTD = add_embedding(x_BTD, params[EMBEDDING])
     block = Block(model, kind._replace(slots=1))  # returns the inputs of depth slots
     (y_BTD, aux), recorded = block.apply(
         {'params': params}, x_BTD, tokens, mutable=['intermediates']
     )
-    if model.routed_layers and model.routing.part == 'mlp':  # what routers read
+    if model.routed_layers and model.routing.part == 'mlp':  # the input of routers
         inputs = 'attention', x_BTD, tokens
         x_BTD, *_ = block.apply({'params': params}, *inputs, method='sublayer')
     q_BTNH = recorded['intermediates']['attention']['sequence'][0][0]
-    if model.depth.slot_keys != 'unrotated':  # as they meet a key of their own position
+    if model.depth.slot_keys != 'unrotated':  # relative to a key of their own position
         q_BTNH = apply_rope(q_BTNH, -tokens.positions_BT, model.rope_theta, model.scaled_rope)
     real_BT = (tokens.segment_ids_BT > 0).astype(jnp.float32)
     inputs, slot_BTD = aux.slot_inputs, y_BTD if model.depth.slots == 'block' else None
@@ -116,7 +120,7 @@ def _layer(params, x_BTD, tokens, *, model, kind):
 
 
 def _sums(x, real_BT, heads=''):
-    """Moments of x [B, T, *heads, D]: sums over tokens and, if `heads` are 'kg', over g."""
+    """Returns Moments of x [B, T, *heads, D] over tokens; if `heads` is 'kg', also over g."""
     x, kept = x.astype(jnp.float32), heads[:1]
     outer = jnp.einsum(f'bt{heads}d,bt{heads}e,bt->{kept}de', x, x, real_BT, **_PRECISE)
     first = jnp.einsum(f'bt{heads}d,bt->{kept}d', x, real_BT, **_PRECISE)
@@ -124,11 +128,11 @@ def _sums(x, real_BT, heads=''):
 
 
 def fit_routers(params: dict, target: ModelHparams, moments: list[LayerMoments]):
-    """Parameters of `transfer_params` with gates near 1, and the error of each fitted layer.
+    """Returns the parameters with gates near 1, and the error of each fitted layer.
 
-    The score w . x has no bias: ridge regression on the dense stream fits it to a gate of 1. Scores
-    without a gate keep the direction of w and get a root mean square of 1. The error is the root
-    mean square of score / wanted score - 1.
+    `params` are of `transfer_params`. The score w . x has no bias; ridge regression on the dense
+    stream fits it to a gate of 1. Scores without a gate keep the direction of w and get a root mean
+    square of 1. The error is the root mean square of score / wanted score - 1.
     """
     value, errors = SCORES.get(target.routing.gate), {}
 
@@ -145,10 +149,11 @@ def fit_routers(params: dict, target: ModelHparams, moments: list[LayerMoments])
 
 
 def fit_slots(params: dict, target: ModelHparams, moments: list[LayerMoments], strength: float):
-    """Parameters in which each slot's own projection has values 0 and keys of little weight.
+    """Returns the parameters with slots that have values of 0 and keys that get little weight.
 
-    A key is (a . x) k, by ridge regression: a . x near 1 for the slot's inputs, and k . q near
-    -strength for the queries of all later layers. With strength 0, keys and logits are 0.
+    Only slots with their own projection change. A key is (a . x) k, by ridge regression: a . x is
+    near 1 for the slot's inputs, and k . q near -strength for the queries of all later layers. With
+    strength 0, keys and logits are 0.
     """
 
     def key(leaf, layer, part):
@@ -166,7 +171,7 @@ def fit_slots(params: dict, target: ModelHparams, moments: list[LayerMoments], s
 
 
 def _replace(params, target, changes):
-    """Parameters with `changes`: functions (leaf, layer) by the leaf's name in a layer."""
+    """Applies `changes`, {name of a leaf in a layer: function (leaf, layer)}, to parameters."""
     numbers = layer_numbers(target)
 
     def replace(path, leaf):

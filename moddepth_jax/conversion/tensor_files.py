@@ -1,4 +1,4 @@
-"""The *.safetensors of a folder: one file, or several and their index; one tensor at a time."""
+"""Reads and writes the *.safetensors of a folder: one file, or several with an index."""
 
 import contextlib
 import json
@@ -19,10 +19,10 @@ _AGAIN = 'download it again'
 
 
 class TensorFiles(contextlib.ExitStack):
-    """The tensors of a folder by name, read on demand. A context manager.
+    """The tensors of a folder by name, read on demand; a context manager.
 
-    `shapes` and `dtypes` (float32, bfloat16 or float16) are of each tensor. Raises ValueError
-    for a file that is missing, truncated, without a tensor of the index, or of other dtypes.
+    `shapes` and `dtypes` (float32, bfloat16 or float16) have an entry for each tensor. Raises
+    ValueError if a file is missing or truncated, lacks a tensor of the index, or has other dtypes.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -46,7 +46,7 @@ class TensorFiles(contextlib.ExitStack):
                 self._files[name] = (file, path)
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor in float32. Raises ValueError for infinities and NaNs."""
+        """Reads a tensor in float32; raises ValueError for infinities and NaNs."""
         file, path = self._files[name]
         array = file.get_tensor(name).astype(np.float32)
         if not np.isfinite(array).all():
@@ -55,7 +55,7 @@ class TensorFiles(contextlib.ExitStack):
 
 
 def _files(folder):
-    """The files of a folder, each with the tensors that the index assigns to it; None: all."""
+    """Returns {file: its tensors in the index} of a folder; None stands for all tensors."""
     if (folder / ONE_FILE).exists():
         return {ONE_FILE: None}
     content = read_json(folder / INDEX_FILE, _AGAIN, {'weight_map': dict})
@@ -64,7 +64,7 @@ def _files(folder):
         found = f'holds neither {ONE_FILE} nor {INDEX_FILE}'
         if pickles := sorted(name for name in there if name.endswith(PICKLES)):
             found += f', and {pickles[0]} is a pickle, which could run code when read'
-        right = 'other formats are not read; save_pretrained of transformers writes this one'
+        right = 'other formats are not read; save_pretrained of transformers writes safetensors'
         raise ValueError(f'{folder}: {found}; {right}')
     files = {}
     for name, file in content['weight_map'].items():
@@ -78,11 +78,11 @@ def _files(folder):
 def _open(path):
     import safetensors
 
-    open_file(path).close()  # refuses what is no regular file
+    open_file(path).close()  # raises OSError unless it is a regular file
     try:
         return safetensors.safe_open(path, 'np')
     except safetensors.SafetensorError as error:
-        why = ' '.join(str(error).split())[:200]  # it may quote names of any characters
+        why = ' '.join(str(error).split())[:200]  # it may quote names with any characters
         found = f'cut short at {path.stat().st_size} bytes or damaged ({why})'
         raise ValueError(f'{path}: {found}; {_AGAIN}') from None
 
@@ -92,9 +92,9 @@ def write_tensors(
     shapes: dict[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
     dtype: str,
-    max_bytes: int = 5 * 10**9,  # of one file, which is in memory while it is written
+    max_bytes: int = 5 * 10**9,  # of a file, which is in memory while it is written
 ) -> None:
-    """Writes tensors to one file, or to several of at most `max_bytes` (a tensor at least) each.
+    """Writes tensors to one file, or to several of at most `max_bytes` or one tensor each.
 
     `read` returns a tensor by its name. Raises ValueError for a value that `dtype` cannot hold.
     """
@@ -121,5 +121,5 @@ def _rounded(name, array, dtype):
     with np.errstate(over='ignore'):  # to infinity
         array = array.astype(dtype)
     if not np.isfinite(array.astype(np.float32)).all():
-        raise ValueError(f'{name}: holds what {dtype} has no number for; use --dtype=float32')
+        raise ValueError(f'{name}: has a value outside the range of {dtype}; use --dtype=float32')
     return array

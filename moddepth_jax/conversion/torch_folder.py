@@ -1,7 +1,7 @@
-"""Hugging Face folders of models without a class in transformers, with their own modelling file.
+"""Hugging Face folders with their own modelling file, for models without a class in transformers.
 
-`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` runs the files of
-`torch_model/`, which a folder gets as they are. None of them is executed here.
+A folder gets a copy of the files of `torch_model/`, which
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` runs. They do not run here.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from moddepth_jax.model.transformer import average_shapes, layer_args
 SOURCE = pathlib.Path(__file__).parent / 'torch_model'
 MODULES = ('configuration_moddepth.py', 'layers_moddepth.py', 'modeling_moddepth.py')
 GENERATION_FILE = 'generation_config.json'
-# What the modelling file has of the choices of each knob.
+# The choices of each knob that the modelling file implements.
 CHOICES = {
     'depth.stream': ('residual', 'moda', 'value_residual', 'value_attention'),
     'routing.router': ('learned', 'straight_through', 'norm', 'position', 'none'),
@@ -47,9 +47,9 @@ _KIND_FIELDS = ('window', 'routed', 'experts', 'slots', 'mixes', 'embeds')  # of
 
 
 def kind_of(model: ModelHparams) -> tuple[str, str]:
-    """The model_type that a model is exported as, and why no family has it; '' if one has.
+    """Returns the model_type to export a model as, and why no family fits; '' if one does.
 
-    Raises ValueError as `check_expressible`.
+    Raises ValueError like `check_expressible`.
     """
     try:
         return family_of(model), ''
@@ -73,7 +73,7 @@ def check_expressible(model: ModelHparams):
         ('loop_exit_threshold', 0.0),
     ):
         if (value := getattr(model, knob)) != plain:
-            right = f'{file} has only {plain}: loops are alike there, and take all tokens'
+            right = f'{file} has only {plain}: its loops are equal and take all tokens'
             raise ValueError(f'model.{knob}={value!r}: {right}')
     if model.routing.routes_loops:
         right = f'{file} has no routed loops; it has routed blocks and loops that take all tokens'
@@ -81,17 +81,17 @@ def check_expressible(model: ModelHparams):
 
 
 def tensors_of(model: ModelHparams, params: dict, averages) -> list[Tensor]:
-    """All tensors of a model and its averages of these names; paths are those of its variables."""
+    """Lists the tensors of a model and of these averages; paths are those of its variables."""
     tensors = [one._replace(path=('params', *one.path)) for one in all_tensors(model, params, {})]
     shapes = average_shapes(model)
     return tensors + [Tensor(name, shapes[name], ('averages', name)) for name in averages]
 
 
 def config_of(hparams: Hparams, averages, dtype: str, ids: dict) -> dict:
-    """The config.json of a model, whose averages have these names.
+    """Makes the config.json of a model; `averages` are the names of its averages.
 
-    `hparams` are those of the stage of its training; `ids` bos_token_id, which begins documents,
-    and eos_token_id.
+    `hparams` are those of the last stage of training. `ids` has bos_token_id, which begins
+    documents, and eos_token_id.
     """
     check_expressible(hparams.model)
     model, context, rule = hparams.model, hparams.data.sequence_length, causal_routing(hparams)
@@ -129,15 +129,15 @@ def config_of(hparams: Hparams, averages, dtype: str, ids: dict) -> dict:
 def export_model(
     folder: pathlib.Path, hparams: Hparams, variables: dict, dtype: str, ids: dict
 ) -> None:
-    """Writes config.json, *.safetensors and the modelling file; arguments as of `config_of`.
+    """Writes config.json, *.safetensors and the modelling file; arguments as in `config_of`.
 
-    Raises ValueError as that, for adapters that are not merged, and if `variables` lack averages
+    Raises ValueError like that, for adapters that are not merged, or if `variables` lack averages
     that the causal rule needs.
     """
     check_merged(hparams.model)
     averages = variables.get('averages', {})
     config = config_of(hparams, averages, dtype, ids)
-    layer_args(hparams.model, averages, causal_routing(hparams))  # refuses what is missing
+    layer_args(hparams.model, averages, causal_routing(hparams))  # raises if one is missing
     tensors = tensors_of(hparams.model, variables['params'], averages)
     write_leaves(folder, tensors, variables, dtype)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
@@ -146,9 +146,9 @@ def export_model(
 
 
 def suppress_unknown_ids(folder: pathlib.Path, vocab_size: int, tokenizer, ids: dict):
-    """Writes generation_config.json: `generate` draws no id that stands for no text and no end.
+    """Writes generation_config.json, so that `generate` draws only ids of text and stops.
 
-    Fields of one that is there are kept; `ids` are those of `config_of`.
+    Fields of an existing file are kept; `ids` as in `config_of`.
     """
     known = {*np.flatnonzero(tokenizer.token_bytes_V).tolist(), *tokenizer.stops}
     unknown = [token for token in range(vocab_size) if token not in known]
@@ -159,10 +159,10 @@ def suppress_unknown_ids(folder: pathlib.Path, vocab_size: int, tokenizer, ids: 
 
 
 def import_model(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, dict, str]:
-    """Float32 parameters, averages, and the dtype that holds them exactly, of such a folder.
+    """Reads float32 parameters and averages of such a folder, and the dtype that is exact.
 
-    Averages that it lacks and does not select by are 0, as those of a new run. Raises ValueError
-    as `check_tensors`, TensorFiles and `layer_args`.
+    Averages that it lacks and does not need are 0, as in a new run. Raises ValueError like
+    `check_tensors`, TensorFiles and `layer_args`.
     """
     folder, model = pathlib.Path(folder), hparams.model
     check_expressible(model)
@@ -174,6 +174,8 @@ def import_model(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, dic
         tensors = tensors_of(model, wanted['params'], there)
         check_tensors(folder, tensors, files)
         variables = read_leaves(files, tensors, wanted)
-        layer_args(model, variables['averages'], causal_routing(hparams))  # refuses what is missing
+        layer_args(
+            model, variables['averages'], causal_routing(hparams)
+        )  # raises if one is missing
         new = {name: jnp.zeros(shape) for name, shape in shapes.items()}
         return variables['params'], new | variables['averages'], common_dtype(files)

@@ -1,4 +1,4 @@
-"""Transfers the parameters of a model to one with the same, or of a dense one to one with more."""
+"""Transfers parameters between equal models, or from a dense model to one with more parts."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ _MAY_DIFFER = {  # knobs of the model that a conversion may change
     'value_embeddings',
 }
 _ONLY_ADDED = {'embedding_residual', 'value_embeddings'}
-# What routing and streams add to a layer.
+# Parts that routing and streams add to a layer.
 _NEW = {
     'router',
     'predictor',
@@ -41,9 +41,10 @@ _NEW = {
 
 
 def check_convertible(source: Hparams, target: Hparams):
-    """Raises ValueError, one line, if other knobs of the model differ than may.
+    """Raises ValueError, one line, unless `source` can be converted to `target`.
 
-    The source is dense, or both models have the same parameters.
+    The source must be dense, or both models must have the same parameters; and only some knobs may
+    differ.
     """
     router, stream = source.model.routing.router, source.model.depth.stream
     dense = not source.model.routed_layers and stream == 'residual'
@@ -69,9 +70,9 @@ def check_convertible(source: Hparams, target: Hparams):
 
 
 def keeps_adapters(source: Hparams, target: Hparams) -> bool:
-    """Whether a conversion keeps the adapters of the source: all parameters are the same.
+    """Returns whether a conversion keeps the adapters, which needs the same parameters.
 
-    If not, they are merged, and those of the target are new.
+    Otherwise the adapters of the source are merged, and those of the target are new.
     """
     if not source.model.adapters.rank:
         return True  # there are none
@@ -80,12 +81,12 @@ def keeps_adapters(source: Hparams, target: Hparams) -> bool:
 
 
 def abstract_params(hparams: Hparams):
-    """Shapes and dtypes of the parameters of a model."""
+    """Returns the shapes and dtypes of the parameters of a model."""
     return abstract_variables(hparams)['params']
 
 
 def layer_numbers(model: ModelHparams) -> dict[tuple[int, int, int], int]:
-    """The number of the layer at (run, repeat, index in the group)."""
+    """Returns {(run, repeat, index in the group): number of the layer}."""
     numbers = enumerate(Stack(model, 'top_c').layer_numbers)
     return {(i, *place): int(n) for i, run in numbers for place, n in np.ndenumerate(run)}
 
@@ -95,9 +96,9 @@ def _keys(path):
 
 
 def in_layer(keys: tuple) -> tuple[int, int, tuple]:
-    """(run, index in the group, name in the layer) of a leaf of the stack.
+    """Returns (run, index in the group, name in the layer) of a leaf of the stack.
 
-    The parameters of a routed block are one level deeper than those of a dense one.
+    The name is without 'block', the additional level of routed blocks.
     """
     run, index, *name = keys[1:]
     name = name[1:] if name[0] == 'block' else name
@@ -105,14 +106,14 @@ def in_layer(keys: tuple) -> tuple[int, int, tuple]:
 
 
 def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tuple[dict, list[str]]:
-    """Parameters of the target: leaves of the source bit for bit, new ones initialized.
+    """Makes the parameters of the target: leaves of the source bit for bit, new ones initialized.
 
-    `check_convertible` accepts both; the source has no adapters, or the target the same. Also
-    returns the names of the leaves that are new, such as stack.run_1.layer_0.router.w.
+    `check_convertible` must accept the models, and the source has no adapters, or the target has
+    the same. Also returns the names of new leaves, such as stack.run_1.layer_0.router.w.
     """
     numbers, found = layer_numbers(source), {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        keys, leaf = _keys(path), np.asarray(leaf)  # on the host: no program per shape
+        keys, leaf = _keys(path), np.asarray(leaf)  # on the host, so that no program compiles
         if keys[0] != 'stack':
             found[keys] = leaf
             continue
@@ -141,7 +142,7 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
         if (numbers[places[0]], name) in found:
             return jnp.asarray(np.stack([found[numbers[place], name] for place in places]))
         new.append('.'.join(keys))
-        if keys[-2:] == ('value_embedding', 'embedding'):  # 0 changes no value, and learns
+        if keys[-2:] == ('value_embedding', 'embedding'):  # 0 changes no value and gets gradients
             return jnp.zeros(wanted.shape, wanted.dtype)
         for place in (place for place in places if place not in fresh):
             key = jax.random.fold_in(jax.random.key(target.seed), len(fresh))
@@ -159,14 +160,14 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
 
 
 def with_new_adapters(params: dict, hparams: Hparams) -> dict:
-    """Parameters of a model without adapters, with those of `hparams`, which add 0."""
+    """Adds new adapters of `hparams`, which add 0, to the parameters of a model without them."""
     key, numbers = jax.random.key(hparams.seed), Stack(hparams.model, 'top_c').layer_numbers
     return params | {'stack': add_adapters(key, params['stack'], hparams.model, numbers)}
 
 
 @functools.partial(jax.jit, static_argnames=('model', 'kind'))
 def _new_leaves(key, number, *, model, kind):
-    """Initial leaves of _NEW in one layer, by their path in it."""
+    """Initializes the leaves of _NEW in one layer; returns them by their path in it."""
     x_BTD = jax.random.normal(key, (1, 8, model.d_model), model.dtype)
     x_BTD = model.depth.stream_class.enter(model, x_BTD)
     tokens = random_row_info(model, x_BTD.shape[1])

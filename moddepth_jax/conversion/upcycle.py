@@ -1,4 +1,4 @@
-"""Starts a run from the parameters of another one, maybe a MoD or MoDA run from a dense one."""
+"""Starts a run from the parameters of another one, such as a MoD or MoDA run from a dense one."""
 
 import functools
 import types
@@ -25,11 +25,18 @@ _SAME = 1e-3  # nats: a first loss this close to the dense one counts as the sam
 def upcycle(
     run, hparams: Hparams, dataset, measure_loss: Callable, how: str | None = None
 ) -> tuple[dict, dict, dict]:
-    """Parameters and averages of a new run before its first step, and what convert.json says.
+    """Makes the parameters and averages of a new run, and the content of convert.json.
 
-    `run` is a SavedRun that `check_convertible` accepts, else a ValueError; `measure_loss` takes
-    parameters, averages, hparams and dataset, and returns the held-out nats per target as training
-    counts them. `how` is that of `with_layers`; None: the new model has all blocks as they are.
+    Args:
+      run: SavedRun to start from.
+      hparams: hyper-parameters of the new run.
+      dataset: Dataset of the new run.
+      measure_loss: function of (parameters, averages, hparams, dataset) that returns the held-out
+        loss in nats per target under the routing of training.
+      how: as in `with_layers`; None: the new model keeps all blocks.
+
+    Raises:
+      ValueError: like `check_convertible` and `with_layers`.
     """
     source, given, errors, note = run.hparams, run.state.params, {}, {}
     if how is not None:
@@ -50,7 +57,7 @@ def upcycle(
         moments = layer_moments(source.model, given, hparams.model, batches)
         params, errors = fit_routers(params, hparams.model, moments)
     if has_slots:
-        train = types.SimpleNamespace(  # the first training batches, as evaluation takes them
+        train = types.SimpleNamespace(  # training batches in the form of held-out ones
             domains={},
             domain=lambda index: None,
             tokenizer=dataset.tokenizer,
@@ -73,7 +80,7 @@ def upcycle(
         'dense_loss': dense,
         'first_loss': first,
         'difference': first - dense,
-        'why': 'every parameter is that of the run' + ', and new adapters add 0' * bool(new),
+        'why': 'every parameter is from the run' + ', and new adapters add 0' * bool(new),
         'new_parameters': new,
     }
     if changing or not (new or run.hparams.model.routed_layers):
@@ -88,14 +95,15 @@ def upcycle(
 def explain_difference(
     hparams: Hparams, errors: dict[int, float], is_small: bool, layers_of_block=None
 ) -> str:
-    """Why the first loss is not that of the dense model; `errors` are those of `fit_routers`.
+    """Explains why the first loss differs from that of the dense model.
 
-    `layers_of_block` are those of `with_layers`, if the blocks are made from layers.
+    `errors` are of `fit_routers`, and `layers_of_block` of `with_layers` if blocks are made from
+    layers.
     """
     model, stage = hparams.model, hparams.stages[0]
     reasons = [] if layers_of_block is None else [explain_layers(layers_of_block)]
     if model.routing.routes_loops:
-        reasons.append('tokens leave the loops, each of which has a gate of its own')
+        reasons.append('tokens leave the loops, and each loop has its own gate')
     if model.routed_layers and not model.routing.routes_loops and stage.capacity < 1:
         reasons.append(
             f'{1 - stage.capacity:.0%} of the tokens skip each routed block from the first step; '

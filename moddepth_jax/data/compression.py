@@ -1,4 +1,4 @@
-"""Opens regular files, plain or compressed: every byte of the user's files is read through here."""
+"""Opens regular files, plain or compressed; all files of the user are read through here."""
 
 import contextlib
 import errno
@@ -18,19 +18,20 @@ _PLAIN_BUFFER = 1 << 16  # plain bytes that are lost in front of a damaged place
 
 
 def is_compressed(path: pathlib.Path) -> bool:
-    """Whether the suffix is that of a compression."""
+    """Returns whether the suffix is that of a compressed file."""
     return path.suffix.lower() in _CODECS
 
 
 def plain_name(path: pathlib.Path) -> str:
-    """The file's name without the suffix of a compression."""
+    """Returns the file's name without the suffix of the compression."""
     return path.stem if is_compressed(path) else path.name
 
 
 def open_file(path: str | os.PathLike) -> io.BufferedReader:
-    """The bytes of a regular file as they are; raises OSError, with what would be right.
+    """Opens a regular file to read its bytes as they are.
 
-    Anything else is refused without opening it: a pipe would block, and a device may have no end.
+    Raises OSError for anything else without opening it: a pipe would block, and a device may have
+    no end.
     """
     if not stat.S_ISREG(mode := os.stat(path).st_mode):
         kind = _KINDS.get(stat.filemode(mode)[0], 'a device')
@@ -40,24 +41,24 @@ def open_file(path: str | os.PathLike) -> io.BufferedReader:
 
 
 def read_small(path: str | os.PathLike, limit: int = 1 << 26) -> bytes:
-    """The bytes of a regular file of at most `limit`; raises OSError, as `open_file`, for more."""
+    """Reads a regular file of at most `limit` bytes; raises OSError if it is larger."""
     with open_file(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > limit:
-            problem = f'{size:,} bytes, more than the {limit:,} of such a file'
+            problem = f'{size:,} bytes, more than the {limit:,} that are allowed'
             raise OSError(errno.EINVAL, problem, str(path))
         return file.read(size)
 
 
 @contextlib.contextmanager
 def open_plain(path: pathlib.Path) -> Iterator[tuple[io.BufferedReader, Callable[[], int]]]:
-    """(stream, tell): the plain bytes of `path`, and how many bytes of the file have been read.
+    """Opens `path` as (stream of plain bytes, function: bytes of the file that have been read).
 
-    Reading raises OSError, without an errno if compressed data are truncated or damaged.
+    Reading raises OSError; its errno is None if compressed data are truncated or damaged.
     """
     with open_file(path) as file:
         stream = file
         if is_compressed(path):
-            import pyarrow  # Slow to import, and most runs read no compressed file.
+            import pyarrow  # slow to import, and most runs read no compressed file
 
             raw = pyarrow.PythonFile(file, 'r')
             raw = pyarrow.CompressedInputStream(raw, _CODECS[path.suffix.lower()])
@@ -67,7 +68,7 @@ def open_plain(path: pathlib.Path) -> Iterator[tuple[io.BufferedReader, Callable
 
 @contextlib.contextmanager
 def plain_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """`path` or a temporary file with its plain bytes, to seek in; raises as `open_plain`."""
+    """Yields `path`, or a temporary file with its plain bytes, to seek in; see `open_plain`."""
     with open_plain(path) as (stream, _):
         if not is_compressed(path):
             yield path

@@ -1,4 +1,4 @@
-"""The corpus: named documents from one source, and the split that holds some of them out."""
+"""The corpus: documents of one source, split into training and held-out documents."""
 
 import dataclasses
 import hashlib
@@ -15,17 +15,17 @@ from moddepth_jax.hparams import DataHparams
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Documents to train on (none with `load_held_out`) and documents held out, none of them empty.
+    """Training documents (none with `load_held_out`) and held-out documents; none is empty.
 
     Attributes:
       name: `data.source`.
-      train, held_out: by the documents' names; those of prepared text are decoded on access.
-      sha256: over names and contents of all documents in order, hexadecimal; of a prepared folder
-        its fingerprint; of a mixture over fingerprints and shares of its members.
-      description: one line to print, with documents and bytes.
-      packages: of `python_environment`, name==version of what is installed.
+      train, held_out: documents, split by their names; those of prepared text decode on access.
+      sha256: hex digest of the names and contents of all documents in order. For a prepared folder,
+        its fingerprint; for a mixture, a digest of its members' fingerprints and shares.
+      description: one line to print, with the numbers of documents and bytes.
+      packages: for `python_environment`, name==version of the installed packages.
       members: the prepared folders.
-      left_out: a note on files without text, if there are any; also in the description.
+      left_out: a note on files without text, or ''; the description includes it.
     """
 
     name: str
@@ -38,16 +38,16 @@ class Corpus:
     left_out: str = ''
 
     def train_bytes(self) -> int:
-        """Bytes of all documents to train on."""
+        """Returns the bytes of all training documents."""
         return _num_bytes(self.train)
 
 
 def load_corpus(data: DataHparams) -> Corpus:
-    """The corpus that `data.source` names, without empty documents.
+    """Loads the corpus of `data.source`, without empty documents.
 
-    Of prepared text only its description is read. Raises ValueError, one line, as the readers of
-    each source, `load_members` and `split_documents`; if all documents are empty; if prepared text
-    was split by another fraction.
+    Only the description of prepared text is read. Raises ValueError, one line, like the reader of
+    the source, `load_members` and `split_documents`; also if all documents are empty, or if
+    prepared text was split with another fraction.
     """
     if is_prepared(data.source):
         members = load_members(data)
@@ -60,7 +60,7 @@ def load_corpus(data: DataHparams) -> Corpus:
         train, held_out = ([(member.store, split) for member in members] for split in SPLITS)
         return _prepared(data, members, train, held_out)
     documents, packages, left_out = _nonempty_documents(data)
-    # Bytes may be cut anywhere, and where they are cut decides the bits of every run on them.
+    # With the byte tokenizer, a document may be cut inside a character; older runs depend on that.
     whole_characters = not is_bytes(data.tokenizer)
     train, held_out = split_documents(documents, data.held_out_fraction, whole_characters)
     details = f'Python {platform.python_version()}'
@@ -72,10 +72,10 @@ def load_corpus(data: DataHparams) -> Corpus:
 
 
 def load_held_out(data: DataHparams, trained_on: Set[str] = frozenset()) -> Corpus:
-    """The corpus that `data.source` names, all of it held out and nothing to train on.
+    """Loads the corpus of `data.source` as held-out documents, with nothing to train on.
 
-    Of prepared text whose fingerprint is in `trained_on`, only its own held-out split is taken.
-    Raises ValueError as `load_corpus`, but not for a fraction or a single document of one byte.
+    Of prepared text whose fingerprint is in `trained_on`, only the held-out split is used. Raises
+    ValueError like `load_corpus`, except for the fraction or a single document of one byte.
     """
     if is_prepared(data.source):
         members = tuple(
@@ -91,7 +91,7 @@ def load_held_out(data: DataHparams, trained_on: Set[str] = frozenset()) -> Corp
 
 
 def _nonempty_documents(data):
-    """(documents, packages, note of what was left out)."""
+    """Returns (documents, packages, note on files that were left out)."""
     packages, left_out = (), ''
     match data.source:
         case 'python_environment':
@@ -108,7 +108,7 @@ def _nonempty_documents(data):
     documents = [(name, text) for name, text in found if text]
     if not documents:
         count = f'{len(found)} document' + 's' * (len(found) != 1)
-        right = 'must match text of 2 bytes or more'
+        right = 'must have text of 2 bytes or more'
         raise ValueError(f'data.source={data.source!r}: no byte in its {count}; {right}')
     return documents, packages, left_out
 
@@ -116,7 +116,7 @@ def _nonempty_documents(data):
 def _of_documents(title, data, documents, packages, left_out, train, held_out):
     digest = hashlib.sha256()
     for name, text in documents:
-        # With the lengths, or bytes could move from one document to the next unnoticed.
+        # Without the lengths, the digest would not show bytes that move to the next document.
         name = name.encode('utf-8', 'surrogateescape')
         digest.update(b'%d %d ' % (len(name), len(text)) + name)
         digest.update(text)
@@ -127,7 +127,7 @@ def _of_documents(title, data, documents, packages, left_out, train, held_out):
 
 
 def _prepared(data, members, train, held_out):
-    """The Corpus of members of which some (store, split) are to train on and some held out."""
+    """Returns the Corpus of prepared folders; `train` and `held_out` list (store, split)."""
     title, sha256 = data.source, members[0].store.fingerprint
     if data.source == 'mixture':
         title = f'mixture of {", ".join(member.name for member in members)}'

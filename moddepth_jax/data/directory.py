@@ -1,4 +1,4 @@
-"""Directories that one process at a time writes to, JSON in files, and the user's cache folder."""
+"""Locks, atomic writes, JSON files, and the user's cache folder."""
 
 import collections
 import contextlib
@@ -14,10 +14,10 @@ import sys
 from moddepth_jax.data.compression import read_small
 
 LOCK_FILE = 'lock'
-_MAX_DEPTH = 64  # of nested objects and lists; Python's own limit depends on who calls
+_MAX_DEPTH = 64  # of nested objects and lists; Python's limit depends on the depth of the caller
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
-short_repr = _REPR.repr  # of any value of a file, for messages
+short_repr = _REPR.repr  # of a value from a file, for messages
 _KINDS = {
     dict: 'an object',
     list: 'a list',
@@ -28,13 +28,13 @@ _KINDS = {
 
 
 def cache_directory() -> pathlib.Path | None:
-    """This project's folder in the user's cache, or None for a user without a home."""
+    """Returns this project's folder in the user's cache, or None for a user without a home."""
     folder = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
     return pathlib.Path(folder, 'moddepth_jax') if os.path.isabs(folder) else None
 
 
 def write_atomically(path: str | os.PathLike, text: str) -> None:
-    """Writes `text` so that, killed anywhere, `path` holds all of the old text or of the new."""
+    """Writes `text` so that after a kill at any moment `path` has the old or the new text."""
     # Several processes, on several hosts, may write the same file at once.
     temporary = f'{os.fspath(path)}.{socket.gethostname()}-{os.getpid()}.tmp'
     try:
@@ -49,24 +49,24 @@ def write_atomically(path: str | os.PathLike, text: str) -> None:
         raise
 
 
-def _without_twins(pairs):
-    """A dict of the pairs of an object, of whose equal keys other readers may take another one."""
+def _unique_keys(pairs):
+    """Makes a dict; refuses equal keys, of which other readers may use another one."""
     content = dict(pairs)
     if len(content) < len(pairs):
-        ((twin, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f'holds {short_repr(twin)} twice')
+        ((key, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f'holds {short_repr(key)} twice')
     return content
 
 
 def parse_object(text: str | bytes) -> dict:
-    """The JSON object that `text`, in UTF-8, is; raises ValueError, one line, for anything else.
+    """Parses a JSON object in UTF-8; raises ValueError, one line, for anything else.
 
-    So it does where an object has two equal keys.
+    Also if an object has two equal keys.
     """
     too_deep = ValueError(f'nested more than {_MAX_DEPTH} deep')
     try:
         text = text if isinstance(text, str) else text.decode()
-        content = json.loads(text, object_pairs_hook=_without_twins)
+        content = json.loads(text, object_pairs_hook=_unique_keys)
     except RecursionError:
         raise too_deep from None
     if not isinstance(content, dict):
@@ -81,9 +81,14 @@ def parse_object(text: str | bytes) -> dict:
 
 
 def check_fields(content: dict, fields: dict, where: object, remedy: str) -> None:
-    """Raises ValueError, one line, unless the object `content` has these fields.
+    """Raises ValueError, one line, unless the JSON object `content` has these fields.
 
-    `fields` are {name: type}; of an object {name: its fields}, of a list of objects [its fields].
+    Args:
+      content: the object.
+      fields: {name: type}. For a nested object {name: {...}} with its fields, for a list of objects
+        {name: [{...}]} with the fields of each.
+      where: the file, and perhaps the place in it, for the message.
+      remedy: end of the message.
     """
     for name, kind in fields.items():
         value, right = content.get(name), kind if isinstance(kind, type) else type(kind)
@@ -102,9 +107,10 @@ def check_fields(content: dict, fields: dict, where: object, remedy: str) -> Non
 def read_json(
     file: pathlib.Path, remedy: str, fields: dict | None = None, limit: int = 1 << 26
 ) -> dict | None:
-    """The JSON object in a regular file of at most `limit` bytes, None if there is no such file.
+    """Reads the JSON object in a regular file of at most `limit` bytes; None if there is no file.
 
-    Raises ValueError, one line that ends with `remedy`, also as `check_fields`.
+    Raises ValueError, one line that ends with `remedy`, if it cannot be read, or like
+    `check_fields`.
     """
     try:
         content = parse_object(read_small(file, limit))
@@ -118,10 +124,10 @@ def read_json(
 
 
 def lock_directory(path: str | os.PathLike, flag: str = '--workdir') -> io.TextIOBase:
-    """Locks a directory until the returned file is closed, or the process dies.
+    """Locks a directory until the returned file is closed or the process dies.
 
-    `flag` is the option that names it, for messages. Raises ValueError, one line, if another
-    process holds the directory or the lock file cannot be written.
+    `flag` is the option that names the directory, for messages. Raises ValueError, one line, if
+    another process holds the lock, or if the lock file cannot be written.
     """
     try:
         file = open(pathlib.Path(path) / LOCK_FILE, 'a+', encoding='utf-8')
@@ -136,7 +142,7 @@ def lock_directory(path: str | os.PathLike, flag: str = '--workdir') -> io.TextI
         with file:
             file.seek(0)
             holder = file.read().strip() or 'another process'
-        right = f'wait until it ends, or use another {flag}'
+        right = f'wait until that ends, or use another {flag}'
         raise ValueError(f'{flag}={path}: in use by {holder}; {right}') from None
     file.truncate(0)
     file.write(f'process {os.getpid()} on {socket.gethostname()}\n')

@@ -1,4 +1,4 @@
-"""The domains below a folder: each file and each folder in it as held-out text of its own."""
+"""The domains of a folder: each file or folder in it is one held-out text."""
 
 import dataclasses
 import os
@@ -15,7 +15,7 @@ from moddepth_jax.hparams import DataHparams
 
 
 def name_flags(message: str) -> str:
-    """A message with the flags of launch.evaluate in place of the knobs that it names."""
+    """Replaces the knobs in a message by the flags of launch.evaluate."""
     for knob in ('text_field', 'encoding'):
         message = message.replace(f'data.{knob}', f'--{knob}')
     return message.replace('data.source', '--data')
@@ -24,28 +24,28 @@ def name_flags(message: str) -> str:
 def load_domains(
     folder: str, data: DataHparams, tokenizer: Tokenizer, trained_on
 ) -> tuple[dict[str, HeldOut], dict[str, str]]:
-    """(datasets, skipped) by name of the domain; the latter are short or binary, and say why.
+    """Loads the domains of `folder` as ({name: HeldOut}, {name: why it was skipped}).
 
-    A domain is a file in `folder`, or a folder in it: one that launch.prepare wrote, or all text
-    below it. Hidden ones are not read. `trained_on` is as in `make_held_out`. Raises ValueError,
-    one line, if `folder` is no folder, is itself prepared or empty; with the domain's name, for
-    text that cannot be read; and if all are short.
+    A domain is a file in `folder`, or a folder in it: prepared text, or all text below it. Hidden
+    entries are ignored; domains that are too short or binary are skipped. `trained_on` is as in
+    `make_held_out`. Raises ValueError, one line, if `folder` is missing, empty or itself prepared
+    text, if a domain cannot be read, or if all domains are too short.
     """
     path, option = pathlib.Path(os.path.expanduser(folder)), f'--domains={folder}'
     right = 'must be a folder with one file or folder of text for each domain'
     if not path.is_dir():
         raise ValueError(f'{option}: no such folder; {right}')
     if is_store(path):
-        raise ValueError(f'{option}: is one prepared text; give it to --data, or {right}')
+        raise ValueError(f'{option}: is a prepared text; give it to --data, or {right}')
     names = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith('.'))
     if not names:
         raise ValueError(f'{option}: is empty; {right}')
     datasets, skipped = {}, {}
     for name in names:
-        # Joined as strings: ./stdlib is a file there, stdlib would be a source.
+        # Joined as strings, since pathlib would make ./stdlib, a file, into stdlib, a source.
         source = os.path.join(os.path.expanduser(folder), name)
         if not (os.path.isdir(source) or readers.may_be_text(path / name, data.encoding)):
-            skipped[name] = 'no text, but a binary file'
+            skipped[name] = 'a binary file, not text'
             continue
         try:
             if not is_prepared(source):

@@ -1,4 +1,4 @@
-"""Prepared folders as one text: their shares of the rows, and the folder of each row."""
+"""Mixtures of prepared folders: the share of each, and the folder of each training row."""
 
 import dataclasses
 import fractions
@@ -12,7 +12,7 @@ from moddepth_jax.hparams import DataHparams
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A prepared folder, its share of the training rows, and the splits to evaluate on."""
+    """A prepared folder, its share of the training rows, and the splits that are held out."""
 
     name: str
     share: fractions.Fraction
@@ -21,14 +21,14 @@ class Member:
 
 
 def is_prepared(source: str) -> bool:
-    """Whether `data.source` means text of launch.prepare, finished or not."""
+    """Returns whether `data.source` is text of launch.prepare, finished or not."""
     return source == 'mixture' or is_started(source)
 
 
 def load_members(data: DataHparams) -> tuple[Member, ...]:
-    """The members of `data.mixture`, or the single folder `data.source`; no text is read.
+    """Opens the members of `data.mixture`, or the single folder `data.source`; reads no text.
 
-    Raises ValueError, one line, as `open_store`, for different tokenizers, and for equal texts.
+    Raises ValueError, one line, like `open_store`, for different tokenizers, or for equal texts.
     """
     shares = data.members or {data.source: fractions.Fraction(1)}
     knob = f'data.mixture={data.mixture!r}' if data.members else f'data.source={data.source!r}'
@@ -46,19 +46,19 @@ def load_members(data: DataHparams) -> tuple[Member, ...]:
             raise ValueError(f'{knob}: {found} with {describe_tokenizer(other)}; {right}')
         if stores[first].fingerprint == stores[second].fingerprint:
             right = 'leave one out and add up their weights'
-            raise ValueError(f'{knob}: {first} and {second} are one text; {right}')
+            raise ValueError(f'{knob}: {first} and {second} are the same text; {right}')
     names = _names(list(shares))
     return tuple(map(Member, names, shares.values(), stores.values()))
 
 
 def describe_tokenizer(tokenizer: dict) -> str:
-    """The name of a store's tokenizer, with the first digits of its sha256 if it has one."""
+    """Returns the name of a store's tokenizer, with the first digits of its sha256, if any."""
     sha256 = tokenizer['sha256']
     return repr(tokenizer['name']) + f' (sha256 {sha256[:12]}..)' * bool(sha256)
 
 
 def _names(folders):
-    """The fewest last parts of each path that tell all of them apart."""
+    """Returns the shortest ends of the paths that are all different."""
     parts = [pathlib.Path(os.path.abspath(os.path.expanduser(folder))).parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ['/'.join(part[-length:]) for part in parts]
@@ -68,10 +68,10 @@ def _names(folders):
 
 
 class RowSchedule:
-    """Which member each row of training is of: a pure function of its number, with exact shares.
+    """Assigns each training row to a member, as a pure function of its number, in exact shares.
 
-    The first member, with share s, gets floor(n s) of the first n rows, and the others share the
-    rest in the same way. `shares` are Fractions above 0 that sum to 1.
+    The first member, with share s, gets floor(n s) of the first n rows. The others share the rest
+    in the same way. `shares` are Fractions above 0 that sum to 1.
     """
 
     def __init__(self, shares):
@@ -79,7 +79,7 @@ class RowSchedule:
         self._splits = [share / rest for share, rest in zip(shares, rests, strict=True)]
 
     def member(self, row: int) -> tuple[int, int]:
-        """The member of row `row`, and how many earlier rows are of that member."""
+        """Returns the member of a row, and the number of earlier rows of that member."""
         for member, share in enumerate(self._splits):
             before, after = (n * share.numerator // share.denominator for n in (row, row + 1))
             if after > before:
@@ -88,7 +88,7 @@ class RowSchedule:
         raise AssertionError('the last share of the rest is 1')
 
     def counts(self, rows: int) -> list[int]:
-        """How many of the first `rows` rows are of each member."""
+        """Counts the rows of each member among the first `rows` rows."""
         counts = []
         for share in self._splits:
             counts.append(rows * share.numerator // share.denominator)
@@ -97,7 +97,7 @@ class RowSchedule:
 
 
 def held_out_order(shares, sizes):
-    """Yields (member, its batch) of `sizes`: one of each member first, then by shares."""
+    """Yields (member, number of its batch): first one batch of each member, then by shares."""
     counts = [0] * len(sizes)
     for _ in range(sum(sizes)):
         unfinished = [i for i, size in enumerate(sizes) if counts[i] < size]

@@ -1,4 +1,4 @@
-"""Documents to batches: token streams, windows of them, and the step as the only position."""
+"""From documents to batches, as pure functions of the step."""
 
 import codecs
 import fractions
@@ -16,17 +16,17 @@ from moddepth_jax.data.windows import Windows, make_windows, pad_rows, token_str
 from moddepth_jax.hparams import DataHparams
 
 ALL_ROWS = slice(None)
-HELD_OUT_SEED = 0  # of the order of held-out windows, the same for every run
+HELD_OUT_SEED = 0  # for the order of the held-out windows, the same in every run
 
 
 class HeldOut:
-    """Batches that cover the held-out text of a corpus once; what `make_held_out` returns.
+    """Batches that cover the held-out text of a corpus once; the result of `make_held_out`.
 
     Attributes:
-      held_back: whether all of it was held out from a training on the rest of the same text.
-      num_held_out_batches: batches that cover the held-out windows once.
+      held_back: whether all of it was held out when the rest of the same text was trained on.
+      num_held_out_batches: number of batches that cover the held-out windows once.
       held_out_streams: arrays of tokens from which the windows are cut.
-      domains: of a mixture, the share of each member by its name; otherwise empty.
+      domains: for a mixture, the share of each member by name; otherwise empty.
     """
 
     def __init__(self, data: DataHparams, corpus: Corpus, tokenizer: Tokenizer | None = None):
@@ -43,7 +43,7 @@ class HeldOut:
         self._held_out = []
         for member, streams in texts:
             windows = make_windows(streams, data, self.tokenizer, part, member)
-            # Shuffled once and for all, so that the first few batches are a fair sample.
+            # Shuffled, so that the first few batches are a fair sample.
             shuffled = grain.MapDataset.range(len(windows)).shuffle(seed=HELD_OUT_SEED)
             batches = shuffled[: len(windows)].batch(self._batch_size, batch_fn=windows.cut)
             self._held_out.append(batches)
@@ -53,21 +53,22 @@ class HeldOut:
         self._order, self._next_of_order = [], held_out_order(shares, sizes)
 
     def held_out_batch(self, index: int) -> dict[str, np.ndarray]:
-        """Batch `index` of the held-out windows; arrays as in `Dataset.train_batch`.
+        """Returns batch `index` of the held-out windows; arrays as in `Dataset.train_batch`.
 
-        The order is shuffled but always the same. A batch is of one member of a mixture; the last
-        one of each text is filled up by `pad_rows`. Raises ValueError for an index out of range.
+        The order is shuffled and always the same. A batch has windows of one member of a mixture.
+        The last batch of each text is padded by `pad_rows`. Raises ValueError for an index out of
+        range.
         """
         member, batch = self._find_batch(index)
         return pad_rows(self._held_out[member][batch], self._batch_size)
 
     def domain(self, index: int) -> str | None:
-        """The name of the member of the mixture that held-out batch `index` is of, or None."""
+        """Returns the member's name of held-out batch `index`, or None without a mixture."""
         member, _ = self._find_batch(index)
         return list(self.domains)[member] if self.domains else None
 
     def _find_batch(self, index):
-        """(member, its batch): one of each member first, then by their shares."""
+        """Returns (member, number of its batch) of held-out batch `index`."""
         index = operator.index(index)
         if not 0 <= index < self.num_held_out_batches:
             raise ValueError(f'index={index}: must lie in [0, {self.num_held_out_batches})')
@@ -77,12 +78,13 @@ class HeldOut:
 
 
 class Dataset(HeldOut):
-    """Batches of a corpus as pure functions of the step; what `make_dataset` returns.
+    """Batches of a corpus as pure functions of the step; the result of `make_dataset`.
 
     Attributes:
-      fingerprint: JSON scalars that decide every batch; see `check_fingerprint`.
-      may_change: knobs that only say where text and tokenizer are: the fingerprint decides.
-      num_train_windows: windows of one epoch.
+      fingerprint: JSON scalars that determine every batch; see `check_fingerprint`.
+      may_change: knobs that may change in a resumed run: they only say where text and tokenizer
+        are, and the fingerprint shows whether these are the same.
+      num_train_windows: number of windows in an epoch.
     """
 
     def __init__(
@@ -110,10 +112,10 @@ class Dataset(HeldOut):
         self.fingerprint = _fingerprint(data, seed, corpus, tokenizer)
 
     def train_windows(self, step: int, rows: slice = ALL_ROWS) -> list[int]:
-        """Numbers of the windows that are rows `rows` of the batch of `step` (from 0).
+        """Returns the numbers of the windows in rows `rows` of the batch of `step` (from 0).
 
-        Each epoch visits every window of a member once, in its own order, and batches continue
-        across epochs. Raises ValueError for a negative step.
+        Each epoch visits every window of a member once, in a new order. Batches continue across
+        epochs. Raises ValueError for a negative step.
         """
         step = operator.index(step)
         if step < 0:
@@ -124,15 +126,15 @@ class Dataset(HeldOut):
         return [int(begins[member] + self._train[member][nth]) for member, nth in places]
 
     def train_batch(self, step: int, rows: slice = ALL_ROWS) -> dict[str, np.ndarray]:
-        """Rows `rows` of the batch of `step`, and no others; arrays as in `Windows.cut`."""
+        """Returns rows `rows` of the batch of `step`; arrays as in `Windows.cut`."""
         return self._windows.cut(self.train_windows(step, rows))
 
     def epochs(self, step: int) -> float:
-        """Passes over the training windows that the batches before `step` make."""
+        """Returns the epochs in the batches before `step`, as a fraction."""
         return step * self._batch_size / self.num_train_windows
 
     def domain_epochs(self, step: int) -> dict[str, float]:
-        """The same of each member of a mixture; empty without one."""
+        """Like `epochs`, by member of a mixture; empty without one."""
         counts = self._schedule.counts(step * self._batch_size)
         sizes = np.diff(self._windows.begins).tolist()
         epochs = [count / size for count, size in zip(counts, sizes, strict=True)]
@@ -142,10 +144,11 @@ class Dataset(HeldOut):
 def make_dataset(
     data: DataHparams, seed: int, corpus: Corpus | None = None, tokenizer: Tokenizer | None = None
 ) -> Dataset:
-    """The dataset of `data`, shuffled by `seed`; corpus and tokenizer by default those it names.
+    """Makes the dataset of `data`, shuffled by `seed`.
 
-    Raises ValueError, one line, as `load_corpus` and `tokenizer_of`, for text that is shorter than
-    one window, that the tokenizer cannot encode, or that another tokenizer prepared.
+    Corpus and tokenizer are by default those that `data` names. Raises ValueError, one line, like
+    `load_corpus` and `tokenizer_of`, or for text that is shorter than one window, that the
+    tokenizer cannot encode, or that was prepared with another tokenizer.
     """
     corpus = load_corpus(data) if corpus is None else corpus
     return Dataset(data, seed, corpus, tokenizer)
@@ -154,15 +157,18 @@ def make_dataset(
 def make_held_out(
     data: DataHparams, tokenizer: Tokenizer | None = None, trained_on: Set[str] = frozenset()
 ) -> HeldOut:
-    """All text of `data.source` as held-out batches, whatever `data.held_out_fraction` is.
+    """Makes held-out batches of all text of `data.source`; ignores `data.held_out_fraction`.
 
-    `trained_on` is as in `load_held_out`. Raises ValueError as that and `make_dataset` do.
+    `trained_on` is as in `load_held_out`. Raises ValueError like that and `make_dataset`.
     """
     return HeldOut(data, load_held_out(data, trained_on), tokenizer)
 
 
 def _load_streams(data, corpus, tokenizer, part):
-    """[(member, its streams)] of the training, held-out or given text; without members of None."""
+    """Returns [(member, its streams)] of a part: 'training', 'held-out' or 'given'.
+
+    Text that is not prepared has one entry, with None as member.
+    """
     if corpus.members:
         _check_tokenizer(data, corpus.members, tokenizer, part)
         splits = [('train',) if part == 'training' else m.held_out for m in corpus.members]
@@ -175,7 +181,7 @@ def _load_streams(data, corpus, tokenizer, part):
 
 
 def _check_tokenizer(data, members, tokenizer, part):
-    """Refuses prepared text whose ids mean something else to `tokenizer`."""
+    """Raises ValueError if text was prepared with a tokenizer other than `tokenizer`."""
     for member, folder in zip(members, data.folders, strict=True):
         theirs = member.store.tokenizer
         ours = {name: getattr(tokenizer, name) for name in theirs}
@@ -197,7 +203,7 @@ def _fingerprint(data, seed, corpus, tokenizer):
         members[f'share_{number}'] = str(member.share)
         members[f'name_{number}'] = member.name
     fingerprint = {
-        **members,  # first, since an error names the first field that differs
+        **members,  # first: an error names the first field that differs
         'corpus_sha256': corpus.sha256,
         'source': source,
         'held_out_fraction': data.held_out_fraction,
@@ -214,10 +220,10 @@ def _fingerprint(data, seed, corpus, tokenizer):
 
 
 def check_fingerprint(stored: dict, current: dict) -> None:
-    """Refuses to continue with other data: compares two `Dataset.fingerprint`s.
+    """Raises ValueError, one line with the first difference, if a run would resume on other data.
 
-    Other packages with the same text are the same data, as are members with another name. Raises
-    ValueError, one line, with the first field that differs and both values.
+    Compares two `Dataset.fingerprint`s. Other versions of packages with the same text are the same
+    data, and so are members with other names.
     """
     for field in (*current, *stored):
         if field == 'packages' or field.startswith('name_'):
@@ -225,12 +231,12 @@ def check_fingerprint(stored: dict, current: dict) -> None:
         if field in stored and field in current and stored[field] == current[field]:
             continue
         was, now = (_show_value(fingerprint, field) for fingerprint in (stored, current))
-        right = 'resume with the data of that run, or start another workdir'
+        right = 'resume with the data of that run, or use another --workdir'
         raise ValueError(f'data fingerprint: {field} was {was} and is {now} now; {right}')
 
 
 def _show_value(fingerprint, field):
-    """The value, with the name of the member whose hash it is; older runs have no names."""
+    """Formats a value, with the name of the member if it is a member's fingerprint."""
     value = repr(fingerprint[field]) if field in fingerprint else 'missing'
     name = fingerprint.get(field.replace('member_', 'name_'))
     return value if name is None or not field.startswith('member_') else f'{value} ({name})'

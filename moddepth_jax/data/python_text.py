@@ -28,15 +28,15 @@ def _documents_below(root, excluded):
 
 
 def stdlib_documents(root: str | None = None) -> list[tuple[str, bytes]]:
-    """(name, bytes) of Python's own standard library: every .py file below `root`, by path.
+    """Reads Python's standard library as (name, bytes) of every .py file below `root`, by path.
 
-    Excluded: tests, idlelib, lib2to3, installed packages, and the files in which a build describes
-    its own machine. Raises ValueError if no .py file is there.
+    Excludes tests, idlelib, lib2to3, installed packages, and files in which a build describes its
+    machine. Raises ValueError if there is no .py file.
     """
     root = root or sysconfig.get_paths()['stdlib']
     documents = _documents_below(root, _EXCLUDED)
     if not documents:
-        right = 'use a Python that ships its library as text, or set data.source to a glob'
+        right = 'use a Python that ships its library as .py files, or set data.source to a glob'
         raise ValueError(f"data.source='stdlib': no .py file below {root}; {right}")
     return documents
 
@@ -44,12 +44,12 @@ def stdlib_documents(root: str | None = None) -> list[tuple[str, bytes]]:
 def environment_documents(
     stdlib: str | None = None, roots: tuple[str, ...] | None = None
 ) -> tuple[list[tuple[str, bytes]], tuple[str, ...]]:
-    """(documents, packages): the standard library and every installed package, as text.
+    """Reads the standard library and every installed package as (documents, packages).
 
-    Documents are (name, bytes), sorted. Excluded: what `stdlib_documents` excludes, tests of
-    packages, this project itself, files that are empty or not UTF-8, and all but the first of equal
-    files. Packages are name==version, sorted, without this project; they have their own licenses.
-    Raises ValueError if no package's .py file is below `roots`.
+    Documents are (name, bytes), sorted. Excluded are the files that `stdlib_documents` excludes,
+    tests of packages, this project itself, files that are empty or not UTF-8, and repeated files.
+    Packages are name==version, sorted, without this project; they have their own licenses. Raises
+    ValueError if there is no .py file of a package below `roots`.
     """
     paths = sysconfig.get_paths()
     roots = tuple(dict.fromkeys(roots or (paths['purelib'], paths['platlib'])))

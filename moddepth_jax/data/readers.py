@@ -1,4 +1,4 @@
-"""Files of text: a reader for each format, and the table that finds it by the file's suffix."""
+"""Readers of text files: one for each format, in a table by the suffix of the file."""
 
 import codecs
 import contextlib
@@ -19,19 +19,22 @@ from moddepth_jax.data.compression import (
 _BATCH = 16  # rows or records in memory at a time
 _MOST_NAMES = 8  # in a message
 _WRITE_AGAIN = 'write the file again or leave it out'
-_HEAD = 8000  # a file with a NUL among its first characters is binary, as for git
-_MAX_TEXT = 1 << 32  # bytes of a file that is one text, which is read at once
-_MARKS = {  # that of UTF-32 begins with that of UTF-16
+_HEAD = 8000  # like git, a file with a NUL among these first characters counts as binary
+_MAX_TEXT = 1 << 32  # bytes of a file that is a single text, which is read at once
+_MARKS = {  # UTF-32 first: its byte-order mark begins with that of UTF-16
     'utf-32': (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
     'utf-16': (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
 }
 
 
 class BadText(ValueError):
-    """Text that cannot be used, for a fixed `reason`; one line: file and row, problem; remedy."""
+    """Text that cannot be used. The message is one line: file and row, problem, remedy.
+
+    `reason` is one of a few fixed phrases, by which such texts are counted.
+    """
 
     def __init__(self, where: object, reason: str, problem: str, remedy: str):
-        super().__init__(str(where), reason, problem, remedy)  # all of it can be pickled
+        super().__init__(str(where), reason, problem, remedy)  # so that it can be pickled
         self.reason = reason
 
     def __str__(self):
@@ -40,10 +43,12 @@ class BadText(ValueError):
 
 
 class Row(typing.NamedTuple):
-    """One row of a file: a document's bytes, or the BadText that says why there are none.
+    """One row of a file.
 
-    `name` is the file's, with '#' and the row's number if a file has many; `end` is about how many
-    bytes of the file lie between the start of the span and the end of the row.
+    Attributes:
+      name: name of the file, with '#' and the row's number if the format has rows.
+      text: bytes of the document, or BadText if it cannot be used.
+      end: approximate number of bytes from the start of the span to the end of the row.
     """
 
     name: str
@@ -52,9 +57,10 @@ class Row(typing.NamedTuple):
 
 
 class Span(typing.NamedTuple):
-    """A part of a file that can be read alone; its first row has the number `first_row`, from 1.
+    """A part of a file that can be read separately, from `start` to before `stop` (None: the end).
 
-    From `start` to before `stop` (None: the end): bytes, row groups of a .parquet, or records.
+    The unit is bytes, row groups of a .parquet, or records. `first_row` is the number of the first
+    row, counted from 1.
     """
 
     start: int
@@ -66,7 +72,7 @@ WHOLE_FILE = Span(0, None, 1)
 
 
 class Format(typing.NamedTuple):
-    """How files of a suffix are read: `rows` as `read_rows`, which may raise, and `find_spans`."""
+    """Functions for one suffix: `rows` is like `read_rows` but may raise, `spans` `find_spans`."""
 
     rows: Callable[[pathlib.Path, str, str, Span], Iterator[Row]]
     spans: Callable[[pathlib.Path, str, int, Iterable[bytes]], list[Span]]
@@ -90,7 +96,7 @@ def _line_rows(path, name, text_field, span):
 
 
 def _line_spans(path, text_field, size, chunks):
-    """Spans of whole lines; lines appended after the last chunk are in none of them."""
+    """Finds spans of complete lines; lines that are appended after the last chunk are ignored."""
     cuts, position, lines = [(0, 1)], 0, 0  # (first byte, first row) of each span
     for chunk in chunks:
         begin = 0
@@ -106,7 +112,7 @@ def _line_spans(path, text_field, size, chunks):
 
 
 def _checked(where, text):
-    """A text that its format promises to be in UTF-8, or a BadText."""
+    """Returns a text if it is UTF-8, as its format requires, otherwise a BadText."""
     try:
         text.decode()
         return text
@@ -116,10 +122,13 @@ def _checked(where, text):
 
 
 def _object_text(where, line, text_field, unit):
-    """The field `text_field` of the JSON object `line`, one `unit` of a file, or a BadText."""
+    """Returns the field `text_field` of the JSON object `line`, or a BadText.
+
+    `unit` is what the file calls it: a line or a record.
+    """
     if isinstance(line := _checked(where, line), BadText):
         return line
-    remedy = f'write one JSON object a {unit}'
+    remedy = f'write one JSON object per {unit}'
     try:
         record = json.loads(line.decode())
     except json.JSONDecodeError as error:
@@ -139,7 +148,7 @@ def _object_text(where, line, text_field, unit):
     try:
         return value.encode()
     except UnicodeEncodeError:
-        problem = f'{text_field!r} holds half a surrogate pair, which is not valid in UTF-8'
+        problem = f'{text_field!r} has half a surrogate pair, which is not valid in UTF-8'
         return BadText(where, 'not UTF-8', problem, remedy)
 
 
@@ -150,7 +159,7 @@ def _one_line(error):
 def _no_field(where, problem, names):
     shown = [repr(name) for name, _ in zip(names, range(_MOST_NAMES), strict=False)]
     shown += [f'{len(names) - len(shown)} more'] * (len(names) > len(shown))
-    remedy = f'set data.text_field to one of its own: {", ".join(shown) or "no field"}'
+    remedy = f'set data.text_field to one that it has: {", ".join(shown) or "no field"}'
     return BadText(where, 'no field', problem, remedy)
 
 
@@ -161,12 +170,12 @@ def _unreadable(path, kind, error):
 
 @contextlib.contextmanager
 def _open_parquet(path, text_field):
-    import pyarrow  # Slow to import, and most runs read no parquet.
+    import pyarrow  # slow to import, and most runs read no parquet
     from pyarrow import parquet
 
     try:
         with plain_file(path) as plain:
-            # With a buffer, pages are read as needed and not the whole column of a row group.
+            # With a buffer, pages are read as needed, not the full column of a row group.
             with parquet.ParquetFile(plain, buffer_size=1 << 20, pre_buffer=False) as file:
                 _check_column(path, file.schema_arrow, text_field)
                 yield file
@@ -227,7 +236,7 @@ def _parquet_spans(path, text_field, size, chunks):
 
 
 def _record_rows(path, name, text_field, span):
-    """If the first record of the file is a JSON object, all are; otherwise each is the text."""
+    """Reads records: JSON objects if the first one is an object, otherwise texts."""
     size = path.stat().st_size
     with _open_records(path) as (read, count):
         of_objects = count > 0 and read(0, 1)[0].lstrip().startswith(b'{')
@@ -251,8 +260,8 @@ def _record_spans(path, text_field, size, chunks):
 
 @contextlib.contextmanager
 def _open_records(path):
-    """(read, count): read(start, stop) returns these of the `count` records."""
-    from array_record.python import array_record_module  # Few runs read records.
+    """Opens a file of records as (read, count); read(start, stop) returns some of them."""
+    from array_record.python import array_record_module  # few runs read records
 
     def read(start, stop):
         try:
@@ -261,7 +270,7 @@ def _open_records(path):
             problem = f'records {start + 1} to {stop}: {error}'
             raise _unreadable(path, 'arrayrecord', problem) from None
 
-    # Neither threads nor read-ahead: several processes read.
+    # Without threads and read-ahead, since several processes read.
     options = 'readahead_buffer_size:0,max_parallelism:0'
     with plain_file(path) as plain:
         reader = array_record_module.ArrayRecordReader(str(plain), options)
@@ -279,7 +288,7 @@ FORMATS = {
 
 
 def describe_formats() -> str:
-    """The files that can be read, for messages."""
+    """Describes the files that can be read, for messages."""
     *others, last = FORMATS
     return f'text, {", ".join(others)} or {last}, plain or compressed ({", ".join(SUFFIXES)})'
 
@@ -289,9 +298,9 @@ def _suffix(path):
 
 
 def to_utf8(where: object, content: bytes, encoding: str) -> bytes:
-    """The text of a file in UTF-8; raises BadText with the first byte that is none in `encoding`.
+    """Converts the text of a file to UTF-8; raises BadText with the first byte that is invalid.
 
-    Text in UTF-8 keeps its bytes, a byte-order mark included, which utf-8-sig removes.
+    Text in UTF-8 keeps its bytes, even a byte-order mark, which utf-8-sig removes.
     """
     name = codecs.lookup(encoding).name
     for other, marks in _MARKS.items() if name == 'utf-8' else ():
@@ -312,25 +321,25 @@ def to_utf8(where: object, content: bytes, encoding: str) -> bytes:
 
 
 def read_text(path: pathlib.Path, encoding: str) -> bytes:
-    """A file, plain or compressed, as one text in UTF-8; raises OSError, or BadText."""
+    """Reads a file, plain or compressed, as one text in UTF-8; raises OSError or BadText."""
     with open_plain(path) as (stream, _):
         if (size := os.stat(path).st_size) > _MAX_TEXT:
             problem = f'{size:,} bytes, more than the {_MAX_TEXT:,} that one text may have'
-            raise BadText(path, 'too long', problem, 'split it into files, or rows of .jsonl')
+            raise BadText(path, 'too long', problem, 'split it into files or rows of a .jsonl')
         return to_utf8(path, stream.read(), encoding)
 
 
 def may_be_text(path: pathlib.Path, encoding: str) -> bool:
-    """Whether a file that was found and not named is one to read: regular and not binary.
+    """Returns whether to read a file that was found in a folder or by a glob.
 
-    A suffix of FORMATS, or .txt, promises text.
+    It must be a regular file and not binary. Files with .txt or a suffix of FORMATS count as text.
     """
     if (promised := _suffix(path) in ('.txt', *FORMATS)) or not path.is_file():
         return promised
     try:
         with open_plain(path) as (stream, _):
             to_utf8(path, stream.read(_HEAD), encoding)
-    except (OSError, BadText) as error:  # reading it says why
+    except (OSError, BadText) as error:  # `read_rows` reports it
         return getattr(error, 'reason', '') != 'binary'
     return True
 
@@ -342,12 +351,12 @@ def read_rows(
     span: Span = WHOLE_FILE,
     encoding: str = 'utf-8',
 ) -> Iterator[Row]:
-    """The Rows of a file, in order, with a BadText in place of each text that cannot be used.
+    """Yields the Rows of a file in order, with a BadText in place of text that cannot be used.
 
-    A .jsonl, in UTF-8, holds one document per line (blank lines are skipped), a .parquet one per
-    row, in the field or column `text_field`, an .arrayrecord one per record: the field of a JSON
-    object or, if the first record is none, the record itself. Any other file is one document, in
-    `encoding`. `name` is that of the file in the names of its documents.
+    A .jsonl, in UTF-8, has a document in each line (blank lines are skipped), and a .parquet in
+    each row, in the field or column `text_field`. An .arrayrecord has one in each record: the field
+    of a JSON object, or the record itself if the first record is not an object. Any other file is
+    one document in `encoding`. `name` is the name of the file in the names of its documents.
     """
     size, last = 0, None
     try:
@@ -363,10 +372,10 @@ def read_rows(
 
 
 def as_bad_text(where: object, error: BadText | OSError) -> BadText:
-    """`error` if it is a BadText, otherwise a BadText that says that the file cannot be read."""
+    """Turns an OSError into a BadText that says why the file cannot be read; keeps a BadText."""
     if isinstance(error, BadText):
         return error
-    if error.errno is None:  # of a library
+    if error.errno is None:  # from a library
         problem = f'its data are damaged or cut off ({_one_line(error)})'
         return BadText(where, 'unreadable file', problem, _WRITE_AGAIN)
     problem, remedy = f'cannot be read ({error.strerror})', 'check the file and its permissions'
@@ -376,7 +385,7 @@ def as_bad_text(where: object, error: BadText | OSError) -> BadText:
 def find_spans(
     path: pathlib.Path, text_field: str, size: int, chunks: Iterable[bytes]
 ) -> list[Span]:
-    """Spans of about `size` bytes that together are the file, of which `chunks` are the bytes.
+    """Splits a file, whose bytes `chunks` yields, into spans of about `size` bytes.
 
     Raises BadText or OSError if the file cannot be read or has no such column.
     """

@@ -1,4 +1,4 @@
-"""A corpus in which known positions need far context, and everything else follows from near bytes.
+"""A synthetic corpus in which known positions need far context, and all others only near bytes.
 
 A document is 21 lines of 6 bytes and a full stop, 127 bytes, so that a separator and a document
 fill a row of 128 tokens exactly:
@@ -14,12 +14,13 @@ drawn at random and each other one follows the byte before it in a circle:
   FIRST_QUESTION on, is a question with probability QUESTION_PROBABILITY: `(xY)`, where x is any
   small letter drawn at random and Y is the capital that names the document's dialect.
 
-So far context is needed at x (`needs_far_context`): the last byte that determines Y is MIN_DISTANCE
-or more before it. What follows the positions before a word, a question or an x was drawn. All other
-targets follow from the last NEAR bytes. The ideal predictor scores 0.441 nats a target on average.
+Far context is thus needed at x (`needs_far_context`): the last byte that determines Y is
+MIN_DISTANCE or more bytes before it. The bytes that begin a word or a question, and x, are drawn at
+random. All other bytes follow from the last NEAR bytes. The ideal predictor scores 0.441 nats per
+target on average.
 
-The dialect shows in many positions, because a position's gate is trained only by its own output. x
-is any of 24 letters, so that an untrained router selects some and they get gradients.
+The dialect shows at many positions, because the gate of a position is trained only by its own
+output. x is any of 24 letters, so that an untrained router selects some and they get gradients.
 """
 
 import numpy as np
@@ -46,8 +47,8 @@ def _word(circle, start):
 
 
 def make_recall(seed: int = SEED, num_documents: int = NUM_DOCUMENTS) -> list[bytes]:
-    """`num_documents` texts of 127 bytes, as the module describes them; `seed` from 0 on."""
-    # Only uniform draws: NumPy keeps those across versions, unlike its other distributions.
+    """Makes `num_documents` texts of 127 bytes, as the module describes; `seed` is 0 or more."""
+    # Uniform draws only: NumPy may change other distributions between versions.
     random = np.random.Generator(np.random.PCG64([seed, 2])).random
     documents = []
     for dialect, asked_L, start_L in zip(
@@ -73,9 +74,9 @@ def make_recall(seed: int = SEED, num_documents: int = NUM_DOCUMENTS) -> list[by
 
 
 def needs_far_context(tokens_BT: np.ndarray) -> np.ndarray:
-    """bool [B, T]: True at the x of each question, a small letter after an opening bracket.
+    """Returns bool [B, T], True at the x of each question, a small letter after a bracket.
 
-    False at a row's first token. `tokens_BT` are ids of the bytes tokenizer.
+    False at the first token of a row. `tokens_BT` has ids of the byte tokenizer.
     """
     tokens_BT = np.asarray(tokens_BT)
     opened_BT = np.zeros(tokens_BT.shape, bool)

@@ -1,4 +1,4 @@
-"""The files that a source names: one by its path, those in a folder, or those that match a glob."""
+"""Finds the files of a source: a path, all files in a folder, or the matches of a glob."""
 
 import glob
 import os
@@ -18,18 +18,26 @@ _FOLDERS = re.compile('(?:(?<=/)|^)[*][*](?:/+|$)')
 def find_files(
     source: str, option: str, right: str, encoding: str = 'utf-8'
 ) -> tuple[pathlib.Path, list[pathlib.Path], list[pathlib.Path]]:
-    """(root, files below it, those left out) of a path, of a folder, or of a glob; sorted.
+    """Finds the files of a path, folder or glob; returns (root, files below it, files left out).
 
-    An existing path is taken literally, even with brackets in it. In a folder, hidden files are
-    not seen; there, and for a wildcard, what `readers.may_be_text` refuses is left out. Links are
-    followed, but no folder is searched twice. Raises ValueError, one line with the `option` and
-    what would be `right`, without a file, and for a folder that something else has written.
+    An existing path is taken literally, even with brackets in it. Hidden files of a folder are
+    ignored. Of a folder and of a glob, files that `readers.may_be_text` refuses are left out. Links
+    are followed, but no folder is searched twice. The lists are sorted.
+
+    Args:
+      source: path, folder or glob.
+      option: knob or flag that names the source, for errors.
+      right: what would be right, for errors.
+      encoding: encoding of the text.
+
+    Raises:
+      ValueError: one line, if there is no file, or if a command has written the folder.
     """
     _check_address(source, option)
     pattern = os.path.expanduser(source)
     root = pathlib.Path(pattern)
     if os.path.realpath(pattern) in _NO_TEXTS:
-        raise ValueError(f'{option}={source!r}: is no folder of texts; {right}')
+        raise ValueError(f'{option}={source!r}: is not a folder of texts; {right}')
     if os.path.isdir(pattern):
         _check_folder(source, option, right)
         pattern = os.path.join(glob.escape(pattern), '**', '*')
@@ -49,7 +57,7 @@ def find_files(
 
 
 def check_source(source: str):
-    """Refuses a `data.source` that `load_documents` will not find, before slow imports."""
+    """Raises ValueError early, before slow imports, for a `data.source` that does not exist."""
     path, right = os.path.expanduser(source), _RIGHT + readers.describe_formats()
     if source in MADE or is_started(source):
         return
@@ -62,9 +70,7 @@ def check_source(source: str):
 
 def _check_address(source, option):
     if re.match('[a-z0-9]+://', source):
-        raise ValueError(
-            f'{option}={source!r}: is an address; download it, and name the files here'
-        )
+        raise ValueError(f'{option}={source!r}: is a URL; download it and give the files')
 
 
 def _check_folder(source, option, right):
@@ -73,12 +79,12 @@ def _check_folder(source, option, right):
 
 
 def _kind_of_folder(folder):
-    """What launch.train and others have written to a folder, in words, or ''."""
+    """Returns what a folder is, in words, if launch.train or another program wrote it, or ''."""
 
     def config(file):
         try:
             return read_json(file, '') or {}
-        except ValueError:  # it is not one of those
+        except ValueError:  # not JSON
             return {}
 
     own = config(folder / 'config.json')
@@ -96,13 +102,13 @@ def _kind_of_folder(folder):
 
 
 def describe_left_out(paths: list[pathlib.Path]) -> str:
-    """A note for the user on the files that `find_files` left out; empty without any."""
+    """Returns a note for the user on the files that `find_files` left out, or ''."""
     what = f'left out {len(paths):,} file{"s" * (len(paths) > 1)} without text'
     return f'{what}, such as {paths[0]}' if paths else ''
 
 
 def _expand(pattern):
-    """Matches of a glob in which ** stands for each folder once: a loop of links has an end."""
+    """Returns the matches of a glob; ** visits each folder once, even in a loop of links."""
     stars = _FOLDERS.search(pattern)
     if not stars:
         return glob.glob(pattern)
@@ -112,8 +118,8 @@ def _expand(pattern):
 
 
 def _folders(top):
-    """`top` and the folders below it that are not hidden; no link leads to one a second time."""
-    seen = set(map(str, pathlib.Path(top).resolve().parents))  # a link to these is a loop, too
+    """Yields `top` and the folders below it that are not hidden, each once."""
+    seen = set(map(str, pathlib.Path(top).resolve().parents))  # a link to these is a loop
     folders, links = [top], []
     while folders or links:
         folder = (folders or links).pop()
@@ -124,7 +130,7 @@ def _folders(top):
         try:
             names = sorted(os.listdir(folder))
         except OSError as error:
-            right = 'must be a folder that can be read; make it so, or name others'
+            right = 'make the folder readable, or name other files'
             raise ValueError(f'{folder}: {error.strerror}; {right}') from None
         for name in names:
             path = os.path.join(folder, name)
@@ -135,9 +141,9 @@ def _folders(top):
 def load_documents(
     source: str, text_field: str, encoding: str = 'utf-8'
 ) -> tuple[list[tuple[str, bytes]], str]:
-    """([(name, bytes) of each document], note of what was left out) of the files of `source`.
+    """Reads the files of `source` as ([(name, bytes) of each document], note on files left out).
 
-    Raises as `find_files`, and the first BadText.
+    Raises like `find_files`, or the first BadText.
     """
     right = _RIGHT + readers.describe_formats()
     root, files, left_out = find_files(source, 'data.source', right, encoding)

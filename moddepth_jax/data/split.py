@@ -1,4 +1,4 @@
-"""The split of documents by the hash of their names: those to train on and those held out."""
+"""Splits documents into training and held-out ones by a hash of their names."""
 
 import hashlib
 
@@ -6,9 +6,9 @@ Document = tuple[str, bytes]
 
 
 def name_hash(name: str) -> float:
-    """A number in [0, 1) from the sha256 of a document's name: held out below the fraction.
+    """Maps a document's name to [0, 1) by its sha256; documents below the fraction are held out.
 
-    More documents, another order or other text move no document.
+    The side of a document thus does not depend on other documents, their order, or the text.
     """
     digest = hashlib.sha256(name.encode('utf-8', 'surrogateescape')).digest()
     return int.from_bytes(digest[:8], 'big') / 2**64
@@ -17,10 +17,10 @@ def name_hash(name: str) -> float:
 def split_documents(
     documents: list[Document], held_out_fraction: float, whole_characters: bool = False
 ) -> tuple[list[Document], list[Document]]:
-    """(train, held_out) of (name, bytes) documents, each in the given order and never empty.
+    """Splits (name, bytes) documents into (train, held_out), each in the given order.
 
-    A document is held out if the hash of its name is below the fraction. If that leaves one side
-    empty, the document nearest to the bound crosses it. A single one is cut by `tail_start`.
+    A document is held out if the hash of its name is below the fraction. If a side would be empty,
+    the document nearest to the bound moves there. A single document is cut by `tail_start`.
     """
     if len(documents) == 1:
         ((name, text),) = documents
@@ -42,10 +42,10 @@ def split_documents(
 
 
 def tail_start(text: bytes, held_out_fraction: float, whole_characters: bool) -> int:
-    """Where the held-out tail of a single document begins; both sides have a byte at least.
+    """Returns where the held-out tail of a single document begins; neither side is empty.
 
-    With `whole_characters` the cut is before the character at the fraction, or after the first one.
-    Raises ValueError if the text is too short.
+    With `whole_characters`, the cut is before the character at the fraction, or after the first
+    character. Raises ValueError if the text is too short.
     """
     right = 'needs 2 or more, to train on and to hold out'
     if len(text) < 2:

@@ -1,17 +1,17 @@
-"""A corpus of exactly known entropy, whose unpredictable tokens are known by construction.
+"""A synthetic corpus of exactly known entropy, whose unpredictable tokens are known.
 
 A text is a sequence of words drawn independently from a known distribution p. Each of the S words
 has its own start byte (A to P) and a fixed continuation of 1 to 6 bytes (a to h), so the start
 determines the rest of the word and its end. One more word, the full stop, ends the document: the
 separator always follows it, and the next word after the separator is drawn from the same p.
 
-So each token is either a word start (hard: its surprisal is -log p(word), whatever came before) or
-determined by its word (easy: surprisal 0), and over any targets y_1..y_n
+Each token is either a word start (hard: its surprisal is -log p(word) in any context) or determined
+by its word (easy: its surprisal is 0). Over any targets y_1..y_n
 
     floor = 1/n sum_i [y_i is a word start] (-log p(word of y_i))     in nats per target.
 
-A predictor that knows the words and p scores exactly this from the first word start or separator
-on. In a window that begins inside a word the floor is a lower bound.
+A predictor that knows the words and p scores exactly this, from the first word start or separator
+on. In a window that begins inside a word, the floor is a lower bound.
 """
 
 import math
@@ -31,18 +31,18 @@ DOCUMENT_BYTES = 1000
 
 
 class Language(typing.NamedTuple):
-    """The words, the end of a document last, and the probability of each at a word start."""
+    """The words, the last of which ends a document, and their probabilities at a word start."""
 
     words: tuple[bytes, ...]
     probabilities: tuple[float, ...]
 
 
 def make_language(seed: int = SEED, document_bytes: float = DOCUMENT_BYTES) -> Language:
-    """The language of `seed`: which word has which continuation and which share of a Zipf law.
+    """Makes the language of `seed`: the continuation of each word, and its share of a Zipf law.
 
-    `document_bytes`, above 1, are the mean bytes of a document, its full stop included.
+    `document_bytes`, above 1, is the mean size of a document with its full stop.
     """
-    # Only uniform draws: NumPy keeps those across versions, unlike its other distributions.
+    # Uniform draws only: NumPy may change other distributions between versions.
     random = np.random.Generator(np.random.PCG64([seed, 0])).random
     lengths = 1 + np.argsort(random(NUM_WORDS)) % MAX_CONTINUATION
     ranks = 1 + np.argsort(random(NUM_WORDS))
@@ -62,9 +62,9 @@ def make_language(seed: int = SEED, document_bytes: float = DOCUMENT_BYTES) -> L
 def make_synthetic(
     seed: int = SEED, num_documents: int = NUM_DOCUMENTS, document_bytes: float = DOCUMENT_BYTES
 ) -> list[bytes]:
-    """`num_documents` texts of `make_language(seed, document_bytes)`, that many bytes on average.
+    """Makes `num_documents` texts of `make_language(seed, document_bytes)`.
 
-    Words are drawn one after another until the full stop, so lengths are geometric in words.
+    Words are drawn one after another until the full stop, so the number of words is geometric.
     """
     language = make_language(seed, document_bytes)
     generator = np.random.Generator(np.random.PCG64([seed, 1]))

@@ -1,4 +1,4 @@
-"""Prepared text: tokens in flat files that are mapped into memory, and what describes them."""
+"""Prepared text: tokens in flat files that are mapped into memory, and a description of them."""
 
 import bisect
 import contextlib
@@ -22,11 +22,11 @@ from moddepth_jax.data.tokenizers.tokenizer import DIRECTORY as TOKENIZER_DIRECT
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
 
 PREPARED_FILE = 'prepared.json'
-PLAN_FILE = 'parts/plan.json'  # of a preparation that is not finished
+PLAN_FILE = 'parts/plan.json'  # exists while a preparation is not finished
 SCHEMA_VERSION = 1
 SPLITS = ('train', 'held_out')
 _COUNTS = {'documents': int, 'tokens': int, 'bytes': int, 'sha256': str}
-_FIELDS = {  # of prepared.json
+_FIELDS = {  # of prepared.json, as `check_fields` takes them
     'fingerprint': str,
     'tokenizer': {'name': str, 'sha256': str, 'vocab_size': int, 'separator': int},
     'dtype': str,
@@ -35,39 +35,43 @@ _FIELDS = {  # of prepared.json
     **dict.fromkeys(('skipped', 'arguments', 'versions'), dict),
     'inputs': [{'name': str, 'bytes': int, 'sha256': str}],
 }
-_MAX_JSON_BYTES = 1 << 30  # it names every input
+_MAX_JSON_BYTES = 1 << 30  # of prepared.json, which lists every input file
 _VERIFIED_FILE = 'verified_stores.json'  # in the user's cache: the status of files, by directory
-_MAX_VERIFIED = 256
-_SMALL = 1 << 26  # bytes that are verified at each use
-_CHUNK = 1 << 22  # tokens in memory
-_QUIET_SECONDS = 2.0
+_MAX_VERIFIED = 256  # directories in it
+_SMALL = 1 << 26  # smaller stores (bytes) are verified at each use
+_CHUNK = 1 << 22  # tokens in memory while verifying
+_QUIET_SECONDS = 2.0  # of verification before a line reports progress
 _PACKAGES = ('moddepth-jax', 'numpy', 'tokenizers', 'sentencepiece', 'pyarrow')
 
 
 def is_store(path: str | os.PathLike) -> bool:
-    """Whether `path` is a directory with completely prepared text, of any version."""
+    """Returns whether `path` is a directory of completely prepared text, of any version."""
     return (pathlib.Path(path).expanduser() / PREPARED_FILE).is_file()
 
 
 def is_started(path: str | os.PathLike) -> bool:
-    """Whether `path` is a directory with prepared text, complete or not."""
-    names = (PREPARED_FILE, 'train.bin', PLAN_FILE)  # also damaged: never read as a folder of text
+    """Returns whether `path` is a directory of prepared text, complete or not, maybe damaged."""
+    names = (PREPARED_FILE, 'train.bin', PLAN_FILE)
     return any(os.path.lexists(pathlib.Path(path).expanduser() / name) for name in names)
 
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """Prepared text; what `open_store` returns.
+    """Prepared text; the result of `open_store`.
 
     Attributes:
-      fingerprint: sha256 over the tokens of both splits and the tokenizer, hexadecimal.
-      tokenizer, dtype: {name, sha256, vocab_size, separator}; 'uint16' or 'uint32'.
-      train, held_out: {documents, tokens, bytes, sha256} of a split; tokens include one separator
-        per document, bytes are those of the text, sha256 is that of its file of tokens.
-      skipped: {reason: {'count': n, 'first': ['file, line 7: ...', ...]}} of what was left out.
-      inputs: [{name, bytes, sha256, modified}] of the files; older stores lack the last, in ns.
-      arguments: those of the command that decide the result.
-      tokenizer_files: the sha256 of each file of the tokenizer, by name; older stores have none.
+      directory: directory of the store.
+      fingerprint: hex sha256 of the tokens of both splits and the tokenizer.
+      tokenizer: {name, sha256, vocab_size, separator}.
+      dtype: 'uint16' or 'uint32'.
+      held_out_fraction: fraction of the documents that is held out.
+      train, held_out: {documents, tokens, bytes, sha256} of a split. `tokens` counts one separator
+        per document, `bytes` are those of the text, `sha256` is that of the file of tokens.
+      skipped: {reason: {'count': n, 'first': ['file, line 7: ...', ...]}} of skipped text.
+      inputs: [{name, bytes, sha256, modified}] of the files; older stores lack `modified` (ns).
+      arguments: arguments of the command that determine the result.
+      versions: versions of Python and packages.
+      tokenizer_files: {name: sha256} of the tokenizer's files; older stores have none.
     """
 
     directory: pathlib.Path
@@ -84,27 +88,27 @@ class Store:
     tokenizer_files: dict = dataclasses.field(default_factory=dict)
 
     def tokens(self, split: str) -> np.ndarray:
-        """[tokens] of self.dtype, mapped from the file, as `windows.token_stream` returns them."""
+        """Maps the tokens of a split, [tokens] of self.dtype, as in `windows.token_stream`."""
         return _map(self.directory / f'{split}.bin', self.dtype)
 
     def offsets(self, split: str) -> np.ndarray:
-        """uint64 [documents + 1], mapped: document i is tokens[offsets[i]:offsets[i + 1]]."""
+        """Maps uint64 [documents + 1]: document i is tokens[offsets[i]:offsets[i + 1]]."""
         return _map(self.directory / f'{split}.index', 'uint64')
 
     def documents(self, split: str) -> 'StoredDocuments':
-        """The documents of one split, as bytes, each decoded on access."""
+        """Returns the documents of one split as bytes, decoded on access."""
         return StoredDocuments([(self, split)])
 
 
 class StoredDocuments(Sequence):
-    """The documents of `splits`, (Store, 'train' or 'held_out') each, decoded on access."""
+    """The documents of some splits, (Store, 'train' or 'held_out') each, decoded on access."""
 
     def __init__(self, splits: Iterable[tuple[Store, str]]):
         self._splits = list(splits)
         counts = [getattr(store, split) for store, split in self._splits]
         self.num_bytes = sum(count['bytes'] for count in counts)
         self._ends = list(itertools.accumulate(count['documents'] for count in counts))
-        self._opened = {}  # a tokenizer takes a while to read, and most runs decode nothing
+        self._opened = {}  # filled on access: a tokenizer loads slowly, and most runs need none
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -129,7 +133,7 @@ def _little_endian(dtype):
 
 
 class _Watch:
-    """A file that must not be written to while it is open."""
+    """Watches a file that must not change while it is open."""
 
     def __init__(self, path):
         self._path, self._descriptor = path, os.open(path, os.O_RDONLY)
@@ -149,9 +153,10 @@ class _Watch:
 
 
 class MappedFile(np.memmap):
-    """The numbers in a file; reading them raises ValueError, one line, once it was written to.
+    """The numbers in a file; reading them raises ValueError, one line, if the file has changed.
 
-    A page that was cut off would end the process by a signal, other changes would go unnoticed.
+    Without this check, reading a page that was cut off would kill the process by a signal, and
+    other changes would go unnoticed.
     """
 
     watch = None
@@ -177,11 +182,12 @@ def _map(path, dtype):
 
 
 def open_store(directory: str | os.PathLike) -> Store:
-    """The prepared text in `directory`, if all of its files are as they were written.
+    """Opens the prepared text in `directory` and checks that all files are as they were written.
 
-    prepared.json, which is written last, and the sizes are checked at each call; so is the content
-    of small stores, that of others once on a machine until one of their files is written to.
-    Raises ValueError, one line, if a file is missing, unreadable, damaged or of another version.
+    Each call checks prepared.json, which is written last, and the sizes of the files. The content
+    of a small store is also checked at each call; that of a large one once per machine, and again
+    after one of its files has been written to. Raises ValueError, one line, if a file is missing,
+    unreadable, damaged or of another version.
     """
     directory = pathlib.Path(directory).expanduser()
     file = directory / PREPARED_FILE
@@ -190,7 +196,7 @@ def open_store(directory: str | os.PathLike) -> Store:
     if content is None:
         right = 'must be a directory of launch.prepare'
         if (directory / PLAN_FILE).parent.is_dir():
-            right = 'unfinished: run the same launch.prepare again'
+            right = 'it is unfinished: run the same launch.prepare again'
         raise ValueError(f'{directory}: holds no {PREPARED_FILE}; {right}')
     if (version := content['schema_version']) != SCHEMA_VERSION:
         right = f'must be {SCHEMA_VERSION}; another version of this code wrote it'
@@ -199,7 +205,7 @@ def open_store(directory: str | os.PathLike) -> Store:
     own = content.pop('sha256', None)  # older stores have neither this nor the tokenizer's
     intact = own == _sha256(content) or (own is None and 'tokenizer_files' not in content)
     if not intact or content['fingerprint'] != _fingerprint(content):
-        raise ValueError(f'{file}: was changed: its digests are not those of its content; {again}')
+        raise ValueError(f'{file}: was changed: its digests do not match its content; {again}')
     known = {field.name for field in dataclasses.fields(Store)} & content.keys()
     store = Store(directory, **{name: content[name] for name in known})
     try:
@@ -216,13 +222,13 @@ def _sha256(content):
 
 
 def _fingerprint(content):
-    # Without the tokenizer's name: another name for the same tokenizer is the same text.
+    # Without the name of the tokenizer: under another name it is the same text.
     tokenizer = {name: value for name, value in content['tokenizer'].items() if name != 'name'}
     return _sha256({'tokenizer': tokenizer} | {name: content[name] for name in ('dtype', *SPLITS)})
 
 
 def _verify_once(store):
-    """`_verify`, unless this machine did for a large store whose files are the same since."""
+    """Verifies a store, unless it is large and was verified here and no file changed since."""
     names = [PREPARED_FILE, *(f'{TOKENIZER_DIRECTORY}/{name}' for name in store.tokenizer_files)]
     sizes, status = dict.fromkeys(names), {}
     for split in SPLITS:
@@ -233,7 +239,7 @@ def _verify_once(store):
         found = os.stat(store.directory / name)
         status[name] = [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
         if size not in (None, found.st_size):
-            wrong = f'{found.st_size} bytes, and {PREPARED_FILE} says {size}'
+            wrong = f'{found.st_size} bytes; must be {size}, as in {PREPARED_FILE}'
             raise ValueError(f'{store.directory / name}: {wrong}')
     total, known = sum(size for size, *_ in status.values()), {}
     key = str(store.directory.resolve())
@@ -244,14 +250,14 @@ def _verify_once(store):
         return
     _verify(store, total)
     if total >= _SMALL:
-        with contextlib.suppress(OSError):  # then each use verifies
+        with contextlib.suppress(OSError):  # without a cache, each use verifies
             file.parent.mkdir(parents=True, exist_ok=True)
             recent = [*known.items(), (key, status)][-_MAX_VERIFIED:]
             write_atomically(file, json.dumps(dict(recent)))
 
 
 def _verify(store, total):
-    """Raises ValueError unless tokens and tokenizer have their digests, and the index is theirs."""
+    """Raises ValueError unless tokens and tokenizer have their digests and the index fits."""
     done, report, intact = 0, time.monotonic() + _QUIET_SECONDS, {}
     for name, sha256 in store.tokenizer_files.items():
         with open_file(store.directory / TOKENIZER_DIRECTORY / name) as file:
@@ -262,7 +268,7 @@ def _verify(store, total):
         with open_file(next(names)) as tokens, open_file(next(names)) as index:
             while len(chunk := np.fromfile(tokens, _little_endian(store.dtype), _CHUNK)):
                 sha256.update(chunk)
-                # A document begins at each separator, which no text encodes to.
+                # A document begins at each separator; text never encodes to a separator.
                 starts = position + np.flatnonzero(chunk == store.tokenizer['separator'])
                 is_index &= np.array_equal(np.fromfile(index, '<u8', len(starts)), starts)
                 position += len(chunk)
@@ -281,7 +287,7 @@ def _verify(store, total):
 class StoreWriter(contextlib.ExitStack):
     """Writes prepared text into an existing directory; a context manager.
 
-    Until `finish` there is no prepared.json. What an earlier writer left is replaced.
+    `finish` writes prepared.json. Files of an earlier writer are replaced.
     """
 
     def __init__(
@@ -302,7 +308,10 @@ class StoreWriter(contextlib.ExitStack):
             self._counts[split] = {'documents': 0, 'tokens': 0, 'bytes': 0}
 
     def add(self, split: str, tokens_N: np.ndarray, lengths_D: np.ndarray, num_bytes: int) -> None:
-        """Appends documents of `num_bytes` of text: separator and tokens of each, its length."""
+        """Appends documents: their tokens, each after a separator, and their lengths in tokens.
+
+        `num_bytes` is the size of their text.
+        """
         tokens_N = np.ascontiguousarray(tokens_N, self._dtype)
         counts = self._counts[split]
         self._files[split, 'bin'].write(tokens_N)
@@ -316,7 +325,7 @@ class StoreWriter(contextlib.ExitStack):
     def finish(
         self, skipped: dict | None = None, inputs: Sequence = (), arguments: dict | None = None
     ) -> Store:
-        """Completes the text and opens it; the arguments are those of Store."""
+        """Completes the store and opens it; the arguments are fields of Store."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())

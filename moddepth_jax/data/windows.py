@@ -1,4 +1,4 @@
-"""Token streams, and the windows that batches are made of."""
+"""Token streams, and their windows, which batches are made of."""
 
 from collections.abc import Iterable
 
@@ -12,13 +12,13 @@ IGNORED_LABEL = -100
 
 
 class TooShort(ValueError):
-    """A text that does not hold a single window."""
+    """A text is shorter than one window."""
 
 
 def token_stream(documents: Iterable[bytes], tokenizer: Tokenizer) -> np.ndarray:
-    """[N] of the tokenizer's dtype: each document's tokens after one separator, in order.
+    """Encodes documents into one stream [N] of the tokenizer's dtype, a separator before each.
 
-    Raises ValueError, one line, for a document that the tokenizer cannot encode, by its number.
+    Raises ValueError, one line, with the number of a document that the tokenizer cannot encode.
     """
     separator = np.array([tokenizer.separator], tokenizer.dtype)
     pieces = []
@@ -31,7 +31,7 @@ def token_stream(documents: Iterable[bytes], tokenizer: Tokenizer) -> np.ndarray
 
 
 def pad_rows(batch: dict, batch_size: int) -> dict:
-    """The batch filled up with rows of label -100, segment 0 and token 0."""
+    """Pads a batch to `batch_size` rows with label -100, segment 0 and token 0."""
     missing = batch_size - len(batch['tokens_BT'])
     padded = {name: np.pad(array, ((0, missing), (0, 0))) for name, array in batch.items()}
     padded['labels_BT'][len(batch['labels_BT']) :] = IGNORED_LABEL
@@ -39,12 +39,19 @@ def pad_rows(batch: dict, batch_size: int) -> dict:
 
 
 class Windows:
-    """Windows of some streams, numbered consecutively; none of them spans two streams.
+    """Windows of token streams, numbered consecutively; no window spans two streams.
 
-    Window i of a stream, an array [N] of tokens, is its tokens [iT, iT + T], where T is `length`;
-    the rest at the end of each is in none. `begins`, int [streams + 1], are the number of the first
-    window of each stream, and of all windows. Grain moves window numbers and the batch is cut out
-    at once: half the time of moving and stacking rows.
+    Window i of a stream has its tokens iT to iT + T inclusive, where T is `length`; tokens after
+    the last full window are not used. Grain moves only window numbers, and a batch is cut out at
+    once, which takes half the time of moving and stacking rows.
+
+    Args:
+      streams: arrays [N] of tokens.
+      length: T, targets in a window.
+      separator: id that starts each document.
+
+    Attributes:
+      begins: int [streams + 1], number of the first window of each stream, then of all windows.
     """
 
     def __init__(self, streams: list[np.ndarray], length: int, separator: int):
@@ -56,10 +63,11 @@ class Windows:
         return int(self.begins[-1])
 
     def cut(self, numbers) -> dict[str, np.ndarray]:
-        """The batch of the windows `numbers`, int32 [B, T] each.
+        """Returns the batch of the windows `numbers`, int32 [B, T] arrays.
 
-        `tokens_BT` are the first T tokens of each window, `labels_BT` the last T, `segment_ids_BT`
-        which document of its row a token is in: 1 at the row's start, one more at each separator.
+        `tokens_BT` has the first T tokens of each window and `labels_BT` the last T.
+        `segment_ids_BT` numbers the documents in a row: 1 at the start, and one more at each
+        separator.
         """
         numbers_B = np.asarray(numbers)
         stream_B = np.searchsorted(self.begins, numbers_B, side='right') - 1
@@ -85,7 +93,10 @@ def make_windows(
     part: str,
     member: Member | None = None,
 ) -> Windows:
-    """The Windows of one text, 'training', 'held-out' or 'given'; raises TooShort without any."""
+    """Makes the Windows of a text; `part` is 'training', 'held-out' or 'given'.
+
+    Raises TooShort if there is no window.
+    """
     windows = Windows(streams, data.sequence_length, tokenizer.separator)
     if len(windows):
         return windows

@@ -1,4 +1,4 @@
-"""Text from a model, token by token, with the causal routing that its evaluation used."""
+"""Generates text from a model, token by token, with the causal routing of its evaluation."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from moddepth_jax.model.decoding import empty_cache, extend, prefill, unroll
 from moddepth_jax.model.kv_cache import Cache, longest_routed_row, resize_cache, update_cache
 from moddepth_jax.model.layers import lm_head
 
-_MIN_LENGTH = 16  # prompts are padded to powers of two: few shapes, few compilations
+_MIN_LENGTH = 16  # prompts are padded to powers of two from here on, so that few programs compile
 _CAPACITY_STEP = 128  # the capacity of dense caches is a multiple of this
 _SIZES = ('capacity', 'routed_capacity')
 _STATIC = ('hparams', 'routing', 'temperature', 'top_p', 'top_k', 'tokenizer')
@@ -27,13 +27,16 @@ _STATIC = ('hparams', 'routing', 'temperature', 'top_p', 'top_k', 'tokenizer')
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What `generate` returns; samples of a prompt are adjacent rows.
+    """The result of `generate`; samples of a prompt are adjacent rows.
 
-    `tokens` are int32 arrays of prompt and continuation, without the id that ended it; `stopped`:
-    whether a row ended with its document; `dropped`: how often a routed block had no room in its
-    cache; `grown_to`: capacity of the routed blocks' caches if they had to grow, otherwise 0;
-    `guessed`, `held`: tokens that were guessed, and how many of them the model confirmed; `reused`:
-    tokens of the prompts that a PromptCache held.
+    Attributes:
+      tokens: int32 arrays of prompt and continuation, without the id that ended it.
+      stopped: whether a row ended with its document.
+      dropped: number of tokens for which a routed block had no room in its cache.
+      grown_to: capacity of the routed blocks' caches if they had to grow, otherwise 0.
+      guessed: number of tokens that were guessed.
+      held: number of guesses that the model confirmed.
+      reused: number of prompt tokens that were in the PromptCache.
     """
 
     tokens: list[np.ndarray]
@@ -46,7 +49,7 @@ class Generation:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know about the caches of routed blocks, and about guesses."""
+        """Lines for the user about the caches and about guesses."""
         full = f'{self.dropped} times a routed block had no room in its cache for a token'
         grown = f'caches of the routed blocks grew to {self.grown_to} tokens'
         held = f'{self.held} of {self.guessed} guessed tokens held'
@@ -61,7 +64,7 @@ def check_prompt(hparams: Hparams, prompt, num_tokens: int, name: str = 'a promp
     _check_integers('prompt', prompt)
     _check_integers('num_tokens', [num_tokens])
     if len(prompt) == 0:
-        raise ValueError('the prompt has no token: start it with the separator at least')
+        raise ValueError('the prompt has no token: start it with the separator')
     for token in prompt:
         if not 0 <= token < size:
             raise ValueError(f'token id {token} of the prompt: must lie in [0, {size})')
@@ -71,7 +74,7 @@ def check_prompt(hparams: Hparams, prompt, num_tokens: int, name: str = 'a promp
     if excess > 0:
         found = f'{name} of {len(prompt)} tokens and {num_tokens} to generate do not fit'
         right = [f'shorten the prompt by {excess}'] * (num_tokens < context)
-        right += [f'generate {context - len(prompt)} at most'] * (len(prompt) < context)
+        right += [f'generate at most {context - len(prompt)}'] * (len(prompt) < context)
         right = ' or '.join(right) or 'shorten both'
         raise ValueError(f'{found} data.sequence_length={context}: {right}')
 
@@ -79,9 +82,9 @@ def check_prompt(hparams: Hparams, prompt, num_tokens: int, name: str = 'a promp
 def check_request(
     hparams: Hparams, prompts, num_tokens, *, seed=0, num_samples=1, temperature=1.0, **cuts
 ):
-    """Raises ValueError as `generate` does for the same arguments."""
+    """Raises ValueError like `generate` for the same arguments."""
     if not len(prompts):
-        raise ValueError('prompts=[]: must hold one at least')
+        raise ValueError('prompts=[]: must hold at least one')
     for number, prompt in enumerate(prompts, 1):
         name = f'prompt {number}' if len(prompts) > 1 else 'a prompt'
         check_prompt(hparams, prompt, num_tokens, name)
@@ -101,14 +104,14 @@ def check_request(
 
 
 def check_chunk(prefill_chunk: int):
-    """Raises ValueError if prompts cannot be read by so many tokens at a time."""
+    """Raises ValueError if `prefill_chunk` is not a number of tokens to read at a time."""
     _check_integers('prefill_chunk', [prefill_chunk])
     if prefill_chunk < 0:
         raise ValueError(f'prefill_chunk={prefill_chunk}: must be 0 (one pass) or more')
 
 
 def check_draft(hparams: Hparams, draft_tokens: int):
-    """Raises ValueError if the model cannot guess so many tokens by its own dense blocks."""
+    """Raises ValueError if the model cannot guess `draft_tokens` tokens with its dense blocks."""
     _check_integers('draft_tokens', [draft_tokens])
     if draft_tokens < 0:
         raise ValueError(f'draft_tokens={draft_tokens}: must be 0 (no guesses) or more')
@@ -125,7 +128,7 @@ def _check_integers(name, values):
 
 
 def _replicate(tree):
-    """Replicates arrays that the host reads over the mesh of the context."""
+    """Replicates arrays that the host will read over the mesh of the context."""
     if jax.sharding.get_abstract_mesh().empty:
         return tree
     return jax.lax.with_sharding_constraint(tree, jax.sharding.PartitionSpec())
@@ -133,14 +136,14 @@ def _replicate(tree):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _row_keys(seed_P, num_samples):
-    """A PRNG key for each row, from its prompt's seed and the number of its sample."""
+    """Makes a PRNG key for each row from the seed of its prompt and the number of its sample."""
     sample_B = jnp.tile(jnp.arange(num_samples), len(seed_P))
     keys_B = jax.vmap(jax.random.key)(jnp.repeat(seed_P, num_samples))
     return _replicate(jax.vmap(jax.random.fold_in)(keys_B, sample_B))
 
 
 def _draw(logits_BV, keys_B, lengths_B, tokenizer, **how):
-    if tokenizer is not None:  # the model may have more ids, and the tokenizer has gaps
+    if tokenizer is not None:  # the model may have more ids, and the tokenizer may have gaps
         known_V = np.zeros(logits_BV.shape[1], bool)
         known_V[np.flatnonzero(tokenizer.token_bytes_V)] = True
         known_V[list(tokenizer.stops)] = True
@@ -155,9 +158,9 @@ _write = jax.jit(update_cache, donate_argnums=0)
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, 'num_samples', *_SIZES))
 def _start(unrolled, batch, keys_B, *, num_samples, tokenizer, temperature, top_p, top_k, **how):
-    """The first new token of each row, [B, 1], and the cache of its prompt.
+    """Draws the first new token of each row, [B, 1]; also returns the cache of the prompts.
 
-    `batch` is what `_read` returns.
+    `batch` is a result of `_read`.
     """
     if isinstance(batch[1], Cache):
         prompts = lm_head(batch[0], unrolled)[:, 0], batch[1]
@@ -176,10 +179,11 @@ _empty = jax.jit(empty_cache, static_argnums=1, static_argnames=('hparams', 'rou
 
 @functools.partial(jax.jit, static_argnames=('ends', 'hparams', 'routing'))
 def _chunk(unrolled, cache, x_B1D, tokens_BT, begins_BT, active_BT, *, ends, hparams, routing):
-    """What `lm_head` reads of the last token of each row so far, and what `_write` needs.
+    """Computes one chunk of the prompts.
 
-    `ends`: whether a row ends here. Otherwise nothing reads what the last block adds, and the
-    program leaves it out.
+    Returns x_B1D, the input of `lm_head` at the last token of each row so far, and the arguments of
+    `_write`. `ends` says whether a row ends in this chunk. If not, the output of the last block is
+    not used, and XLA removes it.
     """
     inputs = unrolled, cache, tokens_BT, begins_BT, active_BT
     x_BTD, updates, dropped_B = extend(*inputs, hparams=hparams, routing=routing)
@@ -191,9 +195,9 @@ def _chunk(unrolled, cache, x_B1D, tokens_BT, begins_BT, active_BT, *, ends, hpa
 
 
 def _in_chunks(unrolled, cache, batch, size, *, hparams, routing):
-    """What `lm_head` reads of the last token of each row, and the cache with the rows of `batch`.
+    """Computes prompts in chunks of `size` tokens; `batch` is a result of `_pad`.
 
-    `batch`: as of `_pad`, at least a token of each row.
+    Returns the input of `lm_head` at the last token of each row, and the cache of all tokens.
     """
     tokens_BT, segment_ids_BT = batch
     rows, lengths_B = len(tokens_BT), (segment_ids_BT > 0).sum(axis=1)
@@ -212,7 +216,7 @@ def _in_chunks(unrolled, cache, batch, size, *, hparams, routing):
 
 
 def _read(unrolled, prompts, chunk, kept, *, tokenizer, hparams, routing, **sizes):
-    """The batch of `prefill`, or what `_in_chunks` returns, and how many tokens `kept` had."""
+    """Returns the batch for `prefill`, or the result of `_in_chunks`; and the reused tokens."""
     how = {'hparams': hparams, 'routing': routing}
     separate = tokenizer is not None and not hparams.model.across_documents
     cache, reused_B = kept.take(routing, prompts, tokenizer.separator if separate else None)
@@ -232,10 +236,11 @@ def _read(unrolled, prompts, chunk, kept, *, tokenizer, hparams, routing, **size
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
 def _step(unrolled, cache, tokens_BT, active_BT, keys_B, *, hparams, routing, tokenizer, **draw):
-    """The token after each of `tokens_BT`, which of these the text has, and what `_write` needs.
+    """Draws the token after each of `tokens_BT`.
 
-    A row of `tokens_BT` is the last token of a text and guesses of those that follow; the text has
-    the guesses that equal what is drawn in their place, up to the first that does not.
+    A row of `tokens_BT` is the last token of a text, then guesses of the next ones. The guesses up
+    to the first that differs from the drawn token are held. Returns the drawn tokens, which of
+    `tokens_BT` are held, and the arguments of `_write`.
     """
     separate = tokenizer is not None and not hparams.model.across_documents
     begins_BT = tokens_BT == (tokenizer.separator if separate else -1)
@@ -254,9 +259,9 @@ def _step(unrolled, cache, tokens_BT, active_BT, keys_B, *, hparams, routing, to
 
 
 class _Draft:
-    """Guesses tokens by the model without its routed blocks, or with one of its routed loops.
+    """Guesses tokens with the model without its routed blocks, or with one of its routed loops.
 
-    It draws with the noise that will draw the tokens themselves, so that it is often right.
+    It draws with the same noise as the full model will, so that many guesses are right.
     """
 
     def __init__(self, unrolled, cache, keys_B, static):
@@ -269,14 +274,14 @@ class _Draft:
         return next_B1[:, 0]
 
     def guess(self, tokens_B, active_B, num_tokens):
-        """The tokens, and those that are guessed to follow them: [B, 1 + num_tokens]."""
+        """Returns the tokens and the guesses that follow them, [B, 1 + num_tokens]."""
         guesses = [tokens_B]
         for _ in range(num_tokens):
             guesses.append(self._next(guesses[-1], active_B))
         return jnp.stack(guesses, axis=1)
 
     def follow(self, cache: Cache, guesses_BT, all_held_B):
-        """Forgets the guesses that `cache` does not have; where it has all, reads the last one."""
+        """Drops guesses that are not in `cache`; if all of a row are, reads the last one, too."""
         own = self.cache
         lengths_B = jnp.minimum(own.lengths_B, cache.lengths_B)
         documents_B = jnp.copy(cache.documents_B)  # the other cache's will be donated
@@ -288,8 +293,10 @@ class _Draft:
 class _Texts:
     """The rows of a generation while they grow; samples of a prompt are adjacent.
 
-    `left_B`: tokens that each row may still get; `stopped_B`: whether a row ended with a stop,
-    which it does not hold.
+    Attributes:
+      rows: token ids of each row, without the stop that ended it.
+      left_B: number of tokens that each row may still get.
+      stopped_B: whether a row ended with a stop.
     """
 
     def __init__(self, prompts, num_samples, num_tokens, stops, on_tokens):
@@ -300,11 +307,11 @@ class _Texts:
 
     @property
     def active_B(self):
-        """Rows that may get more tokens."""
+        """Whether each row may get more tokens."""
         return ~self.stopped_B & (self.left_B > 0)
 
     def add(self, drawn_BT, new_BT):
-        """Adds the tokens of `new_BT`, the first of each row, up to a stop."""
+        """Adds drawn tokens where `new_BT` is True, which are the first of a row, up to a stop."""
         for drawn_B, new_B in zip(drawn_BT.T, new_BT.T, strict=True):
             self.stopped_B = self.stopped_B | (new_B & np.isin(drawn_B, self._stops))
             new_B = new_B & ~self.stopped_B
@@ -316,7 +323,7 @@ class _Texts:
 
 
 def _pad(prompts, tokenizer, most):
-    """tokens_BT and segment_ids_BT of prompts, padded to a power of two, at most `most`."""
+    """Returns tokens_BT and segment_ids_BT of prompts, padded to a power of two or `most`."""
     longest = max(map(len, prompts))
     length = min(most, max(_MIN_LENGTH, 1 << (longest - 1).bit_length()))
     tokens_BT = np.zeros((len(prompts), length), np.int32)
@@ -351,26 +358,39 @@ def generate(
 ) -> Generation | None:
     """Continues prompts by up to `num_tokens` tokens each.
 
-    The prompts run in one causally routed pass, or with `prefill_chunk` in passes of so many tokens
-    each, which need less memory and change nothing but rounding. Then each token costs one step, in
-    which a routed block computes and caches only the rows it selects. A row's draws (see `sample`)
-    depend on `seed`, the number of its sample and its positions: other rows change nothing but
-    rounding. With `draft_tokens` the model without its routed blocks guesses so many tokens at a
-    time, and one pass checks them (speculative decoding, Leviathan et al. 2023, arXiv 2211.17192).
-    Guesses are drawn with the noise of the tokens, in place of rejection sampling, so that they
-    change nothing but rounding either. What the prompts have in common with the texts of the last
-    call with the same `prompt_cache` is not read again, which changes nothing but rounding.
+    First the prompts are computed, in a single causally routed pass or in chunks. Then each token
+    costs one step, in which a routed block computes and caches only the rows that it selects. All
+    processes of a mesh in the context (`jax.set_mesh`) share the work and get every text. Chunks,
+    drafts, the prompt cache and other rows of the batch change a row's result by rounding only.
 
-    All processes of a mesh in the context (`jax.set_mesh`) share the work and get every text.
-    `prompts` are sequences of one token id at least; the longest and `num_tokens` fit the context.
-    `seed` is one integer, or one for each prompt. `routing` is a causal rule, by default the one
-    of the training. With a `tokenizer`, its separator begins a document, its stops end one (and
-    the row, if `stop`), and only these and ids of text are drawn. As tokens are drawn, `on_tokens`
-    is called with NumPy arrays: token_B, and which rows got theirs. Of abstract variables, compiles
-    only and returns None.
+    Args:
+      variables: Linen variables of the model. With abstract ones, this only compiles.
+      hparams: hyper-parameters of the model and its stage.
+      prompts: sequences of one or more token ids; the longest must fit the context with
+        `num_tokens`.
+      num_tokens: number of new tokens per row.
+      temperature, top_p, top_k: as in `sample`.
+      seed: an integer, or one for each prompt. A row's draws depend on it, on the number of its
+        sample, and on the position.
+      num_samples: number of continuations of each prompt.
+      routing: causal rule, by default that of training.
+      tokenizer: if given, its separator begins a document, its stops end one, and only stops and
+        ids of text are drawn.
+      stop: whether a stop ends the row.
+      prefill_chunk: number of tokens of a prompt to compute at a time, which saves memory; 0: all.
+      draft_tokens: number of tokens that the model without its routed blocks guesses at a time;
+        one pass checks them (speculative decoding, Leviathan et al. 2023, arXiv 2211.17192). Drafts
+        use the noise of the tokens instead of rejection sampling.
+      prompt_cache: PromptCache; tokens that the prompts share with the texts of its last call are
+        not computed again.
+      on_tokens: function that is called with NumPy arrays as tokens are drawn: token_B, and which
+        rows got theirs.
+
+    Returns:
+      A Generation, or None for abstract variables.
 
     Raises:
-      ValueError: an argument that does not fit the model, or a routing that looks ahead.
+      ValueError: for an argument that does not fit the model, or a routing that looks ahead.
     """
     routing = routing or causal_routing(hparams)
     check_causal(hparams, routing)
@@ -378,6 +398,8 @@ def generate(
     check_request(hparams, prompts, num_tokens, seed=seed, num_samples=num_samples, **draw)
     check_chunk(prefill_chunk)
     check_draft(hparams, draft_tokens)
+
+    # Sizes of the caches: those of routed blocks begin small and grow if they may.
     context, model = hparams.data.sequence_length, hparams.model
     length = max(map(len, prompts)) + num_tokens
     capacity = min(context, -(-length // _CAPACITY_STEP) * _CAPACITY_STEP)
@@ -386,7 +408,7 @@ def generate(
     unrolled = kept.unroll(unroll_once, variables, hparams, routing, tokenizer)
     if prompt_cache is not None:
         if num_samples > 1:
-            right = 'must be 1 with a prompt_cache: one text goes on'
+            right = 'must be 1 with a prompt_cache, which keeps one text per prompt'
             raise ValueError(f'num_samples={num_samples}: {right}')
         capacity = kept.capacity(length, _CAPACITY_STEP, context)
     first_capacity = routed_capacity = min(capacity, model.routing.cache_size(context, routing))
@@ -402,6 +424,7 @@ def generate(
         first = {'num_samples': num_samples, **sizes, **static}
         return *ahead.call(_start, unrolled, read, keys_B, **first), reused
 
+    # Compute the prompts and draw the first token of each row.
     next_BT, cache, reused = start(sizes, static)
     ends = stop and tokenizer is not None
     texts = _Texts(prompts, num_samples, num_tokens, tokenizer.stops if ends else (), on_tokens)
@@ -411,12 +434,14 @@ def generate(
         _, _, update = ahead.call(_step, unrolled, cache, *inputs, **static)
         ahead.call(_write, cache, *update)
         return None
+
+    # Draw the next tokens, 1 + draft_tokens per round, until all rows have ended.
     draft, guessed, held, per_round = None, 0, 0, 1 + draft_tokens
     if draft_tokens:
         of_draft = static | {'routing': 'bypass'}
         _, draft_cache, _ = start(sizes | {'routed_capacity': 1}, of_draft)
         draft = _Draft(unrolled, draft_cache, keys_B, of_draft)
-    room = 0  # tokens until a routed block's cache may be full, where it grows
+    room = 0  # number of tokens until a routed block's cache may be full and must grow
     while True:
         drawn_BT = np.asarray(next_BT)
         texts.add(drawn_BT, new_BT)
@@ -439,6 +464,7 @@ def generate(
             new_BT = np.asarray(held_BT)
             draft.follow(cache, tokens_BT, new_BT.all(axis=1))
             guessed, held = guessed + active_BT[:, 1:].sum(), held + new_BT[:, 1:].sum()
+
     caches = {routing: cache} if draft is None else {routing: cache, 'bypass': draft.cache}
     kept.keep(texts.rows, caches)
     return Generation(

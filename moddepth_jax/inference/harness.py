@@ -16,8 +16,8 @@ from moddepth_jax.hparams.rules import causal_routing, check_causal
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.inference.scoring import score
 
-_DEFAULT_TOKENS = 256  # of a task that does not say, if it is not more than half the context
-_DECODING_CONTEXT = 8  # tokens before a text that it is decoded with
+_DEFAULT_TOKENS = 256  # if a task gives no number; at most half the context
+_DECODING_CONTEXT = 8  # tokens before a text that are decoded with it
 _GENERATION = {'until', 'max_gen_toks', 'do_sample', 'temperature', 'top_p', 'top_k'}
 
 
@@ -28,13 +28,22 @@ class _AllStopped(Exception):
 class HarnessLM(TemplateLM):
     """Answers the harness's requests: loglikelihood, loglikelihood_rolling, generate_until.
 
-    A prompt is one document, after a separator; text that spells it is text. A context that is too
-    long loses its left end, with the separator, as windows of training do. A rolling text is
-    predicted from the separator on, in windows that overlap by one token.
+    A prompt is one document after a separator; text that spells the separator is plain text. A
+    context that is too long loses its left end, with the separator, like windows in training. A
+    rolling text is predicted from the separator on, in windows that overlap by one token.
 
-    `routing` is a causal rule, by default the one the model was trained for, and `bar` a context
-    manager as `cli.progress_bar`; `title` is the one of the next requests, and `num_cut` counts
-    requests whose context was too long.
+    Args:
+      variables: Linen variables of the model.
+      hparams: hyper-parameters of the model and its stage.
+      tokenizer: tokenizer of the model.
+      batch_size: rows in a batch.
+      routing: causal rule, by default that of training.
+      seed: seed of samples.
+      bar: context manager like `cli.progress_bar`.
+
+    Attributes:
+      title: title of the bar for the next requests.
+      num_cut: number of requests whose context was too long.
     """
 
     def __init__(
@@ -61,12 +70,12 @@ class HarnessLM(TemplateLM):
         return self._tokens.separator
 
     def tok_encode(self, string, add_special_tokens=None, **kwargs) -> list[int]:
-        """Ids of a text, after the separator unless `add_special_tokens` is False."""
+        """Encodes a text, after the separator unless `add_special_tokens` is False."""
         begin = [] if add_special_tokens is False else [self.eot_token_id]
         return begin + self._tokens.encode(string.encode()).tolist()
 
     def loglikelihood(self, requests, disable_tqdm=True) -> list[tuple[float, bool]]:
-        """(log-likelihood in nats, whether greedy) of each request's continuation."""
+        """Returns (log-likelihood in nats, whether greedy) of each request's continuation."""
         for i, request in enumerate(requests):
             if not request.args[1]:
                 raise ValueError(f'request {i} has an empty continuation')
@@ -83,7 +92,7 @@ class HarnessLM(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests, disable_tqdm=True) -> list[float]:
-        """Log-likelihood in nats of each complete text, every token predicted once."""
+        """Returns the log-likelihood in nats of each text; every token is predicted once."""
         windows = []
         for request in requests:
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
@@ -96,10 +105,11 @@ class HarnessLM(TemplateLM):
         ]
 
     def generate_until(self, requests, disable_tqdm=True) -> list[str]:
-        """What follows each context, up to its first stop, which is removed, or `max_gen_toks`.
+        """Generates text after each context, up to its first stop or `max_gen_toks` tokens.
 
-        Contexts with equal settings run together; samples of one context differ in their seeds.
-        Raises ValueError for an unknown setting, or more tokens than the context holds.
+        The stop is removed. Contexts with equal settings run together; samples of one context
+        differ in their seeds. Raises ValueError for an unknown setting, or if the tokens do not fit
+        the model's context.
         """
         batches, seen = {}, {}
         for i, request in enumerate(requests):
@@ -123,10 +133,10 @@ class HarnessLM(TemplateLM):
         return texts
 
     def _settings(self, given):
-        """The arguments of `_write`. Raises ValueError for unsupported settings."""
+        """Returns the arguments of `_write`; raises ValueError for unsupported settings."""
         default = min(_DEFAULT_TOKENS, self.max_length // 2)
         if 'do_sample' in given and given['do_sample'] and 'temperature' not in given:
-            given = given | {'temperature': 1.0}  # transformers' own; the harness would take 0
+            given = given | {'temperature': 1.0}  # as in transformers; the harness would use 0
         settings = dict(normalize_gen_kwargs(given, default))
         if unknown := sorted(settings.keys() - _GENERATION):
             known = ', '.join(sorted(_GENERATION))
@@ -144,14 +154,14 @@ class HarnessLM(TemplateLM):
         }
 
     def _write(self, contexts, sample, stops, num_tokens, **how):
-        """The texts after contexts, cut at the first of `stops` (bytes)."""
+        """Generates the texts after contexts, cut at the first of `stops` (bytes)."""
         prompts = [self.tok_encode(context) for context in contexts]
         most = self.max_length - num_tokens
         self.num_cut += sum(len(prompt) > most for prompt in prompts)
         prompts = [prompt[-most:] for prompt in prompts]
         seeds = [self._seed_of(context, sample) for context in contexts]
         rows, running = [[] for _ in prompts], set(range(len(prompts)))
-        # One batch size: the last batch is filled up, and its additional rows are ignored.
+        # All batches have one size: the last one is filled up with rows that are ignored.
         missing = self.batch_size - len(prompts)
 
         def on_tokens(token_B, active_B):
@@ -184,8 +194,8 @@ class HarnessLM(TemplateLM):
         return int.from_bytes(hashlib.sha256(text).digest()[:4], 'big')
 
     def _stop(self, prompt, row, stops):
-        """The bytes of `row` before the first stop, and whether there is one."""
-        # Decoded with the tokens before: some tokenizers drop the space of a text's first word.
+        """Returns the bytes of `row` before the first stop, and whether there is a stop."""
+        # Decoded with the tokens before: some tokenizers drop the space before a first word.
         before = prompt[-_DECODING_CONTEXT:]
         written = self._tokens.decode([*before, *row])[len(self._tokens.decode(before)) :]
         ends = [at for at in map(written.find, stops) if at >= 0]

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness, loaded and run one at a time. Needs lm_eval."""
+"""Loads and runs tasks of lm-evaluation-harness, one at a time. Needs lm_eval."""
 
 import dataclasses
 import pathlib
@@ -16,30 +16,34 @@ from moddepth_jax.hparams.checks import did_you_mean
 PARTS = ('results', 'versions', 'n-shot', 'higher_is_better', 'n-samples')
 _GROUP_KEYS = {field.name for field in dataclasses.fields(GroupConfig)}
 _LOCAL = ('arrow', 'csv', 'json', 'parquet', 'text')  # dataset_path of files
-_NO_FILES = 'data_files of its yaml must name whole files, from the current directory on'
+_NO_FILES = 'data_files of its yaml must name full files, relative to the current directory'
 _NO_DATA = (
-    'without a network, fill the cache that HF_HOME names on a machine that has one, or let '
-    'dataset_path: json and data_files of a yaml of your own (--include_path) name local files'
+    'without a network, fill the cache of HF_HOME on a machine with one, or name local files by '
+    'dataset_path: json and data_files in your own yaml (--include_path)'
 )
 
 
 class HarnessTasks:
-    """Tasks by their names; groups and tags are expanded, so that each task runs alone.
+    """Tasks by name; groups and tags are expanded, so that each task runs separately.
 
-    A group that changes its tasks is not expanded but left to the harness. The numbers of a group
-    are those of the harness; if its metadata has `mean_of`, a metric for each of its members, it
-    also has their unweighted mean.
+    The harness itself runs a group that changes its tasks, which is not expanded. Numbers of a
+    group are those of the harness. If the metadata of a group has `mean_of`, a metric for each
+    member, the group also has their unweighted mean. Raises ValueError for an unknown name or a
+    missing folder.
 
-    `names` are of tasks, groups and tags of the harness and of yaml files in `include_paths`, which
-    have precedence, or such files; the attribute `names` are those that run, in order. Raises
-    ValueError for an unknown name or a missing folder.
+    Args:
+      names: names of tasks, groups and tags, or paths of yaml files.
+      include_paths: folders of yaml files, which take precedence over the harness's own.
+
+    Attributes:
+      names: names of the tasks that run, in order.
     """
 
     def __init__(self, names: list[str], include_paths: list[str]):
         for path in include_paths:
             if not pathlib.Path(path).is_dir():
                 raise ValueError(f'{path}: no such folder of task yaml files')
-        try:  # the harness's own are thousands of files: seconds
+        try:  # without the harness's own files first: there are thousands, which takes seconds
             self._open(names, include_paths, False)
         except ValueError:
             self._open(names, include_paths, True)
@@ -70,11 +74,18 @@ class HarnessTasks:
         return [piece for member in members for piece in self._pieces(member)]
 
     def run(self, name: str, lm, *, num_fewshot=None, limit=None, seed: int = 0) -> dict:
-        """The harness's results for one of `names`: a dict for each of PARTS, by task.
+        """Runs one of `names`; returns the harness's results, a dict by task for each of PARTS.
 
-        `num_fewshot`, unless a task forbids examples, replaces its own number; `limit` is of each
-        task's documents, below 1 a share of them; `seed` is of examples and other draws. Raises
-        ValueError for a task without data, a wrong yaml, or what the model cannot do.
+        Args:
+          name: name of the task.
+          lm: HarnessLM.
+          num_fewshot: number of examples, unless the task forbids them; by default its own.
+          limit: number of documents of each task; below 1, a fraction of them.
+          seed: seed of examples and other draws.
+
+        Raises:
+          ValueError: for a task without data, a wrong yaml, or requests that the model cannot
+            answer.
         """
         random.seed(seed)
         np.random.seed(seed)
@@ -106,7 +117,7 @@ class HarnessTasks:
         return f'task {name!r}: its data set {source} cannot be read ({line}); {right}'
 
     def group_results(self, results: dict) -> dict:
-        """Results of the groups whose tasks have all run, by name, as the harness has them."""
+        """Returns the harness's results of the groups whose tasks have all run, by name."""
         groups = {name: self._group(name) for name in self._groups} | self._built
         groups = {name: group for name, group in groups.items() if group is not None}
         found = {
@@ -120,11 +131,11 @@ class HarnessTasks:
         return found
 
     def members(self, name: str) -> set[str]:
-        """The tasks of a group in `group_results`."""
+        """Returns the tasks of a group in `group_results`."""
         return {task.task_name for task in self._part(name).get_all_tasks()}
 
     def _group(self, name):
-        """The harness's Group; None if one of its tasks has not run."""
+        """Returns the harness's Group; None if one of its tasks has not run."""
         group = Group.from_config(GroupConfig(**self._groups[name]))
         for member in self._groups[name]['task']:
             entry = self._manager.task_index[member]
@@ -135,7 +146,7 @@ class HarnessTasks:
         return group
 
     def _part(self, name):
-        """The task or group of this name; None if it has not run."""
+        """Returns the task or group of this name; None if it has not run."""
         if name in self._groups:
             return self._group(name)
         return self._built.get(name) or self._tasks.get(name)

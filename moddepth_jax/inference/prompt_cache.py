@@ -1,4 +1,4 @@
-"""Caches that outlive a call of `generate`, for texts that go on, as those of a chat do."""
+"""KV caches that are kept between calls of `generate`, for texts that grow, as in a chat."""
 
 import jax
 import numpy as np
@@ -8,9 +8,10 @@ from moddepth_jax.model.kv_cache import Cache, cut_cache
 
 
 class PromptCache:
-    """The caches of the texts that `generate` wrote last, one row for each prompt.
+    """The KV caches of the texts of the last call of `generate`, one row for each prompt.
 
-    The next call to which it is given reads only what its prompts do not share with these texts.
+    The next call with this object computes only the tokens that its prompts do not share with these
+    texts.
     """
 
     def __init__(self):
@@ -18,22 +19,23 @@ class PromptCache:
         self._capacity, self._texts, self._caches = 0, [], {}
 
     def unroll(self, function, variables, hparams: Hparams, routing: str, tokenizer):
-        """`function(variables, hparams, routing)`, called once for the same arguments.
+        """Returns `function(variables, hparams, routing)`, called once for the same arguments.
 
-        Forgets all caches if one of these, or the tokenizer, is another than before.
+        Drops all caches if one of the arguments, or the tokenizer, has changed.
         """
         owner = *map(id, jax.tree.leaves(variables)), hparams, routing, tokenizer
         if owner != self._owner:
             self.__init__()
-            self._owner, self._variables = owner, variables  # so that no other arrays get their ids
+            # Keeping the variables prevents that new arrays get the same ids.
+            self._owner, self._variables = owner, variables
             self._unrolled = function(variables, hparams, routing)
         return self._unrolled
 
     def capacity(self, length: int, least: int, most: int) -> int:
-        """The capacity for `length` tokens: at first `least` at least, and never above `most`.
+        """Returns the capacity for `length` tokens, between `least` and `most`.
 
-        When it does not suffice it doubles, and all caches are forgotten: texts that grow are read
-        again for it few times.
+        If the capacity is too small, it doubles and all caches are dropped, so that a growing text
+        is computed again only a few times.
         """
         if length > self._capacity:
             self._caches = {}
@@ -42,10 +44,10 @@ class PromptCache:
         return self._capacity
 
     def take(self, routing: str, prompts, separator: int | None):
-        """(Cache, tokens of each prompt that it holds), or (None, None); then it is forgotten.
+        """Removes and returns (Cache, number of tokens of each prompt in it), or (None, None).
 
-        Of a prompt it does not hold the last token, whose logits are wanted. `separator` begins a
-        document; None: nothing does.
+        The last token of a prompt is never in it, because its logits are needed. `separator` begins
+        a document; None if no token does.
         """
         cache = self._caches.pop(routing, None)
         if cache is None or len(prompts) != len(self._texts):
@@ -58,16 +60,16 @@ class PromptCache:
         return (None, None) if cache is None or not same_B.all() else (cache, same_B)
 
     def keep(self, texts, caches: dict[str, Cache]):
-        """Keeps the caches of some texts by routing; the last tokens may be missing there."""
+        """Keeps the caches of some texts by routing; these may lack the last tokens."""
         self._texts, self._caches = texts, caches
 
 
 def _num_equal(first, second):
-    """How many tokens two sequences begin with in common."""
+    """Counts the tokens that two sequences have in common at their start."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def _last(token, row):
-    """Where a token stands in a row for the last time, 0 if it does not."""
+    """Returns the last index of a token in a row, 0 if it is not there."""
     return max((i for i, one in enumerate(row) if one == token), default=0)

@@ -1,4 +1,4 @@
-"""Drawing the next token from its logits."""
+"""Draws the next token from its logits."""
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +6,10 @@ import numpy as np
 
 
 def nucleus(logits_V, top_p: float):
-    """float32 [V] logits, -inf outside the smallest set of likely tokens that reaches `top_p`.
+    """Sets logits, float32 [V], to -inf outside the smallest set of tokens that reaches `top_p`.
 
-    Holtzman et al. 2020, arXiv 1904.09751, section 3.1. The most likely token is always kept; among
-    equals the lower index comes first.
+    Nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751, section 3.1). The most likely token is
+    always kept; of equal logits, the lower index comes first.
     """
     order_V = jnp.argsort(-logits_V, stable=True)
     chance_V = jax.nn.softmax(logits_V[order_V])
@@ -19,17 +19,17 @@ def nucleus(logits_V, top_p: float):
 
 
 def sample(keys_B, logits_BV, temperature: float, top_p: float = 1.0, top_k: int = 0):
-    """Token ids int32 [B] drawn from softmax(logits / temperature); the argmax at temperature 0.
+    """Draws token ids int32 [B] from softmax(logits / temperature); argmax at temperature 0.
 
-    A row's draw depends only on its own key and logits; a logit of -inf is never drawn. The three
-    are Python numbers and apply in this order: temperature; the `top_k` most likely tokens (among
-    equals those of lower indices), 0 being all; of these the `nucleus` if top_p is below 1.
+    A row's draw depends only on its own key and logits. A logit of -inf is never drawn. The three
+    settings are Python numbers and apply in this order: the temperature; the `top_k` most likely
+    tokens (0: all; of equal logits, the lower indices); the `nucleus` of these if top_p is below 1.
     """
     if temperature < np.finfo(np.float32).tiny:  # float32 cannot divide by less
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
     def draw(key, logits_V):
-        # Minus the highest one first, so that a low temperature overflows to -inf only.
+        # The maximum is subtracted first, so that a low temperature overflows to -inf only.
         logits_V = (logits_V - jnp.max(logits_V)) / temperature
         if 0 < top_k < len(logits_V):
             values_K, ids_K = jax.lax.top_k(logits_V, top_k)

@@ -1,4 +1,4 @@
-"""Log-likelihoods of many continuations at once, with the causal routing of evaluation."""
+"""Scores many continuations in batches, with the causal routing of evaluation."""
 
 import collections
 import functools
@@ -18,17 +18,20 @@ from moddepth_jax.model.kv_cache import resize_cache
 from moddepth_jax.model.layers import lm_head
 from moddepth_jax.model.transformer import Transformer
 
-_MIN_LENGTH = 16  # least of the lengths that rows are padded to
-_BLOCK = 16  # positions whose logits exist at a time: those of a long row may not fit
-_OPTION_LENGTH = 4  # tokens of each row's options whose logits exist at a time
-_SPARE = 12  # a batch takes a shape of an earlier one with a 12th more places rather than its own
-_IN_FLIGHT = 2  # batches on the device, so that it does not wait for the host
+_MIN_LENGTH = 16  # rows are padded to at least this length
+_BLOCK = 16  # positions whose logits are computed at a time, to save memory
+_OPTION_LENGTH = 4  # tokens of each row's options whose logits are computed at a time
+_SPARE = 12  # a batch reuses an earlier shape that has up to a 12th more places than it needs
+_IN_FLIGHT = 2  # batches on the device at a time, so that it does not wait for the host
 
 
 class Score(NamedTuple):
-    """Log-likelihood of a continuation in nats, and tokens cut from the left of its context.
+    """The score of a continuation.
 
-    `greedy`: whether each of its tokens is the likeliest there, among equals the lowest id.
+    Attributes:
+      log_likelihood: in nats.
+      greedy: whether each token is the most likely one; of equal ones, the lowest id counts.
+      cut: number of tokens cut from the left of the context.
     """
 
     log_likelihood: float
@@ -37,7 +40,7 @@ class Score(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """The tokens that the model reads; the labels of the last of them; tokens cut at the left."""
+    """Input tokens, the labels of the last of them, and the number of tokens cut at the left."""
 
     tokens: tuple[int, ...]
     labels: tuple[int, ...]
@@ -56,9 +59,9 @@ class _Request(NamedTuple):
 def _score_batch(
     variables, tokens_BT, segment_ids_BT, first_B, labels_BT, num_blocks, *, hparams, routing
 ):
-    """log p of the labels, float32, and whether each is the likeliest token: [B, T].
+    """Returns log p of the labels, float32, and whether each is the most likely token, [B, T].
 
-    labels_BT begin at position first_B of a row. Only their first num_blocks blocks are computed.
+    labels_BT begins at position first_B of a row. Only the first num_blocks blocks are computed.
     """
     x_BTD, _ = Transformer(hparams).apply(
         variables, tokens_BT, segment_ids_BT, routing, method='hidden_states'
@@ -71,38 +74,38 @@ def _score_batch(
         labels_BK = jax.lax.dynamic_slice_in_dim(labels_BT, i * _BLOCK, _BLOCK, axis=1)
         update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
         pairs = zip(results, _of_labels(logits_BKV, labels_BK), strict=True)
-        return tuple(update(whole, block, i * _BLOCK) for whole, block in pairs)
+        return tuple(update(result, block, i * _BLOCK) for result, block in pairs)
 
     zeros = jnp.zeros(labels_BT.shape, jnp.float32), jnp.zeros(labels_BT.shape, bool)
     return jax.lax.fori_loop(0, num_blocks, of_block, zeros)
 
 
 def _of_labels(logits_BXV, labels_BX):
-    """log p of the labels, and whether each is the likeliest token."""
+    """Returns log p of the labels, and whether each is the most likely token."""
     nll_BX, _, _ = token_losses(logits_BXV, labels_BX)
     return -nll_BX, labels_BX == jnp.argmax(logits_BXV, axis=-1)
 
 
 class _Options(NamedTuple):
-    """Options of questions: B contexts, and S tokens that go on from each, option by option."""
+    """Options of questions: B contexts, each with S tokens of its options, one after another."""
 
-    context_BT: np.ndarray  # int32, as are the others
+    context_BT: np.ndarray  # int32, like the others
     exists_BT: np.ndarray  # 1 for the tokens of a context
     first_BO: np.ndarray  # the first token of each option
-    tokens_BS: np.ndarray  # of all options: all but their last; S is 0 if none has two tokens
-    branches_BS: np.ndarray  # the number of the option, from 1; 0 for no token
-    labels_BS: np.ndarray  # the token after each
+    tokens_BS: np.ndarray  # all tokens but the last of each option; S is 0 if none has two tokens
+    branches_BS: np.ndarray  # the number of the option, from 1; 0 for padding
+    labels_BS: np.ndarray  # the token after each of tokens_BS
 
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
 def _score_options(unrolled, options: _Options, *, hparams, routing):
-    """log p of first_BO and labels_BS, float32, and whether each is the likeliest token."""
+    """Returns log p of first_BO and labels_BS, and whether each is the most likely token."""
     how, routes = {'hparams': hparams, 'routing': routing}, hparams.model.routing
     length = options.context_BT.shape[1]
     capacity = length + options.tokens_BS.shape[1]
     most = min(capacity, routes.cache_size(hparams.data.sequence_length, routing))
     grows = routes.overflow == 'grow'
-    # Options are written into no cache, but routed blocks and loops count them.
+    # Options are not written into a cache, but routed blocks and loops count them.
     dense = capacity if routes.routes_loops else length
     sizes = {'capacity': dense, 'routed_capacity': None if grows else most}
     first_BV, cache = prefill(unrolled, options.context_BT, options.exists_BT, **sizes, **how)
@@ -115,7 +118,7 @@ def _score_options(unrolled, options: _Options, *, hparams, routing):
     begins_BS = jnp.zeros(options.tokens_BS.shape, bool)
     x_BSD, _, _ = extend(unrolled, cache, options.tokens_BS, begins_BS, options.branches_BS, **how)
 
-    def of_places(places):  # some after others: logits of all at once may not fit
+    def of_places(places):  # in parts, since the logits of all places may not fit into memory
         x_BPD, labels_BP = places
         return _of_labels(lm_head(x_BPD, unrolled), labels_BP)
 
@@ -127,20 +130,20 @@ def _score_options(unrolled, options: _Options, *, hparams, routing):
 
 
 def row_lengths(hparams: Hparams, parts: int = 2) -> list[int]:
-    """Ascending lengths that rows are padded to: `_sizes` from 16, and the model's context."""
+    """Returns the lengths that rows are padded to: `_sizes` from 16, then the model's context."""
     context = hparams.data.sequence_length
     sizes = _sizes(_MIN_LENGTH, parts)
     return [*itertools.takewhile(lambda length: length < context, sizes), context]
 
 
 def _sizes(least, parts):
-    """Ascending without end, `parts` to an octave: few shapes, few compilations."""
+    """Yields ascending sizes, `parts` per factor of two, so that few programs compile."""
     for i in itertools.count():
         yield from ((least << i) * (parts + part) // parts for part in range(parts))
 
 
 def _checked(hparams, requests):
-    """Yields a _Request for each pair of context and continuation; raises ValueError."""
+    """Yields a _Request for each (context, continuation); raises ValueError for a bad one."""
     context, size = hparams.data.sequence_length, hparams.model.vocab_size
     for i, (before, labels) in enumerate(requests):
         before, labels = tuple(map(int, before)), tuple(map(int, labels))
@@ -160,7 +163,7 @@ def _checked(hparams, requests):
 
 
 def _arrays(requests, batch_size, length):
-    """The arrays of `_score_batch` for some requests; missing rows are padding."""
+    """Returns the arrays of `_score_batch` for some requests; missing rows are padding."""
     tokens_BT = np.zeros((batch_size, length), np.int32)
     segment_ids_BT, first_B = np.zeros_like(tokens_BT), np.zeros(batch_size, np.int32)
     padded = -(-length // _BLOCK) * _BLOCK
@@ -184,19 +187,23 @@ def score(
 ) -> list[Score]:
     """Scores each continuation given its context, in the order of the requests.
 
-    A context of several continuations is read once, and they go on from its cache. Others are read
-    in one pass. Rows are sorted by length and padded to few lengths (such as `row_lengths`), for
-    each of which programs are compiled. A row is one document. Its batch changes nothing but
-    rounding.
+    A context with several continuations is computed once, and they continue from its cache. Other
+    requests are computed in one pass. Rows are sorted by length and padded to few lengths (such as
+    `row_lengths`), for each of which a program compiles. A row is one document. The batch changes
+    the results by rounding only.
 
-    `requests` are pairs of token id sequences, context and continuation, of one token at least; the
-    left of a context that does not fit `data.sequence_length` is removed. `routing` is a causal
-    rule, by default the one the model was trained for. `on_scored` is called with the number of
-    requests that were scored, as it happens.
+    Args:
+      variables: Linen variables of the model.
+      hparams: hyper-parameters of the model and its stage.
+      requests: pairs (context, continuation) of sequences of one or more token ids. If a context
+        does not fit `data.sequence_length`, its left end is removed.
+      batch_size: rows in a batch.
+      routing: causal rule, by default that of training.
+      on_scored: function that is called with the number of requests as they are scored.
 
     Raises:
-      ValueError: an empty request, unknown id, or continuation longer than the context; a batch
-        size below 1; a routing that looks ahead or that the model lacks.
+      ValueError: for an empty request, an unknown id, a continuation longer than the context, a
+        batch size below 1, or a routing that looks ahead or that the model lacks.
     """
     routing = causal_routing(hparams) if routing is None else routing
     check_causal(hparams, routing)
@@ -205,7 +212,7 @@ def score(
     requests = list(_checked(hparams, requests))
     how = {'batch_size': batch_size, 'hparams': hparams, 'routing': routing}
     questions = _questions(requests, hparams, batch_size)
-    alone = {*range(len(requests))}.difference(*questions)
+    others = {*range(len(requests))}.difference(*questions)
     scores, running = [None] * len(requests), collections.deque()
 
     def finish():
@@ -218,7 +225,7 @@ def score(
 
     for batch in itertools.chain(
         _from_contexts(variables, requests, questions, **how),
-        _in_one_pass(variables, requests, alone, **how),
+        _in_one_pass(variables, requests, others, **how),
     ):
         running.append(batch)
         if len(running) == _IN_FLIGHT:
@@ -229,7 +236,7 @@ def score(
 
 
 def _in_one_pass(variables, requests, numbers, *, batch_size, hparams, routing):
-    """Starts batches of rows; yields functions that wait for (number, log p, best) of requests."""
+    """Starts batches of rows; yields functions that wait and return [(number, log p, best)]."""
     rows = sorted(numbers, key=lambda i: len(requests[i].tokens), reverse=True)
     for begin in range(0, len(rows), batch_size):
         batch = rows[begin : begin + batch_size]
@@ -250,7 +257,7 @@ def _in_one_pass(variables, requests, numbers, *, batch_size, hparams, routing):
 
 
 def _from_contexts(variables, requests, questions, *, batch_size, hparams, routing):
-    """The same for the options of `_questions`, whose context is read once for a batch of them."""
+    """Like `_in_one_pass`, for `_questions`, whose contexts are computed once."""
     if not questions:
         return
     unrolled, shapes = unrolled_variables(variables, hparams, routing), []
@@ -277,7 +284,7 @@ def _context_length(longest, hparams):
 
 
 def _shape(questions, hparams, shapes):
-    """The lengths that contexts and options are padded to: of `shapes`, or else added to them."""
+    """Returns the padded lengths of contexts and options: a shape of `shapes`, or a new one."""
     length = _context_length(max(len(options[0].context) for options in questions), hparams)
     longest = max(sum(len(one.labels) - 1 for one in options) for options in questions)
     parts = -(-longest // _OPTION_LENGTH)
@@ -291,7 +298,7 @@ def _shape(questions, hparams, shapes):
 
 
 def _option_arrays(questions, length, size):
-    """The _Options of lists of requests of one context, padded to the lengths of `_shape`."""
+    """Returns the _Options of questions, padded to the lengths of `_shape`."""
     rows = 1 << (len(questions) - 1).bit_length()
     most = max(map(len, questions))
     context = np.zeros((2, rows, length), np.int32)
@@ -311,22 +318,22 @@ def _option_arrays(questions, length, size):
 
 
 def _questions(requests, hparams, batch_size):
-    """Lists of requests by number: those of one context, if there are several.
+    """Groups the numbers of requests that share a context; requests without others are left out.
 
-    None if experts count the tokens of a row, which options of one row do not share.
+    Empty if experts count the tokens of a row, since the options in a row are separate texts.
     """
     if hparams.model.experts.row_capacity:
         return []
     by_context = collections.defaultdict(list)
     for i, request in enumerate(requests):
         by_context[request.context].append(i)
-    most = hparams.data.sequence_length  # tokens that go on from one row's context
+    most = hparams.data.sequence_length  # tokens of options in one row
     shared = [options for options in by_context.values() if len(options) > 1]
     return [row for options in shared for row in _cut(options, requests, most, batch_size)]
 
 
 def _cut(options, requests, most, batch_size):
-    """The options in lists of at most so many labels, and of at most batch_size options."""
+    """Splits options into lists of at most `most` labels and batch_size options."""
     rows, room = [], 0
     for i in options:
         size = len(requests[i].labels)
@@ -339,9 +346,9 @@ def _cut(options, requests, most, batch_size):
 
 
 def _batches(questions, requests, batch_size, hparams):
-    """Lists of at most batch_size questions, with as many options of more than one token in all.
+    """Returns batches of questions, with at most batch_size options of more than one token in all.
 
-    The longest contexts first, and among those that are padded alike the longest options.
+    The longest contexts come first; of contexts with equal padding, those with the longest options.
     """
 
     def lengths(options):

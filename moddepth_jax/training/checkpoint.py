@@ -1,4 +1,4 @@
-"""Checkpoints of a train state: Orbax writes them, a manifest says which are good."""
+"""Checkpoints of a train state: Orbax writes the arrays, a manifest shows which ones are good."""
 
 import concurrent.futures
 import contextlib
@@ -25,18 +25,18 @@ from jax.experimental import multihost_utils
 from moddepth_jax.training import multihost
 from moddepth_jax.training.manifest import MANIFEST_FILE, read_manifest, write_manifest
 
-PATIENCE_SECONDS = 3600  # for a slow disk; a process that died ends the others far sooner
+PATIENCE_SECONDS = 3600  # for a slow disk; a process that died ends the others much sooner
 _STEP = re.compile('0|[1-9][0-9]*')
-# After an error, TensorStore goes on for a moment with arrays that Orbax no longer waits for.
+# After an error, TensorStore still writes arrays for a moment, and Orbax does not wait for it.
 _REMOVALS, _REMOVAL_SECONDS = 6, 0.1
 _DISK_FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
 
 def state_sha256(state) -> str:
-    """Hex digest over the path, dtype, shape and bytes of every leaf, in sorted path order.
+    """Returns a hex digest of the path, dtype, shape and bytes of every leaf, in sorted order.
 
-    It does not depend on how the arrays are split over devices and processes. Every process calls
-    it if one is split over them; each device then holds one such array at a time in full.
+    It does not depend on how the arrays are split over devices and processes. If an array is split
+    over processes, every process calls this, and each device holds one full array at a time.
     """
     digest = hashlib.sha256()
     for path, leaf in sorted(_named_leaves(state).items()):
@@ -46,7 +46,7 @@ def state_sha256(state) -> str:
 
 
 def to_host(leaf) -> np.ndarray:
-    """The full array on the host; if it is split over processes, every process calls this."""
+    """Returns the full array; if it is split over processes, every process calls this."""
     split = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
     if split and not leaf.is_fully_replicated:
         return multihost_utils.process_allgather(leaf, tiled=True)
@@ -54,13 +54,13 @@ def to_host(leaf) -> np.ndarray:
 
 
 def _named_leaves(tree):
-    """Path to leaf, such as params.stack.run_0.norm.scale, in the order of `jax.tree.leaves`."""
+    """Returns {path: leaf} in the order of `jax.tree.leaves`; 'params.stack.run_0.norm.scale'."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator='.'): leaf for path, leaf in leaves}
 
 
 def _spec(leaf):
-    """Dtype and shape, such as float32[8,4]."""
+    """Returns dtype and shape, such as float32[8,4]."""
     leaf = leaf if hasattr(leaf, 'dtype') else np.asarray(leaf)
     return f'{leaf.dtype}[{",".join(map(str, leaf.shape))}]'
 
@@ -70,7 +70,7 @@ def _specs(tree):
 
 
 class SaveError(ValueError):
-    """A checkpoint could not be written. The message is one line; earlier checkpoints are kept."""
+    """A checkpoint could not be written; the message is one line. Earlier checkpoints are kept."""
 
     on_all_processes = True
 
@@ -80,13 +80,14 @@ class SaveError(ValueError):
 
 
 class Checkpoints(contextlib.AbstractContextManager):
-    """The newest `keep` checkpoints of a run, in `directory`/STEP/; a context manager that waits.
+    """Keeps the newest `keep` checkpoints of a run in `directory`/STEP/.
 
-    A checkpoint counts once it has its `manifest.json`, written last: size and sha256 of each file,
-    dtype and shape of each leaf, metadata. So a kill at any moment damages no older checkpoint.
+    A context manager, which waits for the last save on exit. A checkpoint counts once it has its
+    `manifest.json`, which is written last and holds the size and sha256 of each file, the dtype and
+    shape of each leaf, and the metadata. A kill at any moment therefore damages no checkpoint.
 
-    Several processes make the same calls in the same order (except `steps`). Each writes and reads
-    its own parts of the arrays; process 0 alone judges, removes and writes manifests.
+    All processes make the same calls in the same order (except `steps`). Each writes and reads its
+    own parts of the arrays. Only process 0 verifies, removes and writes manifests.
 
     Attributes:
       skipped: a line for each checkpoint that the last `restore` skipped, newest first.
@@ -101,7 +102,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._pending = self._vote = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, 'checkpoint')
         silence_orbax()
-        # Renaming would be atomic too, but not on network file systems; the manifest needs neither.
+        # The manifest makes a save atomic, so Orbax need not rename, which network disks cannot do
+        # atomically.
         mode, barrier = ocp.options.AtomicityMode.COMMIT_FILE, self._await_all_parts
         options = ocp.options.AsyncOptions(timeout_secs=PATIENCE_SECONDS, barrier_sync_fn=barrier)
         self._orbax = ocp.AsyncCheckpointer(
@@ -111,15 +113,15 @@ class Checkpoints(contextlib.AbstractContextManager):
         )
 
     def steps(self) -> list[int]:
-        """Steps of the finished checkpoints, ascending; their files are not verified."""
+        """Returns the steps of the finished checkpoints, ascending, without verifying files."""
         return [step for step in self._all_steps() if self._path(step, MANIFEST_FILE).exists()]
 
     def save(self, step: int, state, metadata: dict) -> None:
         """Writes a checkpoint in the background, unless `step` already has a good one.
 
-        The state, a pytree of jax arrays, has been copied when this returns, so it may be donated;
-        `metadata` holds JSON values. Raises SaveError if this save could not begin, or if the
-        previous one failed; this one has then begun.
+        `state` is a pytree of JAX arrays; it is copied before this returns, so it may be donated.
+        `metadata` holds JSON values. Raises SaveError if this save could not begin. Also raises it
+        if the previous save failed; this save then runs nevertheless.
         """
         metadata = json.loads(json.dumps(metadata))
         content = {'step': int(step), 'leaves': _specs(state), 'metadata': metadata}
@@ -132,26 +134,31 @@ class Checkpoints(contextlib.AbstractContextManager):
             raise failure
 
     def wait(self) -> None:
-        """Returns when the last save has finished; raises SaveError if it failed."""
+        """Waits until the last save has finished; raises SaveError if it failed."""
         if failure := self._finish_pending():
             raise failure
 
     def restore(self, *abstract_states, at: int | None = None) -> tuple | None:
         """Returns the newest good checkpoint as (state, step, metadata), or None if there is none.
 
-        `at` is the step to take instead. Of the abstract states, pytrees of jax.ShapeDtypeStruct or
-        arrays, the first one that has the leaves of the checkpoint is restored, each placed by its
-        `sharding` (None: on the first device). Raises SaveError as `wait`, and ValueError, one line
-        with the first difference from the first state, before anything is read, if none has these
-        leaves, shapes and dtypes.
+        Args:
+          *abstract_states: pytrees of jax.ShapeDtypeStruct or arrays. The first one with the same
+            leaves as the checkpoint is restored. Each leaf is placed by its `sharding` (None: on
+            the first device).
+          at: step of the checkpoint to restore instead of the newest.
+
+        Raises:
+          SaveError: like `wait`.
+          ValueError: one line with the first difference from the first state, before any array is
+            read, if no state has the leaves, shapes and dtypes of the checkpoint.
         """
         self.wait()
         found = multihost.broadcast_from_leader(lambda: self._find_newest(abstract_states, at))
         self.skipped, step = found['skipped'], found['step']
         if step is None:
             return None
-        # Without Orbax's checkpointer: if one process failed to read, the others would wait for it.
-        state = multihost.run_on_all(lambda: self._read(step, abstract_states[found['form']]))
+        # Not by Orbax's checkpointer, in which all processes would wait for one that cannot read.
+        state = multihost.run_on_all(lambda: self._read(step, abstract_states[found['index']]))
         return state, step, found['metadata']
 
     def __exit__(self, kind, error, trace):
@@ -175,7 +182,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
     def _find_newest(self, abstract_states, at):
-        """The step to restore (None: no good one), its metadata, and which state it has."""
+        """Returns the step to restore (None: no good one), its metadata, and the state's index."""
         skipped = []
         for step in reversed(self._all_steps()) if at is None else [at]:
             try:
@@ -190,42 +197,42 @@ class Checkpoints(contextlib.AbstractContextManager):
                 found = f'{path} is {old} in the checkpoint and {new} in this run'
                 right = 'use the config it was saved with'
                 raise ValueError(f'checkpoint {step} in {self._directory}: {found}; {right}')
-            form, metadata = wanted.index(saved), content['metadata']
-            return {'step': step, 'metadata': metadata, 'form': form, 'skipped': skipped}
+            index, metadata = wanted.index(saved), content['metadata']
+            return {'step': step, 'metadata': metadata, 'index': index, 'skipped': skipped}
         return {'step': None, 'skipped': skipped}
 
     def _verify(self, step):
-        """Returns the manifest's content if every file is as written; raises otherwise."""
+        """Returns the content of the manifest if all files are as they were written, or raises."""
         self._verified.discard(step)
         content = read_manifest(self._path(step))
         if content['step'] != step:
-            raise ValueError(f'its files are those of checkpoint {content["step"]}')
+            raise ValueError(f'holds the files of checkpoint {content["step"]}')
         self._verified.add(step)
         return content
 
     def _is_good(self, step):
-        """Whether `step` is finished and intact; its files are read once per process."""
+        """Returns whether `step` is finished and intact; reads its files once per process."""
         if step not in self._verified:
             with contextlib.suppress(OSError, ValueError):
                 self._verify(step)
         return step in self._verified
 
     def _make_room(self, step):
-        """Whether to write `step`: False if it is good already, otherwise what was there goes."""
+        """Removes a bad checkpoint of `step`; returns False if a good one is there to keep."""
         if self._is_good(step):
             return False
         try:
             self._remove(step)
             self._path(step).mkdir(parents=True)
-            self._path(step).rmdir()  # Orbax makes it again, while other processes wait for that
+            self._path(step).rmdir()  # Orbax makes it again, and other processes wait for that
         except OSError as error:
             raise self._clean_up(step, _one_line(error)) from error
         return True
 
     def _begin(self, step, arrays):
-        """Lets Orbax copy this process's parts of the arrays and start writing them."""
-        # Orbax copies NumPy arrays before it returns; it would hold on to a jax buffer, and a held
-        # buffer cannot be donated in place.
+        """Makes Orbax copy this process's parts of the arrays and start to write them."""
+        # Orbax copies NumPy arrays before it returns. It would keep a JAX buffer, which then could
+        # not be donated in place.
         arrays |= jax.device_get({path: x for path, x in arrays.items() if x.is_fully_addressable})
         save = functools.partial(self._orbax.save, args=ocp.args.StandardSave(arrays))
         try:
@@ -233,14 +240,14 @@ class Checkpoints(contextlib.AbstractContextManager):
         except Exception as error:
             multihost.exit_if_process_lost(error)
             reason = self._vote.report_part(_one_line(error))
-            with contextlib.suppress(Exception):  # of arrays whose writing had begun
+            with contextlib.suppress(Exception):  # errors of arrays whose writing had begun
                 self._orbax.wait_until_finished()
             raise self._clean_up(step, reason) from error
 
     def _await_all_parts(self, *, key, timeout_ms):
-        """Both barriers of Orbax's threads: returns when all parts are written, or raises an error.
+        """Waits until all processes have written their parts; raises the first error of any.
 
-        An error elsewhere would open Orbax's own barriers.
+        Replaces both barriers of Orbax's threads, which would open if another process failed.
         """
         del key, timeout_ms
         error = self._vote.report_part()
@@ -248,7 +255,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             raise ValueError(error)
 
     def _commit(self, step, content):
-        """Runs in the background thread: waits for Orbax, then makes the checkpoint count."""
+        """Waits for Orbax, then writes the manifest and removes old steps; runs in a thread."""
         reason, cause = '', None
         try:
             self._orbax.wait_until_finished()
@@ -290,9 +297,9 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._verified.discard(step)
         if not multihost.is_leader():
             return
-        # The manifest goes first: a kill in between leaves the rest unfinished, not damaged.
+        # The manifest goes first: after a kill in between, the rest is unfinished, not damaged.
         for path in (self._path(step, MANIFEST_FILE), self._path(step)):
-            with contextlib.suppress(OSError):  # the second one should be a directory
+            with contextlib.suppress(OSError):  # the second is usually a directory
                 path.unlink()
         shutil.rmtree(self._path(step), ignore_errors=True)
 
@@ -309,22 +316,22 @@ class Checkpoints(contextlib.AbstractContextManager):
 
 
 def _plain_alias(directory):
-    """`directory`, or a temporary link to it, equal on all processes, if its name is not plain.
+    """Returns `directory`, or a temporary link to it if its name has unusual characters.
 
-    Orbax takes `[1]` for a pattern and would find no data to commit; of other names TensorStore
-    makes other paths.
+    All processes get the same link. Orbax reads `[1]` as a pattern and would find no data to
+    commit, and TensorStore changes other names.
     """
     if re.fullmatch(r'[\w./-]*', str(directory), re.ASCII):
         return directory
     name = multihost.broadcast_from_leader(lambda: f'moddepth_jax-{secrets.token_hex(8)}')
     alias = pathlib.Path(tempfile.gettempdir(), name)
-    with contextlib.suppress(FileExistsError):  # by another process of this host
+    with contextlib.suppress(FileExistsError):  # made by another process of this host
         alias.symlink_to(directory)
     return alias
 
 
 def _one_line(error):
-    os_error = re.search(r"os_error_code='(\d+)'", str(error))  # in half a page of TensorStore's
+    os_error = re.search(r"os_error_code='(\d+)'", str(error))  # TensorStore writes half a page
     return os.strerror(int(os_error[1])) if os_error else multihost.one_line(error)[:300]
 
 
@@ -332,9 +339,10 @@ _save_numbers = itertools.count()  # equal on every process: all begin the same 
 
 
 class _SaveVote:
-    """One save on several processes: each reports on its part, then process 0 on the whole.
+    """Agreement of several processes on one save: on each part first, then on the whole.
 
-    By the key-value store of `jax.distributed`: background threads cannot use collectives.
+    It uses the key-value store of `jax.distributed`, because background threads cannot use
+    collectives.
     """
 
     def __init__(self):
@@ -343,11 +351,11 @@ class _SaveVote:
         self._several = jax.process_count() > 1
         self._store = ocp.multihost.get_jax_distributed_client() if self._several else None
         if self._several and multihost.is_leader():
-            # All processes have begun the save after that one, so none reads its keys any more.
+            # All processes have begun the save after that one, so none still reads its keys.
             self._store.key_value_delete(f'moddepth_jax/saves/{number - 2}')
 
     def report_part(self, error: str = '') -> str:
-        """Reports this process's error or ''; returns the first of any once all have reported."""
+        """Reports this process's error, or ''; waits for all and returns the first error."""
         if not self._several:
             return error
         if not self._reported:
@@ -357,13 +365,13 @@ class _SaveVote:
         return next((f'process {i}: {text}' for i, text in enumerate(reports) if text), '')
 
     def decide(self, error: str) -> str:
-        """The error of the whole save on process 0, or '', which all others wait for."""
+        """Returns the error of the whole save, or '', as process 0 decides; the others wait."""
         if self._several and multihost.is_leader():
             self._put('whole', error)
         return self._get('whole') if self._several else error
 
     def _put(self, key, text):
-        # After a colon, since the store takes no empty value.
+        # The store takes no empty value, hence the colon.
         self._store.key_value_set(f'{self._folder}/{key}', f':{text}')
 
     def _get(self, key):
@@ -373,10 +381,10 @@ class _SaveVote:
 
 @functools.cache
 def silence_orbax() -> None:
-    """Drops two kinds of useless output in the whole process; further calls do nothing.
+    """Drops useless output of Orbax and TensorStore in this process; further calls do nothing.
 
-    Orbax logs dozens of lines per save. And if one array cannot be written, Orbax drops the others
-    and closes its event loop, about which TensorStore would print pages of tracebacks.
+    Orbax logs dozens of lines per save. If an array cannot be written, Orbax drops the others and
+    closes its event loop, for which TensorStore would print pages of tracebacks.
     """
     orbax, hook = f'{os.sep}orbax{os.sep}', sys.unraisablehook
 
@@ -386,7 +394,7 @@ def silence_orbax() -> None:
         return not (of_save and text.startswith(('Future exception', 'Task ')))
 
     def pass_other_errors(unraisable):
-        # A callback of C++ has no Python object that the error could be attributed to.
+        # An error in a C++ callback has no Python object.
         of_cpp = unraisable.object is None and unraisable.exc_type is RuntimeError
         if not (of_cpp and str(unraisable.exc_value) == 'Event loop is closed'):
             hook(unraisable)

@@ -1,4 +1,4 @@
-"""What the devices of a run could compute, and the memory that it used."""
+"""Peak FLOP/s of known devices, and the memory that a run used."""
 
 import re
 import resource
@@ -6,9 +6,9 @@ import sys
 
 import jax
 
-# FLOP/s of dense bfloat16 matmuls on one device of JAX, by its `device_kind`; the first that
-# matches. From the data sheets of NVIDIA (the numbers with sparsity are twice these) and from
-# cloud.google.com/tpu/docs (of v2 and v3 a device is one of a chip's two cores).
+# FLOP/s of dense bfloat16 matmuls on one JAX device, by a pattern of its `device_kind`; the first
+# match counts. Sources: NVIDIA's data sheets (numbers with sparsity are twice these) and
+# cloud.google.com/tpu/docs (a device of v2 and v3 is one of the two cores of a chip).
 PEAKS = {
     r'B200': 2250e12,
     r'H100 PCIe': 756e12,
@@ -30,21 +30,21 @@ PEAKS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """FLOP/s of dense bfloat16 matmuls that a device reaches at most; None if it is not known."""
+    """Returns the peak FLOP/s of a device in dense bfloat16 matmuls; None if it is not known."""
     found = [peak for name, peak in PEAKS.items() if re.search(rf'\b{name}\b', device_kind)]
     return found[0] if found else None
 
 
 def mfu(flops_per_second: float) -> dict[str, float]:
-    """`mfu`: these counted FLOP/s over the peak of all devices; empty if that is not known."""
+    """Returns {'mfu': counted FLOP/s over the peak of all devices}; empty if that is not known."""
     peak = peak_flops(jax.devices()[0].device_kind)
     return {'mfu': flops_per_second / (peak * jax.device_count())} if peak else {}
 
 
 def peak_memory() -> tuple[int, str]:
-    """Bytes that a device of this process held at most since it began, and of what they are.
+    """Returns the peak memory of this process in bytes, and whose memory it is.
 
-    Of the host, in this process, if devices do not say it, as CPUs.
+    It is the largest peak of a device, or that of the host if devices do not report it, like CPUs.
     """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     if all('peak_bytes_in_use' in found for found in stats):

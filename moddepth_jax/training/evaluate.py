@@ -1,4 +1,4 @@
-"""Held-out loss under any routing rule, with statistics of the routers and experts."""
+"""Evaluation on held-out text under any routing rule, with statistics of routers and experts."""
 
 import functools
 import math
@@ -26,7 +26,7 @@ from moddepth_jax.training.mesh import replicated, shard_batch
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing', 'mesh'))
 def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: str, mesh):
-    """Sums over one batch: nats, targets, routing and expert counts; replicated over the mesh."""
+    """Sums nats, targets, routing and expert counts over a batch; replicated over the mesh."""
     x_BTD, records = Transformer(hparams).apply(
         variables,
         batch['tokens_BT'],
@@ -54,29 +54,39 @@ def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: s
 def evaluate(
     variables, hparams: Hparams, dataset, mesh, num_batches: int, routing: str, causal_layers_R=None
 ) -> dict:
-    """Loss over the first `num_batches` held-out batches, or all of them if there are fewer.
+    """Evaluates the first `num_batches` held-out batches, or all of them if there are fewer.
 
-    Every process of a run calls this and gets the same numbers. The mesh is also that of the
-    context (`jax.set_mesh`), for it to split the work; `variables` are those of a TrainState, and
-    `routing` and `causal_layers_R` are as the Transformer takes them. Of abstract variables, it
-    compiles only. Raises ValueError, one line, for fewer batches than a mixture has members.
+    Every process of a run calls this and gets the same numbers. With abstract variables it only
+    compiles.
+
+    Args:
+      variables: those of a TrainState.
+      hparams: hyper-parameters of the model and its stage.
+      dataset: Dataset or HeldOut.
+      mesh: must also be the mesh of the context (`jax.set_mesh`), which splits the work.
+      num_batches: number of batches; for a mixture, one or more for each member.
+      routing: routing rule, as the Transformer takes it.
+      causal_layers_R: layers that use the rule, as the Transformer takes them; by default all.
 
     Returns:
-      dict: `loss` in nats a target, `bits_per_byte`, `targets`; lists over routed layers,
-      `routing`, of `routing_ratios`, with the share of `dead_tokens`, and over layers with experts,
-      `experts`, of `expert_ratios`; `loops_per_token`, the mean loops of a token, if tokens leave
-      them by a threshold.
-      For a mixture also `domains`: `loss`, `bits_per_byte`, `perplexity` (a token) and `targets` of
-      each member. All other values are then weighted by the members' shares of the training data.
+      dict: `loss` (nats per target), `bits_per_byte` and `targets`. For a routed model `routing`
+      (lists over routed layers, of `routing_ratios`) and `dead_tokens` (a fraction). With experts
+      `experts` (lists over expert layers, of `expert_ratios`). If tokens leave the loops by a
+      threshold, `loops_per_token` (mean). For a mixture `domains`: `loss`, `bits_per_byte`,
+      `perplexity` (per token) and `targets` of each member; the other values are then weighted by
+      the shares of the members in the training data.
+
+    Raises:
+      ValueError: one line, for fewer batches than a mixture has members.
     """
     sums = _sums(variables, hparams, dataset, mesh, num_batches, routing, causal_layers_R)
     return {} if ahead.is_abstract(sums) else _summarize(sums, hparams, dataset)
 
 
 def _sums(variables, hparams, dataset, mesh, num_batches, routing, causal_layers_R=None):
-    """What `eval_step` sums over each of the batches of `evaluate`, and their bytes."""
+    """Returns the sums of `eval_step` for each batch, and the bytes of its targets."""
     if num_batches < len(dataset.domains):
-        right = f'must be at least {len(dataset.domains)}: one for each member of the mixture'
+        right = f'must be at least {len(dataset.domains)}, one for each member of the mixture'
         raise ValueError(f'num_batches={num_batches}: {right}')
     if causal_layers_R is None:
         causal_layers_R = np.ones(len(hparams.model.routed_layers), bool)
@@ -94,8 +104,8 @@ def _sums(variables, hparams, dataset, mesh, num_batches, routing, causal_layers
 
 
 def _summarize(each, hparams, dataset):
-    """The result of `evaluate` from the sums of the first batches."""
-    totals = {}  # by member of a mixture; one entry, None, without a mixture
+    """Returns the result of `evaluate`; `each` has the sums of the first batches in order."""
+    totals = {}  # by member of a mixture; without a mixture, there is one entry, None
     for index, sums in enumerate(each):
         domain = dataset.domain(index)
         if domain in totals:
@@ -134,7 +144,7 @@ def _ratios(sums, hparams):
 
 
 def _weight_domains(totals, shares):
-    """The sums over all domains, weighted so that their shares of the targets are `shares`."""
+    """Adds the sums of all domains, weighted so that their shares of the targets are `shares`."""
     if not shares:
         return totals[None]
     weights = {name: share / totals[name]['targets'] for name, share in shares.items()}
@@ -143,7 +153,7 @@ def _weight_domains(totals, shares):
 
 
 def perplexity(loss: float) -> float:
-    """exp of a loss in nats a token; infinity if that overflows."""
+    """Returns exp of a loss in nats per token; infinity if that overflows."""
     with np.errstate(over='ignore'):
         return float(np.exp(loss))
 
@@ -151,12 +161,13 @@ def perplexity(loss: float) -> float:
 def evaluate_causal(
     variables, hparams: Hparams, dataset, mesh, num_batches: int, batches_per_layer: int = 0
 ) -> dict:
-    """`evaluate` under the causal rule, together with the top-C loss of the same weights.
+    """Evaluates under the causal rule, and compares with top-C if that is the rule of training.
 
-    For a model that looks ahead in training its dict also has `loss_top_c` and `routing_gap` =
-    loss - loss_top_c (0.01 nats or less is negligible, 0.05 invalidates a run), also for each
-    member in `domains`. With `batches_per_layer`, `routing` of a routed model has a list
-    `routing_gap`, measured on so many batches: the gap if only that layer uses the rule.
+    The result is that of `evaluate`. For a model that looks ahead in training it also has
+    `loss_top_c`, the loss of the same weights under top-C, and `routing_gap` = loss - loss_top_c
+    (0.01 nats or less is negligible, 0.05 invalidates a run), and so have the members in `domains`.
+    With `batches_per_layer`, `routing` also has a list `routing_gap`: the gap if only that layer
+    uses the causal rule, measured on that many batches.
     """
     rule, inputs = causal_routing(hparams), (variables, hparams, dataset, mesh)
     result = evaluate(*inputs, num_batches, rule)
@@ -174,7 +185,7 @@ def evaluate_causal(
     if batches_per_layer and num_routed:
         few = min(num_batches, batches_per_layer)
         base = _summarize(top_c_sums[:few], hparams, dataset)['loss']
-        alone = [np.arange(num_routed) == layer for layer in range(num_routed)]
-        losses = [evaluate(*inputs, few, rule, only)['loss'] for only in alone]
+        layers_RR = np.eye(num_routed, dtype=bool)
+        losses = [evaluate(*inputs, few, rule, layer_R)['loss'] for layer_R in layers_RR]
         result['routing']['routing_gap'] = [loss - base for loss in losses]
     return result

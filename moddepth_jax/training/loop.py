@@ -1,8 +1,7 @@
-"""The train loop, from hyper-parameters and a directory to a trained state and its summary."""
+"""A training run, from hyper-parameters and a directory to a trained state and its summary."""
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
 
 import jax
@@ -51,7 +50,7 @@ from moddepth_jax.training.summary import (
 from moddepth_jax.training.train_step import TrainState, init_state
 from moddepth_jax.training.trainer import Trainer
 
-MAY_CHANGE = (  # on resuming: knobs that no trained bit depends on
+MAY_CHANGE = (  # knobs that a resumed run may change: no trained bit depends on them
     'evaluation',
     'report',
     'data.log_windows',
@@ -60,21 +59,21 @@ MAY_CHANGE = (  # on resuming: knobs that no trained bit depends on
     'training.keep_checkpoints',
     'training.max_unsharded',
     'training.compilation_cache',
-    'training.num_steps',  # above those that are done
+    'training.num_steps',  # to more than the steps that are done
     'training.extended_from',
     'flop_budget',
 )
 IF_EXTENDED = ('optimizer.schedule', 'optimizer.decay_fraction', 'optimizer.final_fraction')
-KEPT = (
+IF_TOP_C = ('model.routing.cache_capacity', 'model.routing.overflow')  # used in inference only
+KEPT = (  # metadata that a resumed run takes over
     *('seconds', 'train_loss', 'learning_rate', 'peak_memory'),
     *('extended', 'metrics', 'metrics_problems', 'teacher'),
 )
-INFERENCE_ONLY = ('model.routing.cache_capacity', 'model.routing.overflow')  # if top-C trains
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What `train` returns; if the signal of the name `signal` ended the run early, no summary."""
+    """The result of `train`. A run that a signal stopped has no summary, but the signal's name."""
 
     hparams: Hparams
     workdir: pathlib.Path
@@ -93,111 +92,141 @@ def train(
     source: str | None = None,
     report_programs=None,
 ) -> Run:
-    """Trains to the last step, from where an earlier call in the same workdir stopped.
+    """Trains to the last step, or resumes where an earlier call in the same workdir stopped.
 
-    On CPUs two calls with equal hyper-parameters, versions, devices and threads end bit-equal,
-    however often they were killed in between. Every process of a run calls this.
+    On CPUs, two calls with equal hyper-parameters, versions, devices and threads end with the same
+    bits, however often they were killed in between. Every process of a run calls this.
 
-    `mesh_spec` is as `make_mesh` takes it, `profiled` the steps that `Profile` traces, `wandb` the
-    project of W&B that gets the metrics too, `source` the config file, which the run keeps.
-    `report_programs` maps an abstract TrainState and the dataset to functions by name, that compile
-    in a thread during training what the caller runs after it. Raises ValueError, one line, before
-    anything is compiled or written, for a budget, corpus, mesh or workdir that does not fit, or W&B
-    not installed; later SaveError and DivergedError.
+    Args:
+      hparams: hyper-parameters of the run.
+      workdir: directory of the run, new or of an earlier call.
+      mesh_spec: as in `make_mesh`.
+      profiled: (first, last) of the steps that `Profile` traces.
+      wandb: project of Weights & Biases that also gets the metrics; '' for none.
+      source: config file, of which the run keeps a copy.
+      report_programs: maps an abstract TrainState and the dataset to {name: function}. The
+        functions compile what the caller runs after training; a thread calls them during it.
+
+    Raises:
+      ValueError: one line, before anything is compiled or written, for a budget, corpus, mesh or
+        workdir that does not fit, or if W&B is not installed.
+      SaveError, DivergedError: during training.
     """
-    multihost.run_on_all(lambda: check_wandb(wandb))
-    hparams, before = multihost.run_on_all(lambda: plan_extension(hparams, workdir))
-    num_steps, dataset, mesh = multihost.run_on_all(
-        lambda: prepare_run(hparams, mesh_spec, workdir)
-    )
-    multihost.run_on_all(lambda: check_profiled(profiled, num_steps))
-    workdir, config = pathlib.Path(workdir), dataclasses.asdict(hparams)
+    workdir = pathlib.Path(workdir)
+
+    def check_and_plan():
+        check_wandb(wandb)
+        planned, steps_before = plan_extension(hparams, workdir)
+        num_steps, dataset, mesh = prepare_run(planned, mesh_spec, workdir)
+        check_profiled(profiled, num_steps)
+        return planned, steps_before, num_steps, dataset, mesh
+
+    hparams, steps_before, num_steps, dataset, mesh = multihost.run_on_all(check_and_plan)
+    config = dataclasses.asdict(hparams)
     multihost.check_equal_on_all({'--mesh': mesh_spec, **config, 'text': dataset.fingerprint})
     may_change = MAY_CHANGE + dataset.may_change
     if hparams.model.routing.train_rule == 'top_c':
-        may_change += INFERENCE_ONLY
-    if 0 < before != num_steps:
+        may_change += IF_TOP_C
+    if 0 < steps_before != num_steps:
         may_change += IF_EXTENDED
     notes = multihost.broadcast_from_leader(lambda: open_workdir(workdir, config, may_change))
-    multihost.run_on_all(lambda: check_not_done(hparams, num_steps, before, workdir))
+    multihost.run_on_all(lambda: check_not_done(hparams, num_steps, steps_before, workdir))
+
     with contextlib.ExitStack() as stack:
+        # The lock keeps other runs out of the directory until this one ends.
         multihost.run_on_leader(lambda: stack.enter_context(lock_directory(workdir)))
         multihost.check_shared_directory(workdir / CONFIG_FILE)
-        folder, keep = workdir / 'checkpoints', hparams.training.keep_checkpoints
+        folder = workdir / 'checkpoints'
         multihost.run_on_leader(lambda: check_writable(folder))
-        checkpoints = stack.enter_context(Checkpoints(folder, keep))
+        checkpoints = stack.enter_context(Checkpoints(folder, hparams.training.keep_checkpoints))
         stack.enter_context(multihost.exit_on_lost_process())
+
         state, metadata, more = restore_or_init(hparams, num_steps, dataset, mesh, checkpoints)
-        teacher = load_teacher(hparams, mesh, metadata)
-        multihost.run_on_leader(lambda: update_config(workdir, config, metadata['extended']))
-        multihost.run_on_leader(lambda: save_source(workdir, source))
-        multihost.run_on_leader(lambda: save_tokenizer(workdir, hparams, dataset.tokenizer))
+        notes = [*notes, *more]
         first_step = int(state.step)
-        earlier = functools.partial(keep_earlier, workdir, SUMMARY_FILE)
-        if not first_step and (kept := multihost.run_on_leader(earlier)):
-            more.append(f'no checkpoint after step 0 in {folder}: starts there; kept: {kept}')
+        teacher = load_teacher(hparams, mesh, metadata)
+
+        def write_files():
+            update_config(workdir, config, metadata['extended'])
+            save_source(workdir, source)
+            save_tokenizer(workdir, hparams, dataset.tokenizer)
+            return '' if first_step else keep_earlier(workdir, SUMMARY_FILE)
+
+        if kept := multihost.run_on_leader(write_files):
+            notes.append(f'no checkpoint after step 0 in {folder}: starts there; kept: {kept}')
+
         profile = multihost.run_on_all(lambda: Profile(workdir, profiled, num_steps, first_step))
-        with jax.set_mesh(mesh), contextlib.ExitStack() as files:
-            files.enter_context(profile)
-            progress, writer, log = _open_outputs(files, hparams, workdir, wandb, state, metadata)
+        with jax.set_mesh(mesh), contextlib.ExitStack() as outputs:
+            outputs.enter_context(profile)
+            tokens = hparams.data.batch_size * hparams.data.sequence_length
+            silent = not multihost.is_leader()
+            progress = outputs.enter_context(Progress(num_steps, first_step, tokens, silent=silent))
+            writer = multihost.run_on_leader(
+                lambda: outputs.enter_context(_open_metrics(workdir, state, metadata, wandb))
+            )
+            log = None
+            if hparams.data.log_windows:
+                log = outputs.enter_context(WindowLog(workdir, first_step, jax.process_index()))
             if writer and writer.problem:
-                more.append(writer.problem)
+                notes.append(writer.problem)
                 metadata['metrics_problems'] = [*metadata['metrics_problems'], writer.problem]
-            outputs = progress, writer, log, report_programs, teacher
-            trainer = Trainer(state, metadata, dataset, mesh, profile, *outputs)
-            files.callback(trainer.close)
+
+            trainer = Trainer(
+                state,
+                metadata,
+                dataset,
+                mesh,
+                profile,
+                progress,
+                writer,
+                log,
+                report_programs,
+                teacher,
+            )
+            outputs.callback(trainer.close)
             for line in (
                 *describe(hparams, num_steps, state.params, dataset),
                 *parameter_lines(state.params),
                 *mesh_lines(mesh, state),
                 *notes,
-                *more,
             ):
-                trainer.progress.note(line)
+                progress.note(line)
+
             with PreemptionHandler() as preemption:
                 state = trainer.run(preemption, checkpoints)
             step, signal = int(state.step), preemption.signal_name
             if step < num_steps:
                 done = f'{signal}: stopped and saved at step {step} of {num_steps}'
-                trainer.progress.note(f'{done}; the same command resumes from there')
+                progress.note(f'{done}; the same command resumes from there')
                 return Run(hparams, workdir, state, dataset, None, signal)
-            trainer.progress.note('evaluating on held-out text')
+
+            progress.note('evaluating on held-out text')
             evaluation = trainer.evaluate(num_steps, hparams.evaluation.final_batches)
-        summary = summarize(hparams, state, evaluation, dataset, trainer.metadata)
+        summary = summarize(hparams, state, evaluation, dataset, metadata)
         multihost.run_on_leader(lambda: write_summary(workdir, summary))
     return Run(hparams, workdir, state, dataset, summary)
 
 
-def _open_outputs(files, hparams, workdir, wandb, state, metadata):
-    """Opens what the Trainer writes, to be closed by the ExitStack `files`."""
-    num_steps, first_step = state.num_steps, int(state.step)
-    tokens = hparams.data.batch_size * hparams.data.sequence_length
-    silent = not multihost.is_leader()
-
-    def open_writer():
-        sinks = [TensorBoardWriter(workdir, first_step)]
-        if wandb:
-            sinks.append(WandbWriter(workdir, wandb, dataclasses.asdict(hparams)))
-        return files.enter_context(MetricsWriter(workdir, first_step, sinks, metadata['metrics']))
-
-    progress = files.enter_context(Progress(num_steps, first_step, tokens, silent=silent))
-    writer, log = multihost.run_on_leader(open_writer), None
-    if hparams.data.log_windows:
-        log = files.enter_context(WindowLog(workdir, first_step, jax.process_index()))
-    return progress, writer, log
+def _open_metrics(workdir, state, metadata, wandb):
+    """Opens the MetricsWriter of a run, which passes rows to TensorBoard and, if named, to W&B."""
+    first_step = int(state.step)
+    sinks = [TensorBoardWriter(workdir, first_step)]
+    if wandb:
+        sinks.append(WandbWriter(workdir, wandb, dataclasses.asdict(state.hparams)))
+    return MetricsWriter(workdir, first_step, sinks, metadata['metrics'])
 
 
 def restore_or_init(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints) -> tuple:
-    """The state of the newest good checkpoint, or a fresh one, placed by `state_shardings`.
+    """Restores the newest good checkpoint, or makes a fresh state; placed by `state_shardings`.
 
-    Returns the TrainState, the metadata of its next checkpoint, and notes for the user. Every
-    process calls this. Raises ValueError, one line, for a checkpoint of other data, steps or stage.
+    Every process calls this. Returns (TrainState, metadata of its next checkpoint, lines for the
+    user). Raises ValueError, one line, for a checkpoint of other data, steps or stage.
     """
     multihost.warm_up_collectives(mesh)
     initial = jax.jit(lambda: init_state(hparams, num_steps))
     abstract = abstract_on_mesh(mesh, jax.eval_shape(initial))
     metadata = initial_metadata(dataset, num_steps, mesh.shape)
-    # Runs older than the averages have none.
+    # Runs that are older than the averages have none.
     restored = checkpoints.restore(abstract, abstract.replace(averages={}))
     if restored is None:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
@@ -212,7 +241,7 @@ def restore_or_init(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints
         extension = {'step': step, 'num_steps': num_steps}
         metadata['extended'] = [*metadata['extended'], extension]
     if abstract.averages and not state.averages:
-        notes.append('no averages in the checkpoint: the rule threshold cannot run')
+        notes.append('the checkpoint has no averages: the rule threshold cannot run')
     for name, old in stored['versions'].items():
         new = metadata['versions'].get(name)
         if new != old:
@@ -226,7 +255,9 @@ def _check_metadata(stored, metadata, hparams, step):
     extended = not step or hparams.training.extended_from and step < num_steps
     if before != num_steps and not extended:
         found = f'{before} steps when it began and has {num_steps} now'
-        raise ValueError(f'this run had {found}: FLOPs are counted differently; start anew')
+        right = 'FLOPs are counted differently; start again in another --workdir'
+        raise ValueError(f'this run had {found}: {right}')
     stage = stage_at(hparams, num_steps, step - 1)._asdict()
     if stored.get('stage', stage) != stage:
-        raise ValueError(f'this run was in stage {stored["stage"]} and is in {stage}; start anew')
+        right = 'start again in another --workdir'
+        raise ValueError(f'this run was in stage {stored["stage"]} and is in {stage}; {right}')

@@ -1,4 +1,4 @@
-"""Losses besides cross-entropy, and the counts of routing and experts that metrics report."""
+"""Auxiliary losses of routing and experts, and the counts that metrics are made of."""
 
 import jax
 import jax.numpy as jnp
@@ -8,21 +8,21 @@ import optax
 from moddepth_jax.data.windows import IGNORED_LABEL as IGNORED
 from moddepth_jax.hparams import Hparams
 
-HISTOGRAM_BINS = 20  # of sigmoid(r), even in number: 0.5 is an edge
+HISTOGRAM_BINS = 20  # of sigmoid(r); an even number, so that 0.5 is an edge
 
 
 def masked_labels(batch):
-    """The labels of a batch (NumPy or JAX), with -100 for padding, whatever its label is."""
+    """Returns the labels of a batch (NumPy or JAX) with -100 at all padding."""
     where = np.where if isinstance(batch['labels_BT'], np.ndarray) else jnp.where
     return where(batch['segment_ids_BT'] > 0, batch['labels_BT'], IGNORED)
 
 
 def causal_rule_loss(hparams: Hparams, record, segment_ids_BT, num_real):
-    """Weighted binary cross-entropy of the causal rule against membership in the top C.
+    """Returns the weighted loss that trains the causal rule.
 
-    The mean over routed layers and `num_real` tokens; 0 if the model's rule has no loss. `record`
-    is a RoutingRecord with leaves [routed layers, B, T], or None. Under token choice that of
-    `depth_loss`.
+    It is the binary cross-entropy of the rule against membership in the top C, the mean over routed
+    layers and `num_real` tokens. It is 0 if the rule has no loss. Routers that assign depths have
+    `depth_loss` instead. `record` is a RoutingRecord with leaves [routed layers, B, T], or None.
     """
     if record is not None and hparams.model.routing.router_class.assigns_depth:
         return depth_loss(hparams, record, segment_ids_BT, num_real)
@@ -36,11 +36,11 @@ def causal_rule_loss(hparams: Hparams, record, segment_ids_BT, num_real):
 
 
 def depth_loss(hparams: Hparams, record, segment_ids_BT, num_real):
-    """Balance loss and z-loss of token choice, weighted, over real tokens.
+    """Returns the weighted balance loss and z-loss of token choice, over real tokens.
 
-    N sum_n f_n P_n of the shares f_n of the tokens of which loop n is the last, in this batch, and
-    of the means P_n of softmax(r)_n; and the mean of squared log-partitions (Bae et al. 2025, arXiv
-    2507.10524, section 2.2.1; weights 0.1 and 1e-5).
+    The balance loss is N sum_n f_n P_n, where f_n is the fraction of tokens whose last loop is n in
+    this batch, and P_n the mean of softmax(r)_n. The z-loss is the mean of squared log-partitions
+    (Bae et al. 2025, arXiv 2507.10524, section 2.2.1; weights 0.1 and 1e-5).
     """
     knobs, real_BT = hparams.model.routing, segment_ids_BT > 0
     scores_NBT = record.scores_BT
@@ -55,12 +55,13 @@ def depth_loss(hparams: Hparams, record, segment_ids_BT, num_real):
 
 
 def routing_counts(record, segment_ids_BT, of_loops: bool):
-    """Counts from which `routing_ratios` makes ratios; counts of several batches may be added.
+    """Counts what `routing_ratios` makes ratios of; counts of several batches may be added.
 
-    Of a RoutingRecord with leaves [routed layers, B, T]. Returns float32 [routed layers]: numbers
-    of real tokens, `histogram` [routed layers, HISTOGRAM_BINS] of sigmoid(r), the sum of `gate`
-    over the top C, and of `lowest`, the lowest score of the top C, over `rows` with a real token.
-    `dead` [1]: real tokens that no routed layer selects, or `of_loops` no loop beyond the first.
+    `record` is a RoutingRecord with leaves [routed layers, B, T]. The counts are float32 [routed
+    layers], mostly numbers of real tokens. `histogram` [routed layers, HISTOGRAM_BINS] is that of
+    sigmoid(r). `gate` is summed over the top C, `lowest` is the lowest score in the top C summed
+    over the `rows` with a real token. `dead` [1] counts real tokens that no routed layer selects;
+    with `of_loops`, those that no loop after the first selects.
     """
     real_LBT = jnp.broadcast_to(segment_ids_BT > 0, record.selected_BT.shape)
     rule_LBT = (record.rule_logits_BT > 0) & real_LBT
@@ -85,11 +86,11 @@ def routing_counts(record, segment_ids_BT, of_loops: bool):
 
 
 def routing_ratios(counts):
-    """`routing_counts` as ratios per routed layer, NaN if the denominator is 0.
+    """Returns ratios per routed layer from `routing_counts`; NaN if the denominator is 0.
 
     Fractions, `sigmoid_above_half` and `sigmoid_histogram` [routed layers, HISTOGRAM_BINS] are
-    shares of the real tokens, precision and recall those of the causal rule against the top C.
-    `selected_gate` is the mean over the top C, `lowest_selected_score` that over rows.
+    fractions of the real tokens. Precision and recall compare the causal rule with the top C.
+    `selected_gate` is a mean over the top C, `lowest_selected_score` a mean over rows.
     """
     return {
         'selected_fraction': counts['selected'] / counts['real'],
@@ -105,15 +106,15 @@ def routing_ratios(counts):
 
 
 def dead_tokens(counts):
-    """The share of the real tokens of `routing_counts` that are dead."""
+    """Returns the fraction of real tokens that are dead; `counts` are of `routing_counts`."""
     return counts['dead'][0] / counts['real'][0]
 
 
 def expert_counts(record):
-    """Counts from which `expert_ratios` makes ratios; counts of several batches may be added.
+    """Counts what `expert_ratios` makes ratios of; counts of several batches may be added.
 
-    The fields of an ExpertsRecord with leaves [X, ...], as float32 without gradients; X expert
-    layers of Z = E + num_noop choices each.
+    They are the fields of an ExpertsRecord with leaves [X, ...], as float32 without gradients, for
+    X expert layers of Z = E + num_noop choices each.
     """
     counts = {
         'tokens_X': record.tokens,
@@ -128,13 +129,14 @@ def expert_counts(record):
 
 
 def expert_ratios(counts, top_k: int, num_routed: int):
-    """`expert_counts` as ratios per expert layer, NaN if the denominator is 0.
+    """Returns ratios per expert layer from `expert_counts`; NaN if the denominator is 0.
 
-    `load` [X, Z] is the share of all pairs that falls on each choice; those after the first
-    `num_routed` do nothing. [X] each are `largest_load`, the pairs of the fullest routed expert
-    over the mean; `noop_fraction` and `dropped_fraction`, shares of all pairs; `computed_fraction`,
-    the computed pairs over `top_k` a token; `unused`, routed experts without a token. If experts
-    chose by top-C, `lowest_taken` [X, E] is the C-th largest score, mean over rows.
+    Returns:
+      `load` [X, Z]: fraction of all pairs that fall on each choice; the choices after the first
+      `num_routed` do nothing. `largest_load` [X]: pairs of the fullest routed expert over the mean.
+      `noop_fraction` and `dropped_fraction` [X]: fractions of all pairs. `computed_fraction` [X]:
+      computed pairs over `top_k` pairs per token. `unused` [X]: routed experts without a token.
+      `lowest_taken` [X, E], if experts choose by top-C: C-th largest score, mean over rows.
     """
     pairs_XZ = counts['pairs_XZ']
     pairs_X, routed_XE = pairs_XZ.sum(1), pairs_XZ[:, :num_routed]
@@ -153,12 +155,12 @@ def expert_ratios(counts, top_k: int, num_routed: int):
 
 
 def expert_loss(hparams: Hparams, record, counts=None):
-    """Balance loss and router z-loss, weighted.
+    """Returns the weighted balance loss and router z-loss, each a mean over expert layers.
 
-    sum_i f_i P_i with f_i = Z pairs_i / (k n) and P_i = scores_i / n, and the mean of squared
-    log-partitions, each the mean over expert layers (DeepSeekMoE, arXiv 2401.06066, section 3.3;
-    the z-loss: ST-MoE, Zoph et al. 2022, arXiv 2202.08906). If experts choose, the balance loss is
-    0. For the ExpertsRecord of a micro-batch, `counts` is the sum of `expert_counts` over the step.
+    The balance loss is sum_i f_i P_i with f_i = Z pairs_i / (k n) and P_i = scores_i / n
+    (DeepSeekMoE, arXiv 2401.06066, section 3.3); it is 0 if experts choose their tokens. The z-loss
+    is the mean of squared log-partitions (ST-MoE, Zoph et al. 2022, arXiv 2202.08906). For the
+    ExpertsRecord of a micro-batch, `counts` is the sum of `expert_counts` over the step.
     """
     experts = hparams.model.experts
     counts = expert_counts(record) if counts is None else counts

@@ -1,4 +1,4 @@
-"""The manifest of a directory: written last, it lists every file with its size and sha256."""
+"""The manifest of a directory, written last: every file with its size and sha256."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ MANIFEST_FILE = 'manifest.json'
 
 
 def write_manifest(directory: pathlib.Path, content: dict) -> None:
-    """Flushes every file under `directory` to disk; then writes its manifest of JSON `content`."""
+    """Flushes all files under `directory` to disk, then writes its manifest with JSON `content`."""
     paths = sorted(directory.rglob('*'))
     files = {
         path.relative_to(directory).as_posix(): _size_and_sha256(path, flush=True)
@@ -29,9 +29,10 @@ def write_manifest(directory: pathlib.Path, content: dict) -> None:
 
 
 def read_manifest(directory: pathlib.Path) -> dict:
-    """Verifies every file and returns the content that `write_manifest` was given.
+    """Verifies every file and returns the content of the manifest.
 
-    Raises ValueError, one line, without a manifest, or if it or a file is not as written; OSError.
+    Raises ValueError, one line, if there is no manifest, or if it or a file has changed. Raises
+    OSError if a file cannot be read.
     """
     path = directory / MANIFEST_FILE
     if not path.exists():
@@ -39,7 +40,7 @@ def read_manifest(directory: pathlib.Path) -> dict:
     text = read_small(path)
     try:
         manifest = parse_object(text)
-        # The digest covers parsed values, so the text is compared too: spaces, or 1.0 for 1.
+        # The digest is over parsed values. Comparing the text finds other spaces, or 1.0 for 1.
         canonical = text == _text(manifest).encode()
         intact = canonical and manifest.pop('sha256') == _own_sha256(manifest)
     except (ValueError, KeyError):
@@ -53,7 +54,7 @@ def read_manifest(directory: pathlib.Path) -> dict:
         if found_size != size:
             raise ValueError(f'{name} has {found_size} bytes instead of {size}')
         if _size_and_sha256(directory / name)[1] != sha256:
-            raise ValueError(f'{name} is damaged: its sha256 is not that of {MANIFEST_FILE}')
+            raise ValueError(f'{name} is damaged: its sha256 differs from {MANIFEST_FILE}')
     return manifest['content']
 
 

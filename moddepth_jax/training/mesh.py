@@ -1,4 +1,4 @@
-"""The device mesh, where the arrays of a run lie on it, and the tables that say so."""
+"""The device mesh, the sharding of a run's arrays over it, and tables that show it."""
 
 import collections
 import math
@@ -14,29 +14,29 @@ from moddepth_jax.training.train_step import init_state
 
 
 def make_mesh(text: str = '') -> Mesh:
-    """The mesh that `text` describes, such as `data=2,fsdp=4`, over the devices of all processes.
+    """Makes the mesh that `text` describes, such as `data=2,fsdp=4`, from all processes' devices.
 
-    Axes that are not named have size 1; '' puts all devices along `data`. Raises ValueError, one
-    line, for text of another form, more devices than there are, or with several processes fewer.
+    Other axes have size 1; '' puts all devices along `data`. Raises ValueError, one line, if `text`
+    is malformed or needs too many devices; with several processes, also if it needs too few.
     """
     devices = jax.devices()
     sizes = mesh_sizes(text) or {'data': len(devices)}
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     wanted = math.prod(shape)
     if wanted > len(devices):
-        found = f'needs {wanted} devices, {len(devices)} are here'
+        found = f'needs {wanted} devices, and there are {len(devices)}'
         raise ValueError(f'--mesh={text}: {found}; lower its sizes')
     if wanted < len(devices) and (processes := jax.process_count()) > 1:
-        right = f'{processes} processes need a mesh of all their {len(devices)}'
-        raise ValueError(f'--mesh={text}: has {wanted} devices; {right}')
+        right = f'must use all {len(devices)} devices of the {processes} processes'
+        raise ValueError(f'--mesh={text}: uses {wanted} devices; {right}')
     types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(shape, AXES, types, devices=devices[:wanted])
 
 
 def check_mesh(hparams: Hparams, mesh: Mesh):
-    """Raises ValueError, in one line, if a batch or a size of the model does not divide over it.
+    """Raises ValueError, one line, if the mesh does not divide a batch or a size of the model.
 
-    Also if more than `training.max_unsharded` of the parameters stays unsharded.
+    Also if it leaves more than `training.max_unsharded` of the parameters unsharded.
     """
     check_batch(mesh, hparams.data.batch_size, hparams.training.accumulate_steps)
     model, experts = hparams.model, hparams.model.experts
@@ -56,7 +56,7 @@ def check_mesh(hparams: Hparams, mesh: Mesh):
         divided += [('expert', 'model.experts.num_routed', experts.num_routed)]
     for axis, name, value in divided:
         if value % (size := mesh.shape[axis]):
-            right = f'every device holds as many; use a divisor of {value}'
+            right = f'use a divisor of {value} for {axis}'
             raise ValueError(f'{name}={value} does not divide over --mesh={axis}={size}: {right}')
     if mesh.shape['fsdp'] * mesh.shape['tensor'] == 1:
         return
@@ -66,12 +66,12 @@ def check_mesh(hparams: Hparams, mesh: Mesh):
         sizes = ','.join(f'{axis}={size}' for axis, size in mesh.shape.items() if size > 1)
         raise ValueError(
             f'--mesh={sizes}: {share:.1%} of the parameters would be on every device, over '
-            f'training.max_unsharded={most:g}; take another mesh, or raise that knob'
+            f'training.max_unsharded={most:g}; use another mesh, or raise that knob'
         )
 
 
 def check_batch(mesh: Mesh, batch_size: int, accumulate_steps: int):
-    """Raises ValueError if the rows of a micro-batch do not divide over the mesh."""
+    """Raises ValueError, one line, if the rows of a micro-batch do not divide over the mesh."""
     rows = batch_size // accumulate_steps
     axes = [axis for axis in ('data', 'fsdp', 'expert') if mesh.shape[axis] > 1]
     shards = math.prod(mesh.shape[axis] for axis in axes)
@@ -84,14 +84,15 @@ def check_batch(mesh: Mesh, batch_size: int, accumulate_steps: int):
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of an array that every device holds in full."""
+    """Returns the sharding of an array that every device holds in full."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def state_shardings(mesh: Mesh, state):
-    """A NamedSharding for each leaf, by the rules of model.sharding; moments as their parameters.
+    """Returns a NamedSharding for each leaf; optimizer moments are sharded like their parameters.
 
-    `state` is any pytree of arrays or jax.ShapeDtypeStruct whose paths end like parameters.
+    `state` is a pytree of arrays or jax.ShapeDtypeStruct whose paths end like those of parameters.
+    `model.sharding` has the rules.
     """
 
     def place(path, leaf):
@@ -105,20 +106,20 @@ def _name(path):
 
 
 def abstract_on_mesh(mesh: Mesh, abstract):
-    """A pytree of jax.ShapeDtypeStruct, each with its sharding of `state_shardings`."""
+    """Adds the sharding of `state_shardings` to each jax.ShapeDtypeStruct of a pytree."""
     shardings = state_shardings(mesh, abstract)
     return jax.tree.map(lambda leaf, to: leaf.update(sharding=to), abstract, shardings)
 
 
 def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
-    """The sharding of an array whose first axis is the rows of a batch."""
+    """Returns the sharding of an array whose first axis is the rows of a batch."""
     return NamedSharding(mesh, spec(mesh, ('batch',), (batch_size,)))
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> slice:
-    """The rows of a batch that this process's devices need, from the first to the last.
+    """Returns the slice of batch rows that the devices of this process need.
 
-    Processes that share rows, as they do when `tensor` spans them, have the same slice.
+    Processes that share rows, because the axis `tensor` spans them, have the same slice.
     """
     held = batch_sharding(mesh, batch_size).addressable_devices_indices_map((batch_size,))
     bounds = [rows.indices(batch_size)[:2] for (rows,) in held.values()]
@@ -126,9 +127,10 @@ def local_rows(mesh: Mesh, batch_size: int) -> slice:
 
 
 def shard_rows(mesh: Mesh, batch, rows: slice, batch_size: int):
-    """Global arrays of a batch, split by rows over the mesh, from this process's host arrays.
+    """Makes global arrays of a batch, split by rows over the mesh, from this process's rows.
 
-    `batch` is a pytree of NumPy arrays of the rows `rows`, of `local_rows`, out of `batch_size`.
+    `batch` is a pytree of NumPy arrays, which hold the rows `rows` (of `local_rows`) out of
+    `batch_size`.
     """
     sharding = batch_sharding(mesh, batch_size)
 
@@ -144,13 +146,13 @@ def shard_rows(mesh: Mesh, batch, rows: slice, batch_size: int):
 
 
 def shard_batch(mesh: Mesh, batch):
-    """`shard_rows` of a batch of which every process has all rows."""
+    """Like `shard_rows`, for a batch of which every process has all rows."""
     batch_size = len(jax.tree.leaves(batch)[0])
     return shard_rows(mesh, batch, slice(0, batch_size), batch_size)
 
 
 def _placed(mesh, tree):
-    """(name, leaf, its sharding, bytes of the part that one device holds) of each leaf."""
+    """Yields (name, leaf, sharding, bytes on each device) of each leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     shardings = jax.tree.leaves(state_shardings(mesh, tree))
     for (path, leaf), sharding in zip(leaves, shardings, strict=True):
@@ -159,25 +161,25 @@ def _placed(mesh, tree):
 
 
 def device_bytes(mesh: Mesh, state) -> int:
-    """Bytes that one device holds of a pytree that `state_shardings` takes."""
+    """Returns the bytes that each device holds of a state; `state` as in `state_shardings`."""
     return sum(held for *_, held in _placed(mesh, state))
 
 
 def _unsharded_fraction(mesh, params):
-    """Share of the parameters that every device holds: no axis but `data` could split them."""
+    """Returns the fraction of the parameters that every device holds in full."""
     sizes = [(leaf.size, to.is_fully_replicated) for _, leaf, to, _ in _placed(mesh, params)]
     return sum(size for size, everywhere in sizes if everywhere) / sum(size for size, _ in sizes)
 
 
 def _split(sharding, ndim):
-    """The mesh axes of each axis of an array, such as `(-, fsdp, tensor, -)`."""
+    """Formats the mesh axes of each axis of an array, such as `(-, fsdp, tensor, -)`."""
     entries = (tuple(sharding.spec) + (None,) * ndim)[:ndim]
     words = ['+'.join(e) if isinstance(e, tuple) else e or '-' for e in entries]
     return f'({", ".join(words)})'
 
 
 def sharding_lines(mesh: Mesh, params) -> list[str]:
-    """A table of parameters by name, summed over layers, how they are split, and bytes a device."""
+    """Returns a table of parameters, summed over layers: how they are split, and bytes a device."""
     sizes, bytes_held = collections.Counter(), collections.Counter()
     for name, leaf, sharding, held in _placed(mesh, params):
         name = re.sub(r'stack/run_\d+/layer_\d+/(block/)?', '', name)
@@ -198,7 +200,7 @@ def sharding_lines(mesh: Mesh, params) -> list[str]:
 
 
 def mesh_lines(mesh: Mesh, state) -> list[str]:
-    """Lines about the devices at the start of a run; none for one device."""
+    """Returns lines about the devices, for the start of a run; none for a single device."""
     if mesh.size == 1:
         return []
     sizes = ' x '.join(f'{axis}={size}' for axis, size in mesh.shape.items() if size > 1)

@@ -1,4 +1,4 @@
-"""What a run measures: metrics.jsonl, TensorBoard, Weights & Biases, and the log of windows."""
+"""Metrics of a run, in metrics.jsonl, TensorBoard and Weights & Biases; and the log of windows."""
 
 import contextlib
 import hashlib
@@ -20,14 +20,14 @@ from moddepth_jax.data.directory import parse_object, write_atomically
 from moddepth_jax.training import multihost
 
 METRICS_FILE = 'metrics.jsonl'
-OLDER_EVENTS = 'tensorboard'  # folder of a run: where older versions wrote events
-_MAX_BYTES = 1 << 31  # of its rows
+OLDER_EVENTS = 'tensorboard'  # folder of a run in which older versions wrote events
+_MAX_BYTES = 1 << 31  # of metrics.jsonl
 FLUSH_SECONDS = 30.0  # between flushes of TensorBoard events
 WANDB_ID_FILE = 'wandb-id'
 
 
 def replace_nonfinite(value):
-    """`value` with None for numbers that are not finite, in dicts and lists: JSON has none."""
+    """Replaces numbers that are not finite by None in nested dicts and lists, for JSON."""
     if isinstance(value, dict):
         return {name: replace_nonfinite(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -38,17 +38,22 @@ def replace_nonfinite(value):
 
 
 class MetricsWriter(contextlib.AbstractContextManager):
-    """Appends rows to `metrics.jsonl` and passes each to TensorBoardWriter, WandbWriter, ...
+    """Appends rows to `metrics.jsonl` and passes each row to sinks such as TensorBoardWriter.
 
-    A row is {'step': step, name: value, ...}, flushed as it is written. Names are nested by '/'; an
-    evaluation is a separate row whose names begin with `eval/`. Rows after `first_step`, which a
-    run that was killed after its last checkpoint left, and a truncated last line are dropped.
-    `sinks` have a `name`, `add(step, values)` and `close()`; one that raises is dropped with one
-    line on stderr.
+    A row is {'step': step, name: value, ...}, flushed as it is written. Names are nested by '/'. An
+    evaluation is a separate row whose names begin with `eval/`. When it opens the file, the writer
+    drops a truncated last line and the rows after `first_step`, which a run that was killed after
+    its last checkpoint left behind.
+
+    Args:
+      workdir: directory of the run.
+      first_step: step from which the run continues.
+      sinks: objects with a `name`, `add(step, values)` and `close()`. A sink that raises is dropped
+        with one line on stderr.
+      saved: result of `digest` when the checkpoint of `first_step` was saved, or None.
 
     Attributes:
-      problem: a line for the user if the first rows are not those of `saved`, which `digest` gave
-        when the checkpoint of `first_step` was saved; else ''.
+      problem: a line for the user if the first rows differ from `saved`, otherwise ''.
     """
 
     def __init__(self, workdir, first_step: int, sinks=(), saved: dict | None = None):
@@ -61,18 +66,19 @@ class MetricsWriter(contextlib.AbstractContextManager):
         if not same or None in found[:-1]:
             what = f'has {len(rows)} of {count} rows up to step {first_step}: rows lost'
             if len(rows) >= count:
-                what = f'the rows up to step {first_step} are not as written'
+                what = f'the rows up to step {first_step} were changed'
             self.problem = f'{self._path}: {what}; the model does not depend on them'
 
     def digest(self) -> dict:
-        """The number of rows so far and the sha256 of their text."""
+        """Returns the number of `rows` so far and the `sha256` of their text."""
         return {'rows': self._count, 'sha256': self._sha256.hexdigest()}
 
     def write(self, step: int, values: dict) -> None:
         """Appends a row of Python numbers and lists of them; null replaces what is not finite.
 
-        A list whose name ends in `_histogram` holds the shares of equal bins of [0, 1]. The row
-        replaces one of the same step and names, as if a finished run is evaluated again.
+        A list whose name ends in `_histogram` has the fractions in equal bins of [0, 1]. The row
+        replaces an earlier one of the same step and names, which is there if a finished run is
+        evaluated again.
         """
         values = replace_nonfinite(values)
         row = {'step': step} | values
@@ -84,7 +90,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
             self._file.close()
             before, rows = self._count, list(filter(None, _parse_all(self._path)))
             self._rewrite(rows)
-            kept = f'{len(rows)} of {before} rows are left'
+            kept = f'{len(rows)} of {before} rows remain'
             print(f'{self._path}: was changed while the run wrote it: {kept}', file=sys.stderr)
         text = _text([row])
         try:
@@ -107,7 +113,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
         return same and found.st_size == self._file.tell()
 
     def has(self, step: int, name: str) -> bool:
-        """Whether an earlier start of the run left a row of `step` with a value `name`."""
+        """Returns whether an earlier start of the run wrote a row of `step` with a value `name`."""
         return any(kept_step == step and name in names for kept_step, names in self._kept)
 
     def close(self) -> None:
@@ -119,7 +125,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
     def _call(self, sink, method, *arguments):
         try:
             method(*arguments)
-        except Exception as error:  # of many kinds: W&B raises private ones
+        except Exception as error:  # W&B raises errors of private classes
             self._sinks.remove(sink)
             reason = getattr(error, 'strerror', None) or multihost.one_line(error)
             print(f'no more metrics for {sink.name}: {reason}', file=sys.stderr)
@@ -134,10 +140,10 @@ class MetricsWriter(contextlib.AbstractContextManager):
 
 
 def keep_earlier(workdir: str | os.PathLike, summary: str) -> str:
-    """Renames what an earlier start left, if it went beyond step 0 and this one begins there.
+    """Renames the metrics and the summary of an earlier start, before a run starts again at step 0.
 
-    Returns what is kept where, in words, or '' if neither rows after step 0 nor a file of the name
-    `summary` were left. No name is used twice.
+    Metrics are renamed if they have rows after step 0. `summary` is the name of the summary's file.
+    A new name is used each time. Returns a phrase that says what is kept where, or ''.
     """
     path, kept = pathlib.Path(workdir, METRICS_FILE), []
     if count := sum(row['step'] > 0 for row in filter(None, _parse_all(path))):
@@ -176,7 +182,7 @@ def _parse_all(path):
 
 
 def _parse(line):
-    """The row in a line of JSON, a step and numbers or lists of them; None for anything else."""
+    """Parses a row, a JSON object of a step and numbers or lists of them; None for other text."""
     try:
         row = replace_nonfinite(parse_object(line))
     except ValueError:
@@ -188,9 +194,9 @@ def _parse(line):
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict]:
-    """The rows of a run, oldest first, without a truncated last line.
+    """Reads the rows of a run, oldest first, without a truncated last line.
 
-    Raises ValueError, one line, without a metrics.jsonl, or if another line of it is not a row.
+    Raises ValueError, one line, if there is no metrics.jsonl, or if another line is not a row.
     """
     path = pathlib.Path(workdir) / METRICS_FILE
     if not path.is_file():
@@ -207,11 +213,11 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict]:
 
 
 class TensorBoardWriter:
-    """A sink that appends scalars and histograms to a new event file in the directory of a run.
+    """A sink that writes scalars and histograms to a new event file in the directory of a run.
 
-    The run has the name of that directory there, and what it measures those of `tensorboard_name`.
-    TensorBoard hides events after `first_step` that an earlier start left. The SummaryWriter of
-    tensorboardX has a thread, which a full disk ends, and then blocks forever; this has none.
+    TensorBoard shows the run under the name of that directory, and metrics under their
+    `tensorboard_name`. It hides events of an earlier start after `first_step`. This does not use
+    tensorboardX's SummaryWriter, whose thread dies on a full disk, so that writing blocks forever.
     """
 
     name = 'TensorBoard'
@@ -237,7 +243,7 @@ class TensorBoardWriter:
                 self._flush_at = time.monotonic() + FLUSH_SECONDS
                 self._writer.flush()
         except OSError:
-            with contextlib.suppress(OSError):  # of events that are still in its buffer
+            with contextlib.suppress(OSError):  # from events that are still in the buffer
                 self.close()
             raise
 
@@ -258,10 +264,10 @@ class TensorBoardWriter:
 
 
 def tensorboard_name(name: str) -> str:
-    """The name of a metric in TensorBoard, which sorts by name and groups by what precedes a slash.
+    """Returns the name of a metric in TensorBoard, which sorts by name and groups by prefix.
 
-    train/loss comes first, then the rest of training by groups, such as train_speed/mfu, then what
-    was held out: val/loss, val_routing/layer_01/recall.
+    train/loss comes first, then the other groups of training, such as train_speed/mfu, then those
+    of held-out text, such as val/loss and val_routing/layer_01/recall.
     """
     side, rest = ('val', name[5:]) if name.startswith('eval/') else ('train', name)
     group, slash, tail = rest.partition('/')
@@ -290,7 +296,7 @@ def _histogram(name, shares):
 
 
 def check_wandb(project: str) -> None:
-    """Raises ValueError, one line, if a `project` is given but wandb is not installed."""
+    """Raises ValueError, one line, if a `project` is given and wandb is not installed."""
     if not project:
         return
     try:
@@ -301,10 +307,10 @@ def check_wandb(project: str) -> None:
 
 
 class WandbWriter:
-    """A sink that sends rows to one run of Weights & Biases; a resumed run continues the same one.
+    """A sink that sends rows to a run of Weights & Biases; a resumed run continues it.
 
-    With `step` a value of each row, W&B accepts rows that a killed run writes again. Raises
-    ValueError, one line, if nobody is logged in, or there is no network.
+    `step` is a value of each row, so that W&B accepts rows that a killed run writes again. Raises
+    ValueError, one line, if nobody is logged in or there is no network.
     """
 
     name = 'W&B'
@@ -325,7 +331,7 @@ class WandbWriter:
                 config=config,
                 settings=wandb.Settings(console='off', silent=True),
             )
-        except Exception as error:  # of many kinds, some of them private
+        except Exception as error:  # some are of private classes
             right = 'log in with `wandb login`, or set WANDB_MODE=offline'
             raise ValueError(f'--wandb={project}: {multihost.one_line(error)}; {right}') from None
         self._run.define_metric('*', step_metric='step')
@@ -336,17 +342,17 @@ class WandbWriter:
         self._run.log({'step': step, **numbers})
 
     def close(self) -> None:
-        """Waits until all is sent."""
+        """Waits until everything is sent."""
         self._run.finish()
 
 
 class WindowLog(contextlib.AbstractContextManager):
-    """Appends {"step": S, "windows": [numbers]} to windows-PROCESS.jsonl in the workdir.
+    """Logs the windows of each step: {"step": S, "windows": [numbers]}, S = 1 for the first step.
 
-    S is 1 for the first step. Every process makes one and logs the windows that it reads; those
-    that share batch rows log the same ones. A row is flushed before its step, so all rows of a
-    checkpoint's steps exist. Rows of steps after `first_step` and truncated ones are dropped first,
-    also those of processes that no longer exist.
+    Every process has its own file, windows-PROCESS.jsonl in the workdir, for the windows that it
+    reads; processes that share batch rows log the same windows. A row is flushed before its step,
+    so that a checkpoint has the rows of all its steps. Rows after `first_step` and truncated rows
+    are dropped first, in the files of all processes, which may have been more before.
     """
 
     def __init__(self, workdir: str | os.PathLike, first_step: int, process: int):
@@ -359,7 +365,7 @@ class WindowLog(contextlib.AbstractContextManager):
         self._file = open(path, 'a', encoding='utf-8')
 
     def write(self, step: int, windows: list[int]) -> None:
-        """Logs the windows of the step that ends as number `step`."""
+        """Logs the windows of step number `step`, which is 1 for the first step."""
         self._file.write(json.dumps({'step': step, 'windows': windows}) + '\n')
         self._file.flush()
 
@@ -368,7 +374,7 @@ class WindowLog(contextlib.AbstractContextManager):
 
 
 def read_windows(workdir: str | os.PathLike) -> dict[int, list[int]]:
-    """The sorted windows of each step, over all processes, without a truncated last line."""
+    """Reads the sorted windows of each step from the files of all processes."""
     steps = {}
     for rows in _window_rows(workdir).values():
         for row in rows:

@@ -1,6 +1,6 @@
-"""Several processes as one run: how they connect, agree on results and errors, and exit.
+"""Runs of several processes: how they connect, share results and errors, and exit.
 
-Process 0 is the leader: it alone prints, and writes the files that are not split over processes.
+Process 0 is the leader. Only the leader prints and writes files that are not split over processes.
 """
 
 import contextlib
@@ -24,21 +24,21 @@ ADDRESS, COUNT, INDEX = 'JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PRO
 LOCAL_DEVICES = 'JAX_LOCAL_DEVICE_IDS'
 SLURM_COUNT, SLURM_INDEX = 'SLURM_NTASKS', 'SLURM_PROCID'
 _SLURM_STEP = ('SLURM_JOB_ID', 'SLURM_STEP_NODELIST', SLURM_COUNT, SLURM_INDEX, 'SLURM_LOCALID')
-HEARTBEAT_SECONDS = 10  # without a heartbeat, after which a process counts as lost
-SHUTDOWN_SECONDS = 10  # that an exiting process waits for the others
+HEARTBEAT_SECONDS = 10  # a process without a heartbeat for this long counts as lost
+SHUTDOWN_SECONDS = 10  # an exiting process waits this long for the others
 LOST = 75  # exit status of a process that lost another one: EX_TEMPFAIL of sysexits.h
-# What Gloo, NCCL and JAX's coordination service report about a process that is gone.
+# Messages of Gloo, NCCL and JAX's coordination service about a process that is gone.
 _GONE = re.compile(
     'gloo|connection (reset|closed|refused)|socket closed|remote process exited|heartbeat|'
     'unhealthy|deadline_exceeded|timed out',
     re.IGNORECASE,
 )
-_CHUNK = 1024  # bytes; each length that is broadcast compiles its own program
-_LOOKS = 10  # for a file, a second apart: network file systems are slow to show a new one
+_CHUNK = 1024  # bytes; a broadcast compiles a program for each length, so lengths are rounded up
+_LOOKS = 10  # times to look for a file, once a second: network disks show new files late
 
 
 class RemoteError(ValueError):
-    """An error that another process raised and reports; this process exits without printing it."""
+    """An error of another process, which prints it; this process exits without printing it."""
 
     on_all_processes = reported_elsewhere = True
 
@@ -46,17 +46,17 @@ class RemoteError(ValueError):
 def initialize(saves: bool = False) -> None:
     """Connects this process to the others of its run, if there are any; call it before using JAX.
 
-    They are found by JAX_COORDINATOR_ADDRESS (HOST:PORT of process 0), JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID (from 0), or by a SLURM step of several tasks, unless JAX_NUM_PROCESSES=1. With
-    `saves`, SIGTERM is left to `PreemptionHandler`. Raises ValueError, one line, for a variable
-    that is missing or malformed.
+    The processes are described by JAX_COORDINATOR_ADDRESS (HOST:PORT of process 0),
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0), or by a SLURM step of several tasks;
+    JAX_NUM_PROCESSES=1 overrides SLURM. With `saves`, JAX catches SIGTERM for `PreemptionHandler`.
+    Raises ValueError, one line, if a variable is missing or malformed.
     """
     found = {name: os.environ[name] for name in (ADDRESS, COUNT, INDEX) if os.environ.get(name)}
     if found.get(COUNT) == '1':
         return
     devices = os.environ.get(LOCAL_DEVICES)
     if devices and not all(part.strip().isdecimal() for part in devices.split(',')):
-        raise ValueError(f'{LOCAL_DEVICES}={devices}: must be numbers of devices, such as 0,1')
+        raise ValueError(f'{LOCAL_DEVICES}={devices}: must be device numbers, such as 0,1')
     jax.config.update('jax_enable_preemption_service', saves)
     if found:
         address, count, index = _read_variables(found)
@@ -77,7 +77,7 @@ def _connect(method, **settings):
 
 
 def _silence_native_stdout():
-    """Keeps stdout for Python alone: Gloo prints a line there for each group of devices."""
+    """Hides what native code prints on stdout: Gloo prints a line for each group of devices."""
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), 'w', encoding=sys.stdout.encoding, buffering=1)
     with open(os.devnull, 'wb') as devnull:
@@ -107,25 +107,25 @@ def _read_number(name, minimum):
 
 
 def is_initialized() -> bool:
-    """Whether this process is one of several."""
+    """Returns whether this process is one of several."""
     return jax.distributed.is_initialized()
 
 
 def is_leader() -> bool:
-    """Whether this is process 0, which prints, logs and decides."""
+    """Returns whether this is process 0, which prints, logs and decides."""
     return jax.process_index() == 0
 
 
 def barrier(name: str) -> None:
-    """Returns once every process has called it with this name."""
+    """Waits until every process has called it with this name."""
     multihost_utils.sync_global_devices(name)
 
 
 def warm_up_collectives(mesh) -> None:
     """Runs one collective over every group of mesh axes; every process calls it.
 
-    Gloo gives up on a group if one process reaches its first collective 30 s after another, and
-    processes may compile for longer than that, or one may find its program in a cache.
+    Gloo drops a group if one process reaches its first collective 30 s after another. Compile times
+    can differ by more than that, since one process may find its program in a cache.
     """
     if jax.process_count() == 1:
         return
@@ -143,7 +143,7 @@ def warm_up_collectives(mesh) -> None:
 
 
 def exit_process(status: int, error: BaseException) -> NoReturn:
-    """Exits with `status`, at once unless all processes do: JAX would wait for the others."""
+    """Exits with `status`, at once unless all processes exit: JAX would wait for the others."""
     if is_initialized() and not getattr(error, 'on_all_processes', False):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -153,7 +153,7 @@ def exit_process(status: int, error: BaseException) -> NoReturn:
 
 @contextlib.contextmanager
 def exit_on_lost_process():
-    """Applies `exit_if_process_lost` to errors raised inside, before outer contexts clean up."""
+    """A context that applies `exit_if_process_lost` to errors before outer contexts clean up."""
     try:
         yield
     except Exception as error:
@@ -162,15 +162,15 @@ def exit_on_lost_process():
 
 
 def exit_if_process_lost(error: BaseException) -> None:
-    """Exits at once with status 75 and one line on stderr if `error` means a lost process.
+    """Exits at once with status 75 and one line on stderr if `error` comes from a lost process.
 
-    A normal exit would make JAX wait for the lost process and then abort. If a device hangs in a
-    collective, no Python error is raised: JAX's runtime aborts this process.
+    On a normal exit, JAX would wait for the lost process and then abort. If a device hangs in a
+    collective, there is no Python error: JAX's runtime aborts this process.
     """
     reason = _loss_reason(error)
     if reason is not None and is_initialized():
         line = f'lost another process of this run ({reason})'
-        # Not print, for speed: JAX's runtime may be about to abort this process for the same loss.
+        # Not `print`, for speed: JAX may be about to abort this process for the same reason.
         os.write(2, f'error: {line}; run the same command again, it resumes\n'.encode())
         os._exit(LOST)
 
@@ -184,10 +184,10 @@ def _loss_reason(error):
 
 
 def run_on_all(function: Callable[[], Any]) -> Any:
-    """Calls `function` on every process and returns its result here; an error is raised on all.
+    """Calls `function` on every process and returns its local result; all raise if one fails.
 
-    `function` must not wait for other processes: one that has failed would never come. Every
-    process calls this, and the functions below, in the same order.
+    `function` must not wait for other processes, since one of them may have failed. Every process
+    calls this, and the functions below, in the same order.
 
     Raises:
       RemoteError: if `function` failed first on another process, which raises the error itself.
@@ -216,13 +216,13 @@ def run_on_leader(function: Callable[[], Any]) -> Any:
 
 
 def broadcast_from_leader(function: Callable[[], Any]) -> Any:
-    """Like `run_on_leader`, but every process gets the result, which is made of JSON values."""
+    """Like `run_on_leader`, but every process gets the result, which consists of JSON values."""
     result = run_on_leader(function)
     return result if jax.process_count() == 1 else _broadcast(result, 0)
 
 
 def check_equal_on_all(values: dict) -> None:
-    """Raises ValueError if processes have different JSON values, naming the first difference."""
+    """Raises ValueError with the first difference if processes have different JSON values."""
     mine = traverse_util.flatten_dict(json.loads(json.dumps(values)), sep='.')
     leaders = broadcast_from_leader(lambda: mine)
 
@@ -237,7 +237,7 @@ def check_equal_on_all(values: dict) -> None:
 
 
 def check_shared_directory(path: pathlib.Path) -> None:
-    """Raises ValueError if a process does not find this file, which process 0 has written."""
+    """Raises ValueError if a process does not find a file that process 0 has written."""
     text = broadcast_from_leader(path.read_text)
 
     def compare():
@@ -245,7 +245,7 @@ def check_shared_directory(path: pathlib.Path) -> None:
             if path.exists() and path.read_text() == text:
                 return
             time.sleep(1)
-        right = 'must be one directory that all processes share'
+        right = 'must be a directory that all processes share'
         what = f'process {jax.process_index()} does not find the {path.name} of process 0'
         raise ValueError(f'--workdir={path.parent}: {what}; {right}')
 
@@ -253,7 +253,7 @@ def check_shared_directory(path: pathlib.Path) -> None:
 
 
 def one_line(error: BaseException | None) -> str:
-    """The message of an error, or the name of its class, in one line."""
+    """Returns the message of an error, or the name of its class, in one line."""
     return ' '.join(str(error).split()) or type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules, by name; the predictor's gradients are clipped apart."""
+"""Optimizers and learning-rate schedules, by name."""
 
 import fnmatch
 
@@ -11,8 +11,8 @@ from moddepth_jax.hparams.registry import OPTIMIZERS, SCHEDULES
 from moddepth_jax.model.adapters import ADAPTER
 from moddepth_jax.model.sharding import axis_names, matrix_sides
 
-# A schedule is called with the peak, the final rate, the steps after the warm-up, and the share of
-# these in which it may decay; an optimizer with its schedule and the OptimizerHparams.
+# A schedule takes the peak rate, the final rate, the number of steps after the warm-up, and the
+# fraction of these in which it decays. An optimizer takes its schedule and the OptimizerHparams.
 
 
 @SCHEDULES.register('cosine')
@@ -35,9 +35,10 @@ def _wsd(peak, end, steps, decay_fraction):
 
 
 def learning_rate_schedule(hparams: Hparams, num_steps: int):
-    """The schedule from step to learning rate: linear warm-up from 0, then `optimizer.schedule`.
+    """Returns the function from step to learning rate.
 
-    The last of `num_steps` steps has the final rate.
+    The rate rises linearly from 0, then follows `optimizer.schedule`; the last of `num_steps` steps
+    has the final rate.
     """
     optimizer = hparams.optimizer
     last, peak = max(1, num_steps - 1), optimizer.learning_rate
@@ -66,18 +67,17 @@ def _outside_predictor(params):
 
 
 def trunk_norm(gradients):
-    """Global norm of all gradients except the predictor's, by which the trunk is clipped."""
+    """Returns the global norm of all gradients except the predictor's, which clips the trunk."""
     outside = jax.tree.leaves(_outside_predictor(gradients))
     leaves = zip(outside, jax.tree.leaves(gradients), strict=True)
     return optax.tree.norm([leaf for is_outside, leaf in leaves if is_outside])
 
 
 def _muon_axes(params):
-    """For each matrix of a block the axes that it sums over and those of its result; else None.
+    """Returns the input and output axes of each matrix of a block; None for other parameters.
 
-    None also for adapters, whose narrow matrices Adam updates.
-
-    Leaves are stacked over layers, and over experts: these axes are a batch of matrices.
+    It is also None for adapters, whose narrow matrices Adam updates. Leaves are stacked over layers
+    and experts; these axes are a batch of matrices.
     """
 
     def axes(path, leaf):
@@ -94,7 +94,7 @@ def _muon_axes(params):
 
 
 def _decayed(optimizer):
-    """The mask of weight decay: matrices, not norms, biases or the router's vector."""
+    """Returns the mask of weight decay: matrices, but not norms, biases or the router's vector."""
     names = {'kernel', 'embedding'} if optimizer.decay_embeddings else {'kernel'}
     return lambda params: _mask(params, lambda keys: not names.isdisjoint(keys))
 
@@ -123,9 +123,10 @@ def _lion(rate, optimizer):
 
 @OPTIMIZERS.register('muon')
 def _muon(rate, optimizer):
-    """Matrices of the blocks by Muon, all others by Adam, with Nesterov momentum and no decay.
+    """Muon for the matrices of the blocks; Adam with Nesterov momentum, without decay, for others.
 
-    Updates have the size of AdamW's, so that its learning rates serve (arXiv 2502.16982, eq. 4).
+    Updates are scaled to the size of AdamW's, so that its learning rates fit (arXiv 2502.16982,
+    eq. 4).
     """
     return contrib.muon(
         rate,
@@ -140,7 +141,7 @@ def _muon(rate, optimizer):
 
 
 def _scale_rates(factors):
-    """Times the factor of the first glob that fits the name of a parameter: step and decay."""
+    """Scales each update, decay included, by the factor of the first glob that fits its name."""
 
     def scale(path, update):
         name = jax.tree_util.keystr(path, simple=True, separator='/')
@@ -151,10 +152,10 @@ def _scale_rates(factors):
 
 
 def make_optimizer(hparams: Hparams, num_steps: int) -> optax.GradientTransformation:
-    """The transformation that `train_step` applies.
+    """Returns the optimizer that `train_step` applies.
 
-    The gradients of the trunk and of the predictor are clipped by separate global norms: with one
-    norm for both, the predictor's loss would scale the trunk's step.
+    The gradients of the trunk and of the predictor are clipped by separate global norms. With a
+    common norm, the predictor's loss would scale the trunk's step.
     """
     optimizer = hparams.optimizer
     clips = []

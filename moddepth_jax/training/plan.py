@@ -1,4 +1,4 @@
-"""The plan of a run, made before anything is compiled or written: stages, steps, data, mesh."""
+"""Plans a run before anything is compiled or written: its stages, steps, data and mesh."""
 
 import dataclasses
 import functools
@@ -23,10 +23,10 @@ from moddepth_jax.training.trainable import check_trainable
 def prepare_run(
     hparams: Hparams, mesh_spec: str, workdir: str | os.PathLike | None = None
 ) -> tuple[int, Dataset, jax.sharding.Mesh]:
-    """Returns the number of steps, the dataset and the mesh of a run, after all checks.
+    """Checks a run and returns its number of steps, dataset and mesh.
 
-    A tokenizer that is stored in `workdir` precedes `data.tokenizer`. Raises ValueError, one line,
-    for a budget, corpus, tokenizer, vocabulary, dtype or mesh that does not fit.
+    A tokenizer stored in `workdir` takes precedence over `data.tokenizer`. Raises ValueError, one
+    line, for a budget, corpus, tokenizer, vocabulary, dtype or mesh that does not fit.
     """
     num_steps = resolve_steps(hparams)
     tokenizer = tokenizer_of(hparams.data, workdir)
@@ -46,12 +46,12 @@ def check_vocabulary(hparams: Hparams, tokenizer: Tokenizer):
     if hparams.model.vocab_size < tokenizer.vocab_size:
         raise ValueError(
             f'model.vocab_size={hparams.model.vocab_size}: must be at least '
-            f'{tokenizer.vocab_size}, the ids of data.tokenizer={hparams.data.tokenizer!r}'
+            f'{tokenizer.vocab_size}, the size of data.tokenizer={hparams.data.tokenizer!r}'
         )
 
 
 def stage_starts(hparams: Hparams, num_steps: int) -> list[tuple[int, Stage]]:
-    """(first step, stage) in order, without those too short for a step, or after the last."""
+    """Returns (first step, stage) of each stage in order; a stage without a step is left out."""
     starts, steps = {}, hparams.steps_of_shares(num_steps)
     for stage in hparams.stages:
         starts[min(round(stage.begins * steps), max(0, steps - 1))] = stage
@@ -59,28 +59,28 @@ def stage_starts(hparams: Hparams, num_steps: int) -> list[tuple[int, Stage]]:
 
 
 def stage_at(hparams: Hparams, num_steps: int, step: int) -> Stage:
-    """The stage that trains step `step`, from 0; after the last step, the last stage."""
+    """Returns the stage of step `step`, counted from 0; after the last step, the last stage."""
     step = max(step, 0)
     return [stage for first, stage in stage_starts(hparams, num_steps) if first <= step][-1]
 
 
 def loops_at(hparams: Hparams, num_steps: int, step: int) -> int:
-    """The loops of the model in step `step`, drawn from `training.loops`; 0: those of the model."""
+    """Returns the number of loops drawn for `step` from `training.loops`; 0 if that is empty."""
     counts = hparams.training.loops
     return counts[_draws(hparams.seed, len(counts), num_steps)[step]] if counts else 0
 
 
 @functools.lru_cache(maxsize=4)
 def _draws(seed, num_choices, num_steps):
-    """An index below `num_choices` of each step, the same in a longer run."""
+    """Draws an index below `num_choices` for each step; a longer run begins with the same ones."""
     uniform = np.random.default_rng([seed, 24]).random(num_steps)
     return (num_choices * uniform).astype(int)
 
 
 def run_flops(hparams: Hparams, num_steps: int, steps_done: int | None = None) -> float:
-    """Counted FLOPs of the first `steps_done` steps (None: all) of a run of `num_steps`."""
+    """Returns the counted FLOPs of the first `steps_done` (None: all) of `num_steps` steps."""
     done = num_steps if steps_done is None else steps_done
-    if counts := hparams.training.loops:  # of models of one stage
+    if counts := hparams.training.loops:  # these runs have a single stage
         drawn = np.bincount(_draws(hparams.seed, len(counts), num_steps)[:done])
         each = [step_flops(hparams, loops=loops) for loops in counts]
         return float(sum(n * cost for n, cost in zip(drawn, each, strict=False)))
@@ -92,9 +92,9 @@ def run_flops(hparams: Hparams, num_steps: int, steps_done: int | None = None) -
 
 
 def resolve_steps(hparams: Hparams) -> int:
-    """Steps of a run: as many as `flop_budget` pays for, or `training.num_steps` without a budget.
+    """Returns the number of steps that `flop_budget` pays for; without it, `training.num_steps`.
 
-    Raises ValueError for a budget below the cost of one step, or for 2^31 steps and more.
+    Raises ValueError for a budget below the cost of one step, or for 2^31 steps or more.
     """
     if not hparams.flop_budget:
         return hparams.training.num_steps
@@ -113,9 +113,9 @@ def resolve_steps(hparams: Hparams) -> int:
     if begun and (rest := hparams.flop_budget - run_flops(hparams, begun)) > 0:
         num_steps = begun + int(rest / costs[-1])
     if num_steps >= 2**31:
-        right = 'must be below 2**31 of them; take a larger model or batch'
-        raise ValueError(f'flop_budget={hparams.flop_budget:g}: {num_steps} steps, {right}')
-    # Stages begin at whole steps, so the mean is only approximate.
+        right = 'must pay for fewer than 2**31; use a larger model or batch'
+        raise ValueError(f'flop_budget={hparams.flop_budget:g}: {num_steps} steps; {right}')
+    # The estimate is close but not exact, because stages begin at whole steps.
     while num_steps > 1 and run_flops(hparams, num_steps) > hparams.flop_budget:
         num_steps -= 1
     while run_flops(hparams, num_steps + 1) <= hparams.flop_budget:
@@ -124,10 +124,10 @@ def resolve_steps(hparams: Hparams) -> int:
 
 
 def plan_extension(hparams: Hparams, workdir: str | os.PathLike) -> tuple[Hparams, int]:
-    """The hyper-parameters with which the run in `workdir` goes on, and its steps planned before.
+    """Returns the hyper-parameters to resume the run in `workdir` with, and its planned steps.
 
-    If they have more or fewer steps, or had at an earlier start, `training.extended_from` is set. A
-    run without a step in a checkpoint begins anew, with 0 steps planned before.
+    `training.extended_from` is set if the number of steps changes now, or did at an earlier start.
+    A run without a checkpoint after step 0 starts again: its planned steps are 0.
     """
     workdir = pathlib.Path(workdir)
     if not checkpoint_steps(workdir):
@@ -143,18 +143,29 @@ def plan_extension(hparams: Hparams, workdir: str | os.PathLike) -> tuple[Hparam
 
 
 def check_not_done(hparams: Hparams, num_steps: int, before: int, workdir: str | os.PathLike):
-    """Raises ValueError, one line, if a run of `before` steps has done the new `num_steps`."""
+    """Raises ValueError, one line, if the run is shortened to steps that are already done.
+
+    `before` is the number of steps that was planned before, `num_steps` the new one.
+    """
     if num_steps < before and num_steps <= (done := max(checkpoint_steps(workdir))):
         knob = f'training.num_steps={num_steps}'
         if hparams.flop_budget:
             knob = f'flop_budget={hparams.flop_budget:g}: pays for {num_steps} steps'
-        right = f'{before} resume it, more extend it, and launch.convert --branch begins a shorter '
-        right += f'run at an earlier step than its {done}'
+        right = f'{before} resumes it, more extends it; for a shorter run, launch.convert --branch '
+        right += f'starts one from an earlier step than {done}'
         raise ValueError(f'{knob}: the run in --workdir has {before} steps; {right}')
 
 
 def describe_extension(hparams: Hparams, num_steps: int, step: int, skipped: int, stored: dict):
-    """The line on a run of `num_steps` whose checkpoint `step` has `stored`, with other steps."""
+    """Returns a line for the user about a run that resumes with another number of steps.
+
+    Args:
+      hparams: hyper-parameters of the run.
+      num_steps: the new number of steps.
+      step: the step of the checkpoint.
+      skipped: the steps that were skipped up to there.
+      stored: metadata of the checkpoint.
+    """
     schedule, old = hparams.optimizer.schedule, stored.get('learning_rate')
     new = float(learning_rate_schedule(hparams, num_steps)(step - skipped))
     how = 'extended' if stored['num_steps'] < num_steps else 'shortened'

@@ -1,4 +1,4 @@
-"""Stop signals: noticed at once, obeyed after the current step."""
+"""Stop signals, after which a run finishes its step and saves a checkpoint."""
 
 import os
 import signal
@@ -11,14 +11,17 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class PreemptionHandler:
-    """Context manager in which `signal_name` is the first stop signal received, or None.
+    """Context manager that catches SIGTERM, SIGINT (Ctrl-C) and SIGUSR1.
 
-    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 print one line on stderr; the caller asks `should_stop`
-    between steps. A second SIGINT raises KeyboardInterrupt. The previous handlers return on exit.
-    Outside Python's main thread, which alone handles signals, this changes nothing.
+    Each signal prints one line on stderr. The caller asks `should_stop` after each step. A second
+    SIGINT raises KeyboardInterrupt. On exit, the previous handlers are restored. Python handles
+    signals in the main thread only, so in another thread this installs no handler.
 
-    In a run of several processes JAX listens for SIGTERM and agrees on a step after which all of
-    them stop. Handlers of ours would disable that, so none is installed.
+    With several processes, JAX catches SIGTERM and agrees on a step after which all of them stop.
+    Handlers of our own would disable that, so none are installed.
+
+    Attributes:
+      signal_name: name of the first stop signal, or None.
     """
 
     def __init__(self):
@@ -40,7 +43,7 @@ class PreemptionHandler:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX's handler would swallow it
 
     def should_stop(self, step: int) -> bool:
-        """Whether to stop after `step` steps; every process calls it after each step."""
+        """Returns whether to stop after `step` steps; every process calls this after each step."""
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
             self.signal_name = 'SIGTERM'
         return self.signal_name is not None
@@ -55,6 +58,6 @@ class PreemptionHandler:
         if number == signal.SIGINT:
             line += ' (Ctrl-C again: stop at once, unsaved)'
         if self.signal_name is None or number == signal.SIGINT:
-            # Not print: a handler may interrupt a write to the same stream, which would raise.
+            # Not `print`, which raises if the handler interrupted a write to the same stream.
             os.write(2, f'{line}\n'.encode())
         self.signal_name = self.signal_name or name

@@ -1,4 +1,4 @@
-"""A trace of some steps of a run on the host and every device."""
+"""Traces some steps of a run, on the host and on every device."""
 
 import contextlib
 import pathlib
@@ -10,7 +10,7 @@ PROFILE_DIRECTORY = 'profile'
 
 
 def check_profiled(steps: tuple[int, int] | None, num_steps: int, first_step: int = 0):
-    """Raises ValueError, one line, if none of `steps` is left after `first_step`."""
+    """Raises ValueError, one line, if no step of (first, last) remains after `first_step`."""
     if steps is not None and not (first_step < steps[1] and steps[0] < num_steps):
         done = f', {first_step} of which are done' if first_step else ''
         found = f'this run has {num_steps} steps{done}'
@@ -19,10 +19,10 @@ def check_profiled(steps: tuple[int, int] | None, num_steps: int, first_step: in
 
 
 class Profile(contextlib.AbstractContextManager):
-    """Traces the steps after `first` and up to `last` into `profile/` of a run.
+    """Traces the steps after `first` and up to `last` into `profile/` in the directory of a run.
 
-    Each process traces itself; a run that stops or fails between them keeps what was traced. Raises
-    ValueError as `check_profiled`.
+    Each process traces itself. A run that stops or fails meanwhile keeps the trace so far. Raises
+    ValueError like `check_profiled`.
     """
 
     def __init__(self, workdir, steps: tuple[int, int] | None, num_steps: int, first_step: int):
@@ -34,11 +34,11 @@ class Profile(contextlib.AbstractContextManager):
         check_profiled(steps, num_steps, first_step)
 
     def begins(self, step: int) -> bool:
-        """Whether the trace starts when `step` steps are done."""
+        """Returns whether to start the trace when `step` steps are done."""
         return not self._tracing and self.first <= step < self.last
 
     def ends(self, step: int) -> bool:
-        """Whether the trace ends when `step` steps are done."""
+        """Returns whether to end the trace when `step` steps are done."""
         return self._tracing and step >= self.last
 
     def start(self):

@@ -1,4 +1,4 @@
-"""What the user sees of a run: a live line on a terminal, a sparse table in a log; its rates."""
+"""Progress of a run for the user: a live line on a terminal, or a sparse table in a log."""
 
 import contextlib
 import math
@@ -10,10 +10,10 @@ import rich.table
 import rich.text
 
 PLAIN_FIRST_ROWS = 3  # printed at once, so that a log soon shows whether the run is sound
-PLAIN_FRACTION = 0.05  # of the run's steps between later rows
-PLAIN_SECONDS = 60.0  # or this long between them, whichever comes first
+PLAIN_FRACTION = 0.05  # later rows follow after this fraction of the steps
+PLAIN_SECONDS = 60.0  # or after this time, whichever comes first
 
-# Widths. A column that a run has no value for is left out.
+# Widths of the columns; a column without a value is left out.
 _COLUMNS = {'step': 13, 'loss': 8, 'bits/byte': 9, 'tokens/s': 8, 'FLOP/s': 8, 'MFU': 6}
 _COLUMNS |= {'memory': 8, 'ETA': 8}
 _SPANS = ((86400, 'd', 3600, 'h'), (3600, 'h', 60, 'm'), (60, 'm', 1, 's'))
@@ -21,7 +21,7 @@ _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) n
 
 
 def format_count(value: float) -> str:
-    """Three digits and a unit of thousands: 1.23e12 is '1.23T'; 'n/a' if it is not finite."""
+    """Formats a number with three digits and a unit: '1.23T' for 1.23e12; 'n/a' if not finite."""
     if not math.isfinite(value):
         return 'n/a'
     for power, unit in enumerate(('', 'k', 'M', 'G', 'T', 'P', 'E')):
@@ -35,7 +35,7 @@ def format_count(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """The two largest units: 3723 is '1h 02m'; 'n/a' if it is not finite."""
+    """Formats a duration with its two largest units: '1h 02m' for 3723; 'n/a' if not finite."""
     if not math.isfinite(seconds):
         return 'n/a'
     seconds = max(0, round(seconds))
@@ -46,7 +46,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` without control characters other than line ends and tabs: a terminal obeys them."""
+    """Removes control characters, which a terminal would obey, except line ends and tabs."""
     return text.translate(_CONTROL)
 
 
@@ -82,9 +82,10 @@ class Progress:
             self._task = self._bar.add_task(start, total=total_steps, completed=first_step)
 
     def update(self, step: int, values: dict) -> None:
-        """Shows that `step` steps are done: loss (nats), bits_per_byte and rates of `values`.
+        """Shows that `step` steps are done.
 
-        Also, if it has them, mfu and peak_memory_bytes.
+        `values` has `loss` (nats), `bits_per_byte`, `tokens_per_second` and `flops_per_second`,
+        and may have `mfu` and `peak_memory_bytes`.
         """
         steps_per_second = values['tokens_per_second'] / self._tokens
         remaining = (self._total - step) / steps_per_second if steps_per_second > 0 else math.nan
@@ -116,7 +117,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Prints `text` literally, without control characters; on a terminal, above the bar."""
-        # A Text, since a str would have its [brackets] read as markup.
+        # Rich would read [brackets] in a str as markup, but not in a Text.
         line = rich.text.Text(printable(text))
         self._console.print(line, soft_wrap=True, highlight=False)
 
@@ -135,35 +136,35 @@ class Progress:
 
 
 class Stopwatch:
-    """Wall-clock time of steps, without what happens inside `pause`, such as evaluations.
+    """Wall-clock time of the steps of a run, without pauses such as evaluations.
 
     Attributes:
-      steps: since the last call of `rates`; the caller counts them.
+      steps: steps since the last call of `rates`; the caller counts them.
     """
 
-    def __init__(self):
-        self._begin = time.monotonic()
-        self._total = self._waited = self._window = 0.0
+    def __init__(self, seconds: float = 0.0):
+        self._begin, self._total = time.monotonic(), seconds
+        self._waited = self._window = 0.0
         self.steps = 0
 
     @contextlib.contextmanager
     def waiting_for_data(self):
-        """Time inside counts as waiting for data."""
+        """A context whose time counts as waiting for data."""
         begin = time.monotonic()
         yield
         self._waited += time.monotonic() - begin
 
     @contextlib.contextmanager
     def pause(self):
-        """Time inside does not count."""
+        """A context whose time does not count."""
         self.seconds()
         yield
         self._begin = time.monotonic()
 
     def rates(self, tokens_per_step: float, flops: float) -> dict[str, float]:
-        """`tokens_per_second`, `flops_per_second` and `data_wait_fraction` since the last call.
+        """Returns `tokens_per_second`, `flops_per_second` and `data_wait_fraction`.
 
-        `flops` are those of all steps since.
+        All three are means since the last call, in which the steps computed `flops` in total.
         """
         self.seconds()
         seconds = max(self._window, 1e-9)
@@ -176,7 +177,7 @@ class Stopwatch:
         return rates
 
     def seconds(self) -> float:
-        """Stepping time since the start."""
+        """Returns the time of the steps so far, plus the seconds of earlier starts of the run."""
         now = time.monotonic()
         self._total += now - self._begin
         self._window += now - self._begin

@@ -1,4 +1,4 @@
-"""The directory of one run: its config, its lock and its tokenizer."""
+"""The directory of a run: its config, its config file and its tokenizer."""
 
 import importlib.util
 import json
@@ -21,9 +21,9 @@ from moddepth_jax.training.manifest import MANIFEST_FILE
 
 CONFIG_FILE = 'config.json'
 SUMMARY_FILE = 'summary.json'  # a finished run has one
-SOURCE_FILE = 'config.py'  # the file of --config, which may define what the config names
+SOURCE_FILE = 'config.py'  # copy of the --config file, which may define what the config names
 SCHEMA_VERSION = 1
-# Knobs that were added later, with the values that keep the behavior of runs that lack them.
+# Knobs that were added later, with the values that keep the behavior of older runs.
 OLDER_RUNS = {
     'model.across_documents': False,
     'model.routing.part': 'block',
@@ -103,29 +103,39 @@ OLDER_RUNS = {
     'training.extended_from': 0,
 }
 
-_NEWER = 'a newer version wrote it, and can resume this run, or it was edited'
+_NEWER = 'it was edited, or a newer version wrote it, which can resume this run'
 _WRITABLE = 'must be a directory that can be written'
 
 
 def temporary_files(names: set[str], file: str) -> set[str]:
-    """Those of `names` that a killed `write_atomically` may have left of `file`."""
+    """Returns those of `names` that a killed `write_atomically` may have left behind of `file`."""
     return {name for name in names if name.startswith(f'{file}.') and name.endswith('.tmp')}
 
 
 def open_workdir(
     path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()
 ) -> list[str]:
-    """Makes `path` the directory of a run of `config`, or checks that it already is.
+    """Makes `path` the directory of a run of `config`, or checks that it is one already.
 
-    A new or empty directory gets `config.json`, an existing one is not changed. A run then calls
-    `lock_directory` and `update_config`. Fields or groups of the dotted names `volatile` may differ
-    from the stored config. Returns lines for the user, as `read_config`. Raises ValueError, one
-    line, nothing written, if `path` is a file, holds something else, belongs to a running run, or
-    to another config (the first field that differs is named with both values).
+    A new or empty directory gets `config.json`; an existing run is not changed. The caller then
+    uses `lock_directory` and `update_config`.
+
+    Args:
+      path: directory of the run.
+      config: config of the run, as nested dicts.
+      volatile: dotted names of fields or groups that may differ from the stored config.
+
+    Returns:
+      Lines for the user, like `read_config`.
+
+    Raises:
+      ValueError: one line, before anything is written, if `path` is a file, holds something else,
+        or belongs to a running run or to another config. The message has the first field that
+        differs, with both values.
     """
     path = pathlib.Path(path)
     right = 'use another --workdir'
-    if re.search('[\x00-\x1f\x7f-\x9f\ud800-\udfff]', str(path)):  # no line could print these
+    if re.search('[\x00-\x1f\x7f-\x9f\ud800-\udfff]', str(path)):  # cannot be printed in a line
         right = 'must be text without line ends and other control characters'
         raise ValueError(f'--workdir={str(path)!r}: {right}')
     if path.exists() and not path.is_dir():
@@ -135,7 +145,7 @@ def open_workdir(
         # A run that was killed before it wrote its config may have left these.
         others = sorted(names - {LOCK_FILE} - temporary_files(names, CONFIG_FILE))
         if others:
-            found = f'holds {others[0]!r} but no {CONFIG_FILE}, so it is no directory of a run'
+            found = f'has {others[0]!r} but no {CONFIG_FILE}, so it is not the directory of a run'
             raise ValueError(f'--workdir={path}: {found}; {right}')
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -148,9 +158,9 @@ def open_workdir(
 
 
 def update_config(path: str | os.PathLike, config: dict, extended: list | None = None) -> None:
-    """Writes `config`, which `open_workdir` accepted, to config.json; the caller holds the lock.
+    """Writes a `config` that `open_workdir` accepted to config.json; the caller holds the lock.
 
-    `extended` lists {step, num_steps} of each extension of the run.
+    `extended` has {step, num_steps} of each extension of the run.
     """
     content = {'schema_version': SCHEMA_VERSION, 'config': config}
     content |= {'extended': extended} if extended else {}
@@ -163,12 +173,12 @@ def update_config(path: str | os.PathLike, config: dict, extended: list | None =
 def check_config(
     path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()
 ) -> list[str]:
-    """Raises ValueError, one line, if `path` holds no run of `config`; see `open_workdir`."""
+    """Raises ValueError, one line, if `path` is not a run of `config`; see `open_workdir`."""
 
     def may_differ(name):
         return any(f'{name}.'.startswith(f'{field}.') for field in volatile)
 
-    from flax import traverse_util  # imports JAX, which a wrong config need not wait for
+    from flax import traverse_util  # imports JAX, which is slow; errors come before it
 
     stored, added = _read_config(path)
     stored, wanted = (
@@ -184,26 +194,26 @@ def check_config(
 
 
 def read_config(path: str | os.PathLike) -> tuple[dict, list[str]]:
-    """The config stored in the directory of a run, as nested dicts of JSON values, and notes.
+    """Reads the config of a run, as nested dicts of JSON values, and lines for the user.
 
-    A knob that was added after the run gets its value of `OLDER_RUNS`; a line for the user names
-    these knobs, if any. Raises ValueError, one line, without a config.json that can be read.
+    A knob that was added after the run gets its value in `OLDER_RUNS`, and a line lists these
+    knobs. Raises ValueError, one line, if there is no readable config.json.
     """
     config, added = _read_config(path)
     return config, _note(path, added)
 
 
 def checkpoint_steps(path: str | os.PathLike, first: int = 1) -> list[int]:
-    """Steps from `first` on after which the run in `path` has a finished checkpoint, ascending."""
+    """Returns the steps of the finished checkpoints of a run, from `first` on, ascending."""
     manifests = pathlib.Path(path).glob(f'checkpoints/*/{MANIFEST_FILE}')
     names = [file.parent.name for file in manifests]
     return sorted(step for step in map(int, filter(str.isdecimal, names)) if step >= first)
 
 
 def read_hparams(workdir: str | os.PathLike) -> tuple[Hparams, list[str]]:
-    """The hyper-parameters of a run, and lines for the user about knobs that an older one lacked.
+    """Reads the hyper-parameters of a run, and lines for the user, like `read_config`.
 
-    Raises ValueError, one line, without a run, or for a config that this version cannot read.
+    Raises ValueError, one line, if there is no run, or if this version cannot read its config.
     """
     workdir = pathlib.Path(workdir)
     config, notes = read_config(workdir)
@@ -214,13 +224,13 @@ def read_hparams(workdir: str | os.PathLike) -> tuple[Hparams, list[str]]:
 
 
 def missing_step(path: str | os.PathLike, step: int, found: str = '', first: int = 0) -> str:
-    """The line on --step without a checkpoint from `first` on, of which `found` says more."""
+    """Returns the error for a --step without a checkpoint; `found` adds what is wrong with it."""
     steps = ', '.join(map(str, checkpoint_steps(path, first))) or 'none'
     return f'--step={step}: no checkpoint of {path}{found}; steps kept: {steps}'
 
 
 def read_finished(path: str | os.PathLike) -> dict:
-    """The config of a run that has ended. Raises ValueError, one line, without one."""
+    """Reads the config of a finished run; raises ValueError, one line, for anything else."""
     try:
         config, _ = read_config(path)
     except ValueError as error:
@@ -233,14 +243,14 @@ def read_finished(path: str | os.PathLike) -> dict:
 
 
 def check_writable(folder: pathlib.Path):
-    """Raises ValueError, one line, for what is there and no directory that can be written."""
+    """Raises ValueError, one line, if `folder` exists but is not a writable directory."""
     usable = folder.is_dir() and os.access(folder, os.R_OK | os.W_OK | os.X_OK)
     if os.path.lexists(folder) and not usable:
         raise ValueError(f'{folder}: {_WRITABLE}')
 
 
 def save_source(path: str | os.PathLike, source: str | os.PathLike | None):
-    """Copies the file of --config into the directory of a run; None: there is none to keep."""
+    """Copies the --config file into the directory of a run; with None there is no such file."""
     if source is not None:
         text = pathlib.Path(source).read_text(encoding='utf-8')
         file = pathlib.Path(path) / SOURCE_FILE
@@ -249,10 +259,10 @@ def save_source(path: str | os.PathLike, source: str | os.PathLike | None):
 
 
 def build_stored(path: str | os.PathLike, config: dict) -> Hparams:
-    """`from_config` of the config of a run, which may name a router of its own config file.
+    """Builds the hyper-parameters of a run, which may use a router that its config file defines.
 
-    If the config is refused, the file that the run kept is imported first. Raises ValueError of one
-    line if the config is refused then too, or if the file cannot be imported.
+    If `from_config` refuses the config, the run's copy of the config file is imported, and then it
+    is tried again. Raises ValueError, one line, if that fails, too, or if the import fails.
     """
     try:
         return from_config(config)
@@ -272,12 +282,12 @@ def build_stored(path: str | os.PathLike, config: dict) -> Hparams:
 
 def _note(path, added):
     knobs = ', '.join(f'{name}={value!r}' for name, value in added.items())
-    what = 'older than these knobs, which take the values that keep its behavior'
+    what = 'older than these knobs, which get the values that keep its behavior'
     return [f'{pathlib.Path(path) / CONFIG_FILE}: {what}: {knobs}'] if added else []
 
 
 def _meant(path):
-    """The end of an error message: the run around `path`, those in it, or one of a similar name."""
+    """Suggests a run for an error message: one above `path`, below it, or with a similar name."""
     for folder in path.parents:
         if (folder / CONFIG_FILE).is_file():
             return f'; did you mean {folder}?'
@@ -289,9 +299,9 @@ def _meant(path):
 
 
 def _read_config(path):
-    """Returns the config, and the values of the added knobs by dotted name."""
+    """Returns the config, and {dotted name: value} of the knobs that it lacked."""
     file = pathlib.Path(path) / CONFIG_FILE
-    right = f'{CONFIG_FILE} must be what launch.train wrote'
+    right = f'{CONFIG_FILE} must be as launch.train wrote it'
     stored = read_json(file, right, {'schema_version': int, 'config': dict})
     if stored is None:
         right = f'must be the directory of a run of launch.train{_meant(pathlib.Path(path))}'
@@ -303,7 +313,7 @@ def _read_config(path):
         raise ValueError(f'{file}: {name}={value!r}: no such knob; {_NEWER}')
     model, added = config.get('model'), {}
     if isinstance(model, dict) and 'routing' in model:
-        for group in ('depth', 'experts', 'adapters'):  # were added after the group routing
+        for group in ('depth', 'experts', 'adapters'):  # added after the group routing
             model.setdefault(group, {})
     for name, value in OLDER_RUNS.items():
         *groups, knob = name.split('.')
@@ -316,10 +326,11 @@ def _read_config(path):
 
 
 def save_tokenizer(workdir: str | os.PathLike, hparams: Hparams, tokenizer: Tokenizer) -> None:
-    """Writes workdir/tokenizer/, so that the run needs no other file later; bytes need none.
+    """Saves the tokenizer to workdir/tokenizer/, so that the run needs no other file later.
 
-    The caller holds the lock of `workdir`. A kill at any moment leaves a complete folder or none.
-    Raises ValueError, one line, if the folder holds another tokenizer or cannot be written.
+    The byte tokenizer needs no file. The caller holds the lock of `workdir`. After a kill at any
+    moment there is a complete folder or none. Raises ValueError, one line, if the folder has
+    another tokenizer or cannot be written.
     """
     if hparams.data.tokenizer == 'bytes':
         return
@@ -327,9 +338,10 @@ def save_tokenizer(workdir: str | os.PathLike, hparams: Hparams, tokenizer: Toke
     if folder.exists():
         stored = make_tokenizer(folder)
         if stored.sha256 != tokenizer.sha256:
-            right = 'put back the one that the run began with, or use another --workdir'
-            found = f'holds {stored.name}, sha256 {stored.sha256}, and the run has {tokenizer.name}'
-            raise ValueError(f'{folder}: {found}, {tokenizer.sha256}; {right}')
+            right = 'restore the one that the run began with, or use another --workdir'
+            found = f'has {stored.name}, sha256 {stored.sha256}'
+            now = f'the run has {tokenizer.name}, sha256 {tokenizer.sha256}'
+            raise ValueError(f'{folder}: {found}, but {now}; {right}')
         return
     try:
         save_atomically(tokenizer, folder)

@@ -1,4 +1,4 @@
-"""A run as its directory stores it: hyper-parameters and newest good checkpoint, read-only."""
+"""Reads a saved run: its hyper-parameters and its newest good checkpoint."""
 
 import dataclasses
 import functools
@@ -20,14 +20,19 @@ from moddepth_jax.training.run_dir import missing_step, read_hparams
 from moddepth_jax.training.teacher import Teacher
 from moddepth_jax.training.train_step import TrainState, init_state
 
-MAX_READS = 10  # if a running run removes, each time, the checkpoint that is being read
+MAX_READS = 10  # attempts, while a running run removes the checkpoint that is being read
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedRun:
-    """A run at its newest good checkpoint, after `step` of `num_steps`; `load_run` returns it.
+    """A run at its newest good checkpoint; the result of `load_run`.
 
-    `fingerprint` is that of its data, `notes` are lines for the user.
+    Attributes:
+      hparams: hyper-parameters of the run.
+      state: TrainState of the checkpoint.
+      step, num_steps: steps done, and steps of the whole run.
+      fingerprint: fingerprint of the data.
+      notes: lines for the user.
     """
 
     hparams: Hparams
@@ -38,10 +43,10 @@ class SavedRun:
     notes: tuple[str, ...]
 
     def with_loops(self, loops: int) -> 'SavedRun':
-        """The run with another number of loops, without averages, which are those of each loop.
+        """Returns the run with another number of loops, without averages, which belong to loops.
 
-        Raises ValueError if no block is looped, if the model is causal by its averages alone, if
-        its parameters are made for so many loops, or if a loop would lack norms or an embedding.
+        Raises ValueError if no block is looped, if the causal rule needs the averages, if the
+        parameters fit one number of loops only, or if a loop would lack norms or an embedding.
         """
         model = self.hparams.model
         if loops == model.loops:
@@ -49,22 +54,22 @@ class SavedRun:
         if not model.looped:
             raise ValueError(f'--loops={loops}: no block of this run is looped')
         if causal_routing(self.hparams) == 'threshold':
-            right = f'must be {model.loops}: thresholds are averages of scores of each loop'
-            raise ValueError(f'--loops={loops}: {right} in training')
-        sized = [f'the {model.depth.stream} stream has weights'] * (
-            model.depth.stream_class.sized_by_depth
-        ) + ['there are routers'] * model.routing.routes_loops
-        if sized:
-            right = f'must be {model.loops}: {sized[0]} for so many'
+            right = f'must be {model.loops}: each loop has its own thresholds from training'
+            raise ValueError(f'--loops={loops}: {right}')
+        if model.depth.stream_class.sized_by_depth:
+            right = f'must be {model.loops}: the {model.depth.stream} stream has weights for each'
+            raise ValueError(f'--loops={loops}: {right}')
+        if model.routing.routes_loops:
+            right = f'must be {model.loops}: each loop has its own router'
             raise ValueError(f'--loops={loops}: {right}')
         if model.sized_by_loops and loops > model.loops:
-            right = f'must be at most {model.loops}: each loop has {model.sized_by_loops} of its '
-            raise ValueError(f'--loops={loops}: {right}own')
+            right = f'must be at most {model.loops}: each loop has its own {model.sized_by_loops}'
+            raise ValueError(f'--loops={loops}: {right}')
         hparams, state = self.hparams.with_loops(loops), self.state.replace(averages={})
         return dataclasses.replace(self, hparams=hparams, state=state)
 
     def with_exits(self, threshold: float) -> 'SavedRun':
-        """The run whose tokens leave the loops by that threshold; 0: none leaves.
+        """Returns the run with this threshold, by which tokens exit the loops; 0: no token exits.
 
         Raises ValueError, one line, for a threshold or a model that does not fit.
         """
@@ -80,7 +85,7 @@ class SavedRun:
 
     @property
     def merged(self) -> 'SavedRun':
-        """The run with its adapters merged into the matrices that they belong to."""
+        """The run with its adapters merged into their matrices."""
         if not self.hparams.model.adapters.rank:
             return self
         params = jax.device_get(self.state.params)
@@ -90,28 +95,28 @@ class SavedRun:
 
     @property
     def hparams_of_stage(self) -> Hparams:
-        """`hparams` with the capacity of the last step, with which to evaluate the model."""
+        """`hparams` with the capacity of the last step, for evaluation."""
         return self.hparams.at(stage_at(self.hparams, self.num_steps, self.step - 1))
 
 
 def load_run(
     workdir: str | os.PathLike, mesh: Mesh | None = None, at: int | None = None
 ) -> SavedRun:
-    """Reads a run, finished, stopped or running; takes no lock and writes nothing.
+    """Loads a run, which may be finished, stopped or running; takes no lock and writes nothing.
 
-    Every process of a run calls it. The state is placed on the mesh, or on the first device; it is
-    that of the newest good checkpoint, or of step `at`. Raises ValueError, one line, as
-    `read_hparams` and `Checkpoints.restore`; without a good checkpoint.
+    Every process calls this. The state is that of the newest good checkpoint, or of step `at`, and
+    is placed on the mesh, or without one on the first device. Raises ValueError, one line, like
+    `read_hparams` and `Checkpoints.restore`, or if there is no good checkpoint.
     """
     workdir = pathlib.Path(workdir)
     hparams, notes = multihost.run_on_all(lambda: read_hparams(workdir))
-    # No shape depends on the number of steps, which only the checkpoint states.
+    # The checkpoint states the number of steps; no shape depends on it.
     abstract = jax.eval_shape(lambda: init_state(hparams, 1))
     if mesh is not None:
         multihost.warm_up_collectives(mesh)
         abstract = abstract_on_mesh(mesh, abstract)
     with Checkpoints(workdir / 'checkpoints', keep=1) as checkpoints:
-        # Runs older than the averages have none.
+        # Runs that are older than the averages have none.
         restored = _restore(checkpoints, at, abstract, abstract.replace(averages={}))
     notes += checkpoints.skipped
 
@@ -128,19 +133,19 @@ def load_run(
     state, step, metadata = restored
     num_steps = metadata['num_steps']
     if abstract.averages and not state.averages:
-        notes.append(f'checkpoint {step} holds no averages: the rule threshold cannot run')
+        notes.append(f'checkpoint {step} has no averages: the rule threshold cannot run')
     state = state.replace(num_steps=num_steps)
     return SavedRun(hparams, state, step, num_steps, metadata['fingerprint'], tuple(notes))
 
 
 def _restore(checkpoints, at, *abstract_states):
-    """`checkpoints.restore`, repeated if a running run has removed what was being read."""
+    """Calls `checkpoints.restore`, again if a running run removed what was being read."""
     steps = functools.partial(multihost.broadcast_from_leader, checkpoints.steps)
     for _ in range(MAX_READS):
         before, restored = steps(), None
         try:
             restored = checkpoints.restore(*abstract_states, at=at)
-        except Exception:  # of many kinds: Orbax and TensorStore raise their own
+        except Exception:  # Orbax and TensorStore raise errors of many kinds
             if steps() == before:
                 raise
         if restored is not None or steps() == before:
@@ -149,11 +154,11 @@ def _restore(checkpoints, at, *abstract_states):
 
 
 def load_teacher(hparams: Hparams, mesh: Mesh, metadata: dict) -> Teacher | None:
-    """The Teacher of a run, on its mesh; None without one. Every process of the run calls this.
+    """Loads the Teacher of a run onto its mesh; None without a teacher. Every process calls this.
 
-    It is the newest checkpoint of training.distill_from, and after the run's first step the one
-    that `metadata` names, which gets `teacher`: its `step`, and the `sha256` of its parameters and
-    averages. Raises ValueError, one line, if that checkpoint is gone or another.
+    The first time, it is the newest checkpoint of training.distill_from, and `metadata` gets
+    `teacher`: the `step`, and the `sha256` of the parameters and averages. From then on it is that
+    checkpoint. Raises ValueError, one line, if it is missing or has changed.
     """
     folder = hparams.training.distill_from
     if not folder:
@@ -167,8 +172,8 @@ def load_teacher(hparams: Hparams, mesh: Mesh, metadata: dict) -> Teacher | None
 
     def check():
         if before not in (None, metadata['teacher']):
-            found = f'checkpoint {run.step} is not the one that the run began with'
-            raise ValueError(f'training.distill_from={folder!r}: {found}; put that back')
+            found = f'checkpoint {run.step} is not the one that the run began with; restore that'
+            raise ValueError(f'training.distill_from={folder!r}: {found}')
 
     multihost.run_on_leader(check)
     return Teacher(run.state.variables, run.hparams.at(run.hparams.stages[-1]))

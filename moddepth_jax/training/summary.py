@@ -1,4 +1,4 @@
-"""What is reported about a run: lines at its start, summary.json at its end."""
+"""Reports about a run: lines at its start, summary.json at its end."""
 
 import collections
 import dataclasses
@@ -35,7 +35,7 @@ _LAYER_PATH = re.compile(r'(?:stack/(run_\d+/layer_\d+)/(?:block/)?)?(.*)')
 
 
 def versions() -> dict[str, str]:
-    """All that may change the bits of a run: packages, Python, device, CPU threads."""
+    """Returns everything that may change the bits of a run: packages, Python, device, threads."""
     return {
         **{package: importlib.metadata.version(package) for package in _PACKAGES},
         'python': platform.python_version(),
@@ -46,7 +46,7 @@ def versions() -> dict[str, str]:
 
 
 def initial_metadata(dataset, num_steps: int, mesh_shape: dict | None = None) -> dict:
-    """The metadata of a checkpoint before the first step."""
+    """Returns the metadata of a checkpoint before the first step."""
     axes = {f'mesh axis {axis}': str(size) for axis, size in (mesh_shape or {}).items()}
     return {
         'fingerprint': dataset.fingerprint,
@@ -62,12 +62,12 @@ def initial_metadata(dataset, num_steps: int, mesh_shape: dict | None = None) ->
 
 
 def num_parameters(params) -> int:
-    """Elements of a pytree of arrays."""
+    """Counts the elements of a pytree of arrays."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def active_parameters(hparams: Hparams, params) -> int:
-    """Parameters that one token uses, with its share of the routed experts, if choices are even."""
+    """Counts the parameters that a token uses; of the routed experts, its share at even loads."""
     experts, active = hparams.model.experts, 0.0
     share = experts.top_k / experts.num_choices
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -79,7 +79,7 @@ def active_parameters(hparams: Hparams, params) -> int:
 
 
 def parameter_lines(params) -> list[str]:
-    """A table of a Transformer's parts, largest first: in how many layers, parameters, share.
+    """Returns a table of a Transformer's parts, largest first: layers, parameters and share.
 
     The parts are embedding, attention, mlp, norms, router, predictor, stream (depth slots), head.
     """
@@ -102,12 +102,12 @@ def parameter_lines(params) -> list[str]:
 
 
 def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
-    """Lines for the user: the model, the corpus, the steps and what they cost."""
+    """Returns lines for the user about the model, the corpus, the steps and their cost."""
     model = hparams.model
     parameters = f'{format_count(num_parameters(params))} parameters'
     if model.expert_layers:
         active = format_count(active_parameters(hparams, params))
-        parameters = f'{parameters}, {active} of them for one token'
+        parameters = f'{parameters}, {active} of them active per token'
     trainable, frozen = split_params(params, hparams.optimizer.trainable)
     lines = [f'model     {", ".join(_describe_model(hparams))}; {parameters}']
     if frozen:
@@ -132,7 +132,7 @@ def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
 
 
 def _describe_model(hparams):
-    """Such as ['12 layers of width 256', '6 routed (learned)', '32 of 256 tokens by top_c']."""
+    """Returns phrases such as ['12 layers of width 256', '6 routed (learned)']."""
     model, depth = hparams.model, hparams.model.depth
     parts = [f'{model.num_layers} layers of width {model.d_model}']
     if model.looped:
@@ -141,8 +141,8 @@ def _describe_model(hparams):
         parts.append(f'{model.sized_by_loops} of each loop')
     if model.routed_layers:
         what = 'routed loops' if model.routing.routes_loops else 'routed'
-        alone = '' if model.routing.part == 'block' else f', {model.routing.part} alone'
-        parts.append(f'{len(model.routed_layers)} {what} ({model.routing.router}{alone})')
+        only = '' if model.routing.part == 'block' else f', {model.routing.part} only'
+        parts.append(f'{len(model.routed_layers)} {what} ({model.routing.router}{only})')
         parts.append(_describe_selection(hparams, hparams.stages[-1]))
     elif not model.expert_layers:
         parts.append('dense')
@@ -188,10 +188,11 @@ def _describe_experts(model):
 
 @functools.cache
 def step_flops_report(hparams: Hparams, num_steps: int) -> dict[str, float | None]:
-    """`flops_per_step`, counted by formula, and `flops_per_step_xla`, of a step of the last stage.
+    """Returns the FLOPs of a step of the last stage, by formula and by XLA.
 
-    The latter is XLA's estimate for the unrolled step before optimization, with elementwise work
-    and masked query-key pairs; None on a device that gives none.
+    `flops_per_step` is counted by formula. `flops_per_step_xla` is XLA's estimate for the unrolled
+    step before optimization, which includes elementwise work and masked query-key pairs; None if
+    the device gives no estimate.
     """
     model = dataclasses.replace(hparams.model, remat='none', layer_loop='unrolled')
     unrolled = dataclasses.replace(hparams, model=model)
@@ -209,7 +210,7 @@ def step_flops_report(hparams: Hparams, num_steps: int) -> dict[str, float | Non
 
 
 def by_layer(model: ModelHparams, ratios: dict) -> dict[str, dict]:
-    """`routing` and `experts` of `ratios` as plain numbers and lists of layer_00, layer_01, ..."""
+    """Returns `routing` and `experts` of `ratios` as numbers by layer: layer_00, layer_01, ..."""
     layers = {'routing': model.routed_layers, 'experts': model.expert_layers}
     return {
         group: {
@@ -226,7 +227,10 @@ def by_layer(model: ModelHparams, ratios: dict) -> dict[str, dict]:
 def summarize(
     hparams: Hparams, state: TrainState, evaluation: dict, dataset, metadata: dict
 ) -> dict:
-    """The content of summary.json, of `evaluate_causal` and the metadata of the last checkpoint."""
+    """Returns the content of summary.json.
+
+    `evaluation` is the result of `evaluate_causal`, `metadata` that of the last checkpoint.
+    """
     step, groups = int(state.step), by_layer(hparams.model, evaluation)
     total_flops = run_flops(hparams, state.num_steps, step)
     if 'domains' in evaluation:
@@ -272,7 +276,7 @@ def write_summary(workdir: str | os.PathLike, summary: dict):
 
 
 def read_summary(workdir: str | os.PathLike, fields: dict | None = None) -> dict | None:
-    """The content of summary.json, with `fields` of `check_fields`; None before the run has ended.
+    """Reads summary.json and checks it for `fields` of `check_fields`; None if it does not exist.
 
     Raises ValueError, one line, if it is damaged.
     """

@@ -1,4 +1,4 @@
-"""Tables of benchmark results: drawn from rows, printed, or written as Markdown."""
+"""Tables of results: made from rows, printed, or written as Markdown."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ import rich.text
 
 
 class Table(NamedTuple):
-    """A table of text: heads of the columns, and cells by the name of the line, its first cell."""
+    """A table of text: the heads of the columns, and {name of a line: its other cells}."""
 
     title: str | None
     heads: list[str]
@@ -16,15 +16,15 @@ class Table(NamedTuple):
 
 
 def fixed(digits: int, scale: float = 1, suffix: str = ''):
-    """A function that formats a number times `scale` with so many decimals."""
+    """Returns a function that formats a number, times `scale`, with `digits` decimals."""
     return lambda number: f'{scale * number:.{digits}f}{suffix}'
 
 
 def column_per_row(title: str, heads, lines: dict, rows: list[dict]) -> Table:
-    """A table with one column for each row of results.
+    """Makes a table with one column for each row of results.
 
-    `lines` are (key of the rows, function from its value to text) by the name of the line; one that
-    no row has a value for is left out. A row that has `failed`, a reason, shows its beginning.
+    `lines` is {name of the line: (key of the rows, function from its value to text)}. A line is
+    left out if no row has a value for it. A row with `failed`, a reason, shows the reason's start.
     """
 
     def cell(row, key, text):
@@ -41,10 +41,10 @@ def column_per_row(title: str, heads, lines: dict, rows: list[dict]) -> Table:
 
 
 def pivot(title: str, rows: list[dict], line, column, text, corner: str = '') -> Table:
-    """A table with one cell for each row of results, '-' where there is none.
+    """Makes a table with one cell for each row of results, and '-' in other cells.
 
-    `line`, `column` and `text` are functions from a row to the name of its line, of its column, and
-    to its cell; `corner` is the head of the line names.
+    `line`, `column` and `text` are functions from a row to the name of its line, the name of its
+    column, and the text of its cell. `corner` is the head of the line names.
     """
     columns = list(dict.fromkeys(column(row) for row in rows))
     lines = {}
@@ -55,24 +55,24 @@ def pivot(title: str, rows: list[dict], line, column, text, corner: str = '') ->
 
 
 def to_rich(table: Table) -> rich.table.Table:
-    """The table for a rich console; long names are folded."""
+    """Converts a table for a rich console; long names are folded."""
     drawn = rich.table.Table(title=table.title or None, title_justify='left')
     for number, head in enumerate(table.heads):
         justify = 'right' if number else 'left'
         drawn.add_column(rich.text.Text(head), justify=justify, overflow='fold')
     for name, cells in table.lines.items():
-        # Texts, since a str would have its [brackets] read as markup.
+        # Rich would read [brackets] in a str as markup, but not in a Text.
         drawn.add_row(*map(rich.text.Text, (name, *cells)))
     return drawn
 
 
 def print_table(table: Table, width: int | None = None):
-    """Prints a table, in the width of the terminal if `width` is None."""
+    """Prints a table, `width` characters wide, or as wide as the terminal."""
     rich.console.Console(width=width).print(to_rich(table))
 
 
 def markdown_rows(heads, *rows) -> list[str]:
-    """The lines of a table of texts in Markdown."""
+    """Returns the lines of a table of texts in Markdown."""
     lines = [
         '| ' + ' | '.join(c.replace('|', '\\|') or ' ' for c in row) + ' |'
         for row in (heads, *rows)
@@ -81,13 +81,13 @@ def markdown_rows(heads, *rows) -> list[str]:
 
 
 def to_markdown(table: Table) -> list[str]:
-    """The lines of a table and its title in Markdown."""
+    """Returns the lines of a table and its title in Markdown."""
     rows = [[name, *cells] for name, cells in table.lines.items()]
     return [f'**{table.title}**', '', *markdown_rows(table.heads, *rows), '']
 
 
 def replace_between(page: str, begin: str, end: str, text: str) -> str:
-    """The page with another text between its markers. Raises ValueError unless both are there."""
+    """Returns the page with another text between its markers; raises ValueError without them."""
     if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
         raise ValueError(f'page without its markers: must hold {begin} and then {end}, once each')
     return f'{page.split(begin)[0]}{begin}\n\n{text}\n\n{end}{page.split(end)[1]}'

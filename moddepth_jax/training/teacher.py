@@ -1,4 +1,4 @@
-"""The teacher of a run: another run, whose distributions of the next token this one learns too."""
+"""Distillation: the teacher is another run, whose next-token distributions a run also learns."""
 
 import functools
 
@@ -15,13 +15,13 @@ from moddepth_jax.training.run_dir import build_stored, read_config
 
 @flax.struct.dataclass
 class Teacher:
-    """The Linen variables of a Transformer, which do not train; `hparams` is static."""
+    """A Transformer that is not trained: its Linen variables and, static, its `hparams`."""
 
     variables: dict
     hparams: Hparams = flax.struct.field(pytree_node=False)
 
     def hidden_states(self, batch):
-        """x_BTD after the final norm, by the model's causal rule."""
+        """Returns x_BTD after the final norm, under the model's causal rule."""
         x_BTD, _ = Transformer(self.hparams).apply(
             jax.lax.stop_gradient(self.variables),
             batch['tokens_BT'],
@@ -33,9 +33,9 @@ class Teacher:
 
 
 def teacher_hparams(hparams: Hparams) -> Hparams | None:
-    """Those of the teacher of a run at its last stage, or None without one.
+    """Returns the hyper-parameters of a run's teacher at its last stage; None without a teacher.
 
-    Raises ValueError, one line, if training.distill_from holds no run.
+    Raises ValueError, one line, if training.distill_from is not the directory of a run.
     """
     folder = hparams.training.distill_from
     return _read(folder) if folder else None
@@ -52,7 +52,7 @@ def _read(folder):
 
 
 def check_teacher(hparams: Hparams, tokenizer: Tokenizer):
-    """Raises ValueError, one line, if the teacher's ids are not those of the run's tokenizer."""
+    """Raises ValueError, one line, if the teacher has another vocabulary or tokenizer."""
     teacher = teacher_hparams(hparams)
     if teacher is None:
         return
@@ -65,12 +65,12 @@ def check_teacher(hparams: Hparams, tokenizer: Tokenizer):
     theirs = tokenizer_of(teacher.data, folder)
     if theirs.sha256 != tokenizer.sha256:
         found = f'has the tokenizer {theirs.name}'
-        right = f'must be that of this run, {tokenizer.name}, to the byte'
+        right = f'must be the tokenizer of this run, {tokenizer.name}, byte for byte'
         raise ValueError(f'training.distill_from={folder!r}: {found}; {right}')
 
 
 def abstract_teacher(hparams: Hparams) -> Teacher | None:
-    """The Teacher of a run with shapes in place of arrays; None without one."""
+    """Returns the Teacher of a run with shapes in place of arrays; None without a teacher."""
     teacher = teacher_hparams(hparams)
     if teacher is None:
         return None
@@ -78,12 +78,12 @@ def abstract_teacher(hparams: Hparams) -> Teacher | None:
 
 
 def step_flops(hparams: Hparams, stage: Stage | None = None, loops: int = 0) -> float:
-    """Counted FLOPs of a step: `train_step_flops`, and one forward pass of the teacher."""
+    """Returns the counted FLOPs of a step: `train_step_flops` plus the teacher's forward pass."""
     return train_step_flops(hparams, stage, loops) + teacher_flops(hparams)
 
 
 def teacher_flops(hparams: Hparams) -> float:
-    """Counted FLOPs of the teacher's forward pass over the batch of a step; 0 without a teacher."""
+    """Returns the counted FLOPs of the teacher's forward pass over a batch; 0 without a teacher."""
     teacher, data = teacher_hparams(hparams), hparams.data
     if teacher is None:
         return 0.0

@@ -29,13 +29,17 @@ from moddepth_jax.training.trainable import merge_params, split_params
 
 @flax.struct.dataclass
 class TrainState:
-    """All that a step reads and writes; `hparams` and `num_steps` are static.
+    """Everything that a step reads and writes.
 
-    `step` (int32) is the batches seen, hence the position in the data; `params` are float32.
-    `averages`, maybe empty, is the Transformer's collection of that name: moving averages of the
-    C-th largest score of each routed layer, and of each expert that chooses. `optimizer_state` is
-    of the parameters that train. `skipped` (int32)
-    counts steps whose loss or gradient was not finite, `skipped_in_a_row` those since a good one.
+    Attributes:
+      step: int32, the number of batches seen, which is also the position in the data.
+      params: float32 parameters of the Transformer.
+      averages: the Transformer's collection of that name, which may be empty: moving averages of
+        the C-th largest score of each routed layer, and of each expert that chooses its tokens.
+      optimizer_state: state of the optimizer for the trainable parameters.
+      skipped: int32, the number of steps whose loss or gradient was not finite.
+      skipped_in_a_row: int32, the number of such steps since the last good one.
+      hparams, num_steps: static.
     """
 
     step: jax.Array
@@ -54,18 +58,18 @@ class TrainState:
 
 
 def model_variables(params, averages) -> dict:
-    """The Linen variables of a Transformer."""
+    """Returns the Linen variables of a Transformer."""
     return {'params': params} | ({'averages': averages} if averages else {})
 
 
 def init_optimizer(hparams: Hparams, num_steps: int, params) -> optax.OptState:
-    """The optimizer's state before step 0, of the parameters that train."""
+    """Returns the optimizer's state before step 0, for the trainable parameters."""
     trainable, _ = split_params(params, hparams.optimizer.trainable)
     return make_optimizer(hparams, num_steps).init(trainable)
 
 
 def init_state(hparams: Hparams, num_steps: int) -> TrainState:
-    """The state before step 0; a pure function of the hyper-parameters (`hparams.seed`)."""
+    """Returns the state before step 0, a pure function of the hyper-parameters and their seed."""
     tokens_BT = jnp.zeros((1, hparams.data.sequence_length), jnp.int32)
     variables = Transformer(hparams).init(jax.random.key(hparams.seed), tokens_BT)
     params = variables['params']
@@ -82,10 +86,15 @@ def init_state(hparams: Hparams, num_steps: int) -> TrainState:
 
 
 class StepCounts(NamedTuple):
-    """What the losses of micro-batches are divided by, so that they sum to the step's loss.
+    """Counts over the whole batch of a step, by which the losses of its micro-batches are divided.
 
-    The targets and the real tokens of the step's batch, and if it has several micro-batches and
-    losses of experts the sum of `expert_counts` over them.
+    The losses of the micro-batches then sum to the loss of the step.
+
+    Attributes:
+      targets: number of targets.
+      real: number of tokens that are not padding.
+      experts: sum of `expert_counts` over the micro-batches, if there are several and the experts
+        have losses.
     """
 
     targets: jax.Array
@@ -96,9 +105,10 @@ class StepCounts(NamedTuple):
 def loss_and_metrics(
     params, state, hparams: Hparams, routing: str, batch, counts: StepCounts, teacher=None
 ):
-    """Loss of one (micro-)batch over the `counts` of the whole batch, and metrics that sum up.
+    """Returns the loss of a micro-batch, divided by the `counts` of the whole batch, and metrics.
 
-    The TrainState gives the averages and the step, `hparams` are those of the stage.
+    Loss and metrics of the micro-batches are summed. `state` provides the averages and the step;
+    `hparams` are those of the stage.
     """
     z_weight, training = hparams.optimizer.z_loss, hparams.training
     x_BTD, records = _forward(params, state, hparams, routing, batch)
@@ -149,7 +159,7 @@ def _forward(params, state, hparams, routing, batch):
 
 
 def _gradients(state, hparams, routing, batch, teacher):
-    """Gradients of the parameters that train, and the metrics of the batch."""
+    """Returns the gradients of the trainable parameters and the metrics of the batch."""
     trainable, frozen = split_params(state.params, hparams.optimizer.trainable)
     counts = StepCounts(
         jnp.maximum(jnp.sum(masked_labels(batch) != IGNORED, dtype=jnp.float32), 1),
@@ -164,7 +174,7 @@ def _gradients(state, hparams, routing, batch, teacher):
     parts = hparams.training.accumulate_steps
     if parts == 1:
         return differentiate(trainable, batch, counts)
-    # Row i goes to micro-batch i % parts: a batch sharded by rows stays sharded in every one.
+    # Row i goes to micro-batch i % parts, so that each micro-batch is sharded like the batch.
     micro_batches = jax.tree.map(
         lambda rows: jnp.moveaxis(rows.reshape(-1, parts, *rows.shape[1:]), 1, 0), batch
     )
@@ -175,13 +185,13 @@ def _gradients(state, hparams, routing, batch, teacher):
             return expert_counts(records.experts)
 
         # The balance loss multiplies loads and scores of the whole step, and both losses are means
-        # over the tokens of the experts: these must be known before the first gradient.
+        # over the tokens of the experts. These counts are needed before the first gradient.
         counts = counts._replace(experts=_sum_over(micro_batches, count_experts))
     return _sum_over(micro_batches, lambda batch: differentiate(trainable, batch, counts))
 
 
 def _sum_over(micro_batches, function):
-    """The sum of `function(micro_batch)`, a pytree, computed one micro-batch at a time."""
+    """Sums `function(micro_batch)`, a pytree, over the micro-batches, one at a time."""
 
     def add(total, micro_batch):
         return jax.tree.map(jnp.add, total, function(micro_batch)), None
@@ -192,7 +202,7 @@ def _sum_over(micro_batches, function):
 
 
 def _update_average(state, average, lowest, decay):
-    """Updates a moving average of the lowest scores taken; early steps use a smaller decay."""
+    """Updates a moving average of the lowest selected scores; early steps use a smaller decay."""
     taken = (state.step - state.skipped).astype(jnp.float32)
     decay = jnp.minimum(decay, (taken + 1) / (taken + 10))
     moved = decay * average + (1 - decay) * lowest
@@ -206,22 +216,29 @@ def train_step(
     loops: int = 0,
     teacher: Teacher | None = None,
 ) -> tuple[TrainState, dict]:
-    """One step of the optimizer. Pure; the caller jits it, donating `state`.
+    """Takes one optimizer step. Pure; the caller jits it and donates `state`.
 
-    The batch is `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32 [B, T]; `stage`, static, one of
-    `hparams.stages`, by default the last; `loops`, static, by default those of the model; `teacher`
-    that of `training.distill_from`. Returns the state after the step, and metrics: `loss` (nats a
-    target), `z_loss`, `rule_loss`, `grad_norm` (of what trains but the predictor), `learning_rate`,
-    `skipped`, `skipped_in_a_row`, and `routing`, of `routing_ratios`, with `dead_tokens`; with
-    experts `balance_loss`, `expert_z_loss`, and `experts`, of `expert_ratios`; with a teacher
-    `teacher_divergence`, T^2 KL in nats a target. A step whose loss or gradient is not finite
-    changes only the counters.
+    A step whose loss or gradient is not finite changes only the counters.
+
+    Args:
+      state: TrainState before the step.
+      batch: `tokens_BT`, `labels_BT` and `segment_ids_BT`, int32 [B, T].
+      stage: one of `hparams.stages`, by default the last. Static.
+      loops: number of loops, by default that of the model. Static.
+      teacher: Teacher of `training.distill_from`, or None without one.
+
+    Returns:
+      The TrainState after the step, and a dict of metrics: `loss` (nats per target), `z_loss`,
+      `rule_loss`, `grad_norm` (of the trainable parameters without the predictor's),
+      `learning_rate`, `skipped`, `skipped_in_a_row`; for a routed model `routing` of
+      `routing_ratios` and `dead_tokens`; with experts `balance_loss`, `expert_z_loss` and `experts`
+      of `expert_ratios`; with a teacher `teacher_divergence` (T^2 KL, nats per target).
     """
     hparams, num_steps = state.hparams, state.num_steps
     stage = hparams.stages[-1] if stage is None else stage
     of_step = hparams.at(stage).with_loops(loops)
     if bool(hparams.training.distill_from) != (teacher is not None):
-        right = 'needs the Teacher of that run, and no other'
+        right = 'train_step must get the Teacher of that run, or none if it is empty'
         raise ValueError(f'training.distill_from={hparams.training.distill_from!r}: {right}')
     gradients, metrics = _gradients(state, of_step, stage.routing, batch, teacher)
     trainable, frozen = split_params(state.params, hparams.optimizer.trainable)
@@ -230,19 +247,19 @@ def train_step(
     )
     params = merge_params(optax.apply_updates(trainable, updates), frozen)
     good = jnp.isfinite(optax.tree.norm(gradients)) & jnp.isfinite(metrics['loss'])
-    taken = {}  # by the name of an average: what it averages, and its decay
+    averaged = {}  # for each moving average by name: this step's value, and the decay
     if 'routing' in metrics:
         metrics['dead_tokens'] = dead_tokens(metrics['routing'])
         ratios = metrics['routing'] = routing_ratios(metrics['routing'])
         decay = hparams.model.routing.threshold_decay
-        taken['thresholds_R'] = ratios['lowest_selected_score'], decay
+        averaged['thresholds_R'] = ratios['lowest_selected_score'], decay
     if 'experts' in metrics:
         experts = hparams.model.experts
         ratios = expert_ratios(metrics['experts'], experts.top_k, experts.num_routed)
         metrics['experts'] = ratios
-        taken['expert_thresholds_XE'] = ratios.get('lowest_taken'), experts.threshold_decay
+        averaged['expert_thresholds_XE'] = ratios.get('lowest_taken'), experts.threshold_decay
     averages = {
-        name: _update_average(state, average, *taken[name])
+        name: _update_average(state, average, *averaged[name])
         for name, average in state.averages.items()
     }
     params, averages, optimizer_state = jax.tree.map(

@@ -1,4 +1,4 @@
-"""Globs of parameters: those of optimizer.trainable train, others are frozen."""
+"""Splits the parameters into trainable and frozen ones, by the globs of optimizer.trainable."""
 
 import difflib
 import fnmatch
@@ -12,10 +12,10 @@ ALL = ('*',)
 
 
 def split_params(params: dict, patterns: tuple[str, ...]) -> tuple[dict, dict]:
-    """The parameters that train and those that are frozen, each with the names of `params`.
+    """Returns (trainable, frozen) parameters, nested like `params`.
 
-    Only the former are differentiated, clipped, decayed and given moments. Raises ValueError, one
-    line, for a pattern without a parameter.
+    Only trainable parameters have gradients, clipping, weight decay and moments. Raises ValueError,
+    one line, for a pattern that matches no parameter.
     """
     if tuple(patterns) in ((), ALL):
         return params, {}
@@ -29,7 +29,7 @@ def split_params(params: dict, patterns: tuple[str, ...]) -> tuple[dict, dict]:
 
 
 def merge_params(trainable: dict, frozen: dict) -> dict:
-    """The parameters that `split_params` split."""
+    """Joins the two results of `split_params`."""
     if not frozen:
         return trainable
     leaves = (traverse_util.flatten_dict(part) for part in (frozen, trainable))
@@ -39,9 +39,9 @@ def merge_params(trainable: dict, frozen: dict) -> dict:
 
 
 def check_trainable(hparams: Hparams):
-    """Raises ValueError, one line, for a pattern without a parameter.
+    """Raises ValueError, one line, for a glob that matches no parameter.
 
-    Of optimizer.trainable or rate_factors, or of model.adapters.params without a matrix.
+    Checks optimizer.trainable, optimizer.rate_factors and model.adapters.params.
     """
     optimizer = hparams.optimizer
     if optimizer.trainable not in ((), ALL) or optimizer.factors or hparams.model.adapters.rank:
@@ -51,20 +51,20 @@ def check_trainable(hparams: Hparams):
 
 
 def _named(names, patterns, knob):
-    """The names that one of the patterns fits; each must fit one."""
+    """Returns the names that some pattern matches; each pattern must match a name."""
     chosen = set()
     for pattern in patterns:
         found = fnmatch.filter(names, pattern)
         if not found:
             nearest = ', '.join(_nearest(pattern, names))
-            right = f'no parameter has such a name; the nearest are {nearest}'
+            right = f'matches no parameter; the nearest are {nearest}'
             raise ValueError(f'{knob}={pattern!r}: {right}')
         chosen.update(found)
     return chosen
 
 
 def _nearest(pattern, names):
-    """The three names with the parts most similar to those of the pattern."""
+    """Returns the three names whose parts are most similar to those of the pattern."""
     words = [word.strip('*?') for word in pattern.split('/')]
 
     def similarity(name):

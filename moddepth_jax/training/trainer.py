@@ -1,7 +1,8 @@
-"""The steps of a run: dispatched ahead, reported as they end, saved and evaluated in between."""
+"""The loop over the steps of a run: dispatch, report, save and evaluate."""
 
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import time
 from typing import Any
@@ -21,20 +22,29 @@ from moddepth_jax.training.progress import Stopwatch, format_seconds
 from moddepth_jax.training.summary import by_layer, step_flops_report
 from moddepth_jax.training.train_step import TrainState, train_step
 
-STEPS_IN_FLIGHT = 2  # more would hide a NaN, and abort on many fake CPU devices
+STEPS_IN_FLIGHT = 2  # with more, a NaN shows late, and many fake CPU devices abort
 
 
 class DivergedError(ValueError):
-    """A run ended: `training.max_nan_steps` steps in a row were not finite."""
+    """The loss or gradient was not finite in `training.max_nan_steps` steps in a row."""
 
 
 class Trainer:
-    """Runs the steps of one start of a run, at most STEPS_IN_FLIGHT of them dispatched at a time.
+    """Trains from the step of `state` to the last step of the run.
 
-    `state` and `metadata`, of `restore_or_init`, advance, and are what checkpoints hold. `writer`,
-    a MetricsWriter, `log`, a WindowLog, and `teacher`, of `load_teacher`, may be None.
-    `report_programs`, of `train`, is compiled in a thread, after what the last evaluation and the
-    summary need.
+    JAX runs asynchronously: at most STEPS_IN_FLIGHT steps are dispatched and not yet reported.
+
+    Args:
+      state: TrainState of `restore_or_init`; the attribute `state` is the current one.
+      metadata: dict of `restore_or_init`, updated in place and saved with each checkpoint.
+      dataset: Dataset of the batches.
+      mesh: mesh of the context (`jax.set_mesh`).
+      profile: Profile, which traces some steps.
+      progress: Progress, which prints.
+      writer: MetricsWriter, or None to write no metrics.
+      log: WindowLog, or None to log no windows.
+      report_programs: as in `train`; compiled in a thread during the first steps.
+      teacher: Teacher of `load_teacher`, or None.
     """
 
     def __init__(
@@ -52,75 +62,75 @@ class Trainer:
     ):
         self.state, self.metadata, self.report_programs = state, metadata, report_programs
         self.hparams, self.num_steps = state.hparams, state.num_steps
-        self.dataset, self.mesh = dataset, mesh
+        self.dataset, self.mesh, self.teacher = dataset, mesh, teacher
         self.profile, self.progress, self.writer, self.log = profile, progress, writer, log
-        self.in_flight = collections.deque()
-        self.stopwatch = Stopwatch()
-        self.compiler, self.compiling, self.teacher = None, {}, teacher
+        self.rows = local_rows(mesh, self.hparams.data.batch_size)
+        self.stopwatch = Stopwatch(metadata['seconds'])
+        self.step_fns = {}  # compiled train steps of one stage, by (stage, loops)
+        self.in_flight = collections.deque()  # (step, metrics, targets per byte), oldest first
+        self.compiler, self.compiling = None, {}
 
     def run(self, preemption, checkpoints) -> TrainState:
-        """Steps until the last one or a signal; saves `state` and `metadata` in between."""
-        first_step = int(self.state.step)
-        if first_step == self.num_steps:
-            return self.state
-        self.rows = local_rows(self.mesh, self.hparams.data.batch_size)
-        self.stopwatch, seconds_before = Stopwatch(), self.metadata['seconds']
-        step_fns, step_fn, stage = {}, None, None  # by their loops, of one stage
-        for step in range(first_step, self.num_steps):
-            # Before a step and not after the previous one: a start that resumes here catches up.
+        """Trains until the last step or a stop signal; returns the state, which is saved."""
+        self.stopwatch = Stopwatch(self.metadata['seconds'])
+        for step in range(int(self.state.step), self.num_steps):
+            # Before the step, so that a resumed run makes up for an evaluation that was missed.
             if self._evaluation_is_due(step):
-                self._collect(in_flight=0)
-                with self.stopwatch.pause():
+                with self._paused():
                     self.evaluate(step, self.hparams.evaluation.num_batches)
-            loops = loops_at(self.hparams, self.num_steps, step)
-            if stage != self._stage(step):
-                stage, step_fns = self._stage(step), {}
-            if loops not in step_fns:
-                self._collect(in_flight=0)
-                measures = step == 0 and multihost.is_leader()
-                with self.stopwatch.pause():
-                    step_fns[loops] = self._compile(stage, loops, measures)
-            step_fn = step_fns[loops]
+
+            step_fn = self._step_fn(step)
             if self.profile.begins(step):
-                self._collect(in_flight=0)
-                self.profile.start()
+                with self._paused():
+                    self.profile.start()
             with jax.transfer_guard('disallow'), self.profile.step(step):
                 self._dispatch(step_fn, step)
             done = step + 1
             stops = done == self.num_steps or preemption.should_stop(done)
+
             if self.profile.ends(done) or stops:
-                self._collect(in_flight=0)
-                with self.stopwatch.pause():
+                with self._paused():
                     if line := self.profile.stop():
                         self.progress.note(line)
-            saves = stops or done % self.hparams.training.checkpoint_every == 0
-            self._collect(in_flight=0 if saves else STEPS_IN_FLIGHT - 1)
-            if saves:
-                self.metadata['seconds'] = seconds_before + self.stopwatch.seconds()
-                self.metadata['peak_memory'] = devices.peak_memory()
-                self.metadata['stage'] = stage._asdict()
-                if self.writer is not None:
-                    self.metadata['metrics'] = self.writer.digest()
-                with self.stopwatch.pause():
-                    checkpoints.save(done, self.state, self.metadata)
+            if stops or done % self.hparams.training.checkpoint_every == 0:
+                self._save(done, checkpoints)
             if stops:
                 break
+            self._collect(in_flight=STEPS_IN_FLIGHT - 1)
         checkpoints.wait()
         return self.state
 
-    def evaluate(self, step, num_batches) -> dict:
-        """Evaluates the state on held-out text; writes a row of metrics and a line for the user.
+    @contextlib.contextmanager
+    def _paused(self):
+        """Inside, no step is in flight and the time does not count."""
+        self._collect(in_flight=0)
+        with self.stopwatch.pause():
+            yield
 
-        With the capacity of its last step; at the end also the cost of each routed block's rule.
+    def _save(self, step, checkpoints):
+        self._collect(in_flight=0)
+        self.metadata['seconds'] = self.stopwatch.seconds()
+        self.metadata['peak_memory'] = devices.peak_memory()
+        self.metadata['stage'] = self._stage(step - 1)._asdict()
+        if self.writer is not None:
+            self.metadata['metrics'] = self.writer.digest()
+        with self.stopwatch.pause():
+            checkpoints.save(step, self.state, self.metadata)
+
+    def evaluate(self, step, num_batches) -> dict:
+        """Evaluates the state on held-out text, with the capacity of its last step.
+
+        Writes a row of metrics and prints a line. After the last step of the run, it also measures
+        what the causal rule costs in each single routed layer. Returns the result.
         """
         self._wait_for_compiler(1 + self.hparams.model.looks_ahead)
-        per_layer = 0
+        batches_per_layer = 0
         if step == self.num_steps:
             few = max(1, len(self.dataset.domains), num_batches // 8)
-            per_layer = min(self.hparams.evaluation.num_batches, few)
+            batches_per_layer = min(self.hparams.evaluation.num_batches, few)
         hparams, variables = self.hparams.at(self._stage(step - 1)), self.state.variables
         result = evaluate_causal(
-            variables, hparams, self.dataset, self.mesh, num_batches, per_layer
+            variables, hparams, self.dataset, self.mesh, num_batches, batches_per_layer
         )
         if step == self.num_steps:
             self._wait_for_compiler()
@@ -142,26 +152,38 @@ class Trainer:
             return False
         return not multihost.broadcast_from_leader(lambda: self.writer.has(step, 'eval/loss'))
 
-    def _compile(self, stage, loops, measures) -> Any:
-        """Compiles the train step; `measures` compression in the meantime, as a new run does."""
+    def _step_fn(self, step):
+        """Returns the train step of the stage and loops of `step`; compiles it at its first use."""
+        stage, loops = self._stage(step), loops_at(self.hparams, self.num_steps, step)
+        if (stage, loops) not in self.step_fns:
+            with self._paused():
+                # The programs of an earlier stage are not used again.
+                self.step_fns = {key: fn for key, fn in self.step_fns.items() if key[0] == stage}
+                measure = step == 0 and multihost.is_leader()
+                self.step_fns[stage, loops] = self._compile(stage, loops, measure)
+        return self.step_fns[stage, loops]
+
+    def _compile(self, stage, loops, measure) -> Any:
+        """Compiles a train step; with `measure`, a thread measures compression baselines."""
         begin, model = time.monotonic(), self.hparams.with_loops(loops).model
-        scans = '; model.layer_loop=scan would compile one for all of a kind'
-        scans *= model.layer_loop == 'unrolled' and model.depth.stream_class.scans
         what = f'the train step of {model.num_blocks} layer{"s" * (model.num_blocks > 1)}'
-        self.progress.note(f'compiling {what}{scans} ...')
+        hint = ''
+        if model.layer_loop == 'unrolled' and model.depth.stream_class.scans:
+            hint = '; model.layer_loop=scan would compile one layer of each kind'
+        self.progress.note(f'compiling {what}{hint} ...')
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            baselines = thread.submit(measure_baselines, self.dataset.corpus) if measures else None
+            baselines = thread.submit(measure_baselines, self.dataset.corpus) if measure else None
             batch = self._put(self.dataset.train_batch(0, self.rows))
             shardings = state_shardings(self.mesh, self.state), replicated(self.mesh)
-            how = {'static_argnums': (2, 3), 'donate_argnums': 0, 'out_shardings': shardings}
-            lowered = jax.jit(train_step, **how).lower(
-                self.state, batch, stage, loops, self.teacher
+            jitted = jax.jit(
+                train_step, static_argnums=(2, 3), donate_argnums=0, out_shardings=shardings
             )
+            lowered = jitted.lower(self.state, batch, stage, loops, self.teacher)
             if self.report_programs and not self.compiler:
                 self._compile_ahead()
             step_fn = lowered.compile()
             seconds = time.monotonic() - begin
-            if measures:
+            if measure:
                 bits = ', '.join(f'{name} {x:.2f}' for name, x in baselines.result().items())
                 where = describe_measured_text(self.dataset.corpus)
                 self.progress.note(f'baselines {bits} bits/byte on the {where}')
@@ -169,13 +191,23 @@ class Trainer:
         return step_fn
 
     def _compile_ahead(self):
-        """Starts to compile what follows the last step: the evaluation, the summary, the report."""
+        """Starts a thread that compiles what follows the last step: evaluation, summary, report.
+
+        The order matters: `evaluate` waits for the first of these programs only.
+        """
         state = ahead.abstract(self.state)
         hparams, model = self.hparams.at(self.hparams.stages[-1]), self.hparams.model
-        given = state.variables, hparams, self.dataset, self.mesh, len(self.dataset.domains) or 1
         rules = dict.fromkeys([causal_routing(hparams), *['top_c'] * model.looks_ahead])
         programs = {
-            f'compiling the evaluation by {rule}': functools.partial(evaluate, *given, rule)
+            f'compiling the evaluation by {rule}': functools.partial(
+                evaluate,
+                state.variables,
+                hparams,
+                self.dataset,
+                self.mesh,
+                num_batches=len(self.dataset.domains) or 1,
+                routing=rule,
+            )
             for rule in rules
         }
         flops = functools.partial(step_flops_report, self.hparams, self.num_steps)
@@ -185,7 +217,7 @@ class Trainer:
             try:
                 with jax.set_mesh(self.mesh):
                     program()
-            except Exception as error:  # what runs the program later shows it in full
+            except Exception as error:  # the later use of the program raises it again
                 reason = str(error).partition('\n')[0]
                 self.progress.note(f'{what} ahead of its use failed: {reason}')
 
@@ -196,7 +228,7 @@ class Trainer:
         }
 
     def _wait_for_compiler(self, most=None):
-        """Until `most` programs, or all, that are compiled ahead are ready; says which are not."""
+        """Waits for the first `most` programs (None: all) that are compiled ahead."""
         for what, future in list(self.compiling.items())[:most]:
             if not future.done():
                 self.progress.note(f'{what} ...')
@@ -224,7 +256,7 @@ class Trainer:
         self.in_flight.append((step + 1, metrics, targets_per_byte))
 
     def _collect(self, in_flight):
-        """Waits for steps until only `in_flight` are running, and reports them."""
+        """Waits until only `in_flight` steps are running, and reports those that ended."""
         while len(self.in_flight) > in_flight:
             step, metrics, targets_per_byte = self.in_flight.popleft()
             metrics = jax.device_get(metrics)
@@ -245,8 +277,8 @@ class Trainer:
 
         def give_up():
             raise DivergedError(
-                f'training.max_nan_steps={in_a_row}: so many steps in a row, up to {step}, gave no '
-                f'finite loss and gradient; lower optimizer.learning_rate in another --workdir'
+                f'training.max_nan_steps={in_a_row}: loss or gradient was not finite in that many '
+                f'steps in a row, up to {step}; lower optimizer.learning_rate in another --workdir'
             )
 
         if in_a_row >= self.hparams.training.max_nan_steps:
@@ -266,7 +298,7 @@ class Trainer:
         return row | rates | devices.mfu(rates['flops_per_second']) | memory
 
     def _named(self, metrics):
-        """Metrics as one dict; those of a layer or domain have names such as a/layer_01/b."""
+        """Flattens metrics into one dict, with names such as routing/layer_01/recall."""
         parts = by_layer(self.hparams.model, metrics) | {'domains': metrics.get('domains', {})}
         named = {
             f'{group}/{part}/{name}': value

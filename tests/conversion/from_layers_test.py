@@ -1,4 +1,4 @@
-"""Blocks from layers of a dense model: equal layers are the same function, picks have the bits."""
+"""Blocks are made from layers of a dense model: as means, or with the bits of one layer."""
 
 import jax
 import numpy as np
@@ -47,8 +47,8 @@ def build(source, params, target, how):
 
 
 @pytest.mark.parametrize('name', PATTERNS)
-def test_blocks_are_means_or_picks_of_the_layers_they_stand_for(name, tiny_config):
-    """A pick has the bits of its layer; the embedding, the head and the last norm are kept."""
+def test_blocks_are_means_or_picks_of_their_layers(name, tiny_config):
+    """A picked block has the bits of its layer; the embedding, head and last norm are kept."""
     knobs, layers_of_block = PATTERNS[name]
     source, target = pair(tiny_config, knobs)
     assert with_layers(source, target, 'average')[1] == layers_of_block
@@ -80,8 +80,8 @@ def test_blocks_are_means_or_picks_of_the_layers_they_stand_for(name, tiny_confi
 
 @pytest.mark.parametrize('how', ['average', 'first', '0,3,2,7'])
 @pytest.mark.parametrize('name', ['middle cycle', 'middle sequence'])
-def test_norms_of_a_loop_are_those_of_the_layer_in_its_place(name, how, tiny_config):
-    """Or of the layer that a list names; all else is what it is without norms of each loop."""
+def test_norms_of_a_loop_are_those_of_the_layer_that_it_replaces(name, how, tiny_config):
+    """Or of the layer in the list; everything else is as without norms of each loop."""
     knobs, layers_of_block = PATTERNS[name]
     own = {'model.loop_norms': 'own', 'model.loop_embeddings': 'learned', 'model.qk_norm': 'head'}
     source, target = pair(tiny_config, knobs | own, **{'model.qk_norm': 'head'})
@@ -109,7 +109,7 @@ def test_norms_of_a_loop_are_those_of_the_layer_in_its_place(name, how, tiny_con
 
 @pytest.mark.parametrize('how', ['average', 'last', '0,2,5,7'])
 def test_a_model_of_equal_layers_becomes_the_same_function(how, tiny_config):
-    """Bit for bit in its parameters, and to rounding in its logits, which XLA orders otherwise."""
+    """Its parameters are equal bit for bit, its logits up to rounding."""
     source, target = pair(tiny_config, MIDDLE)
     given = random_params(source)
     given['stack'] = jax.tree.map(
@@ -135,7 +135,7 @@ def test_the_blocks_of_a_list_need_no_layer_for_each_place(tiny_config):
 
 
 def test_blocks_can_be_dropped(tiny_config):
-    """The others stay, in order, also where windows differ."""
+    """The others stay in order, also if windows differ."""
     windows = {'model.windows': (0, 8, 0, 8, 0)}
     source = from_config(tiny_config(**windows | {'model.num_layers': 5}))
     fewer = {'model.num_layers': 3, 'model.windows': (8, 0, 0)}
@@ -157,7 +157,7 @@ def test_the_words_name_the_layers():
 LOOPED = {'model.looped_layers': 'all', 'model.loops': 2}
 EXPERTS = {'model.experts.choice': 'token', 'model.experts.layers': '1,2'}
 REFUSED = {
-    'depth': ('average', {'model.num_layers': 6}, {}, 'a run of 8 layers, as many as run in the'),
+    'depth': ('average', {'model.num_layers': 6}, {}, 'has 6 layers; it must have 8, as many'),
     'a word': ('mean', {}, {}, 'must be average, first, last, or 4 layers'),
     'a layer': ('0,1,2,8', {}, {}, 'from 0 to 7'),
     'too few': ('0,1,2', {}, {}, 'or 4 layers (model.num_layers) from 0 to 7'),
@@ -168,14 +168,14 @@ REFUSED = {
         'set model.looped',
     ),
     'looped already': ('first', LOOPED, {}, 'must be without loops'),
-    'routed': ('first', {'model.routing.router': 'norm'}, {}, 'must be dense, of the stream'),
+    'routed': ('first', {'model.routing.router': 'norm'}, {}, 'must be dense, with depth.stream'),
     'windows': (
         'average',
         {'model.windows': (0, 8, 0, 8, 0, 8, 0, 0)},
         {'model.windows': (0, 8)},
         'block 3 cannot be layer 7 of the run: they differ in window',
     ),
-    'experts': ('average', EXPERTS | {'model.num_layers': 8}, EXPERTS, 'no common order'),
+    'experts': ('average', EXPERTS | {'model.num_layers': 8}, EXPERTS, 'cannot be averaged'),
 }
 
 

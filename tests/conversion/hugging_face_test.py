@@ -1,4 +1,4 @@
-"""Checkpoints of each family come in with the logits of transformers, and out as they came."""
+"""Imported checkpoints of each family have the logits of transformers, and export unchanged."""
 
 import pathlib
 import shutil
@@ -22,7 +22,7 @@ FILE = 'model.safetensors'
 
 @pytest.fixture(scope='module')
 def imported(tiny_config):
-    """Of each golden folder: hyper-parameters, parameters, dtype."""
+    """Hyper-parameters, parameters and dtype of each golden folder."""
 
     def load(name):
         knobs = knobs_of(read_config(GOLDEN / name), name)
@@ -77,10 +77,13 @@ def test_exported_tensors_are_those_imported(name, imported, tmp_path):
     ('shapes', 'words'),
     [
         ({'model.norm.weight': None}, 'lacks the tensor model.norm.weight; its config'),
-        ({'model.layers.2.x': 3}, "has a tensor 'model.layers.2.x'; config.json stands for no"),
+        (
+            {'model.layers.2.x': 3},
+            "has a tensor 'model.layers.2.x'; the model of its",
+        ),
         (
             {'lm_head.weight': (16, 270)},
-            'lm_head.weight has shape [16, 270]; its config.json wants [270, 16]',
+            'lm_head.weight has shape [16, 270]; its config.json needs [270, 16]',
         ),
     ],
     ids=['missing', 'extra', 'transposed'],
@@ -98,7 +101,7 @@ def test_tensors_of_another_model_are_refused(shapes, words, imported, tmp_path)
 
 
 def test_a_tied_head_may_be_stored_if_it_is_the_embedding(imported, tmp_path):
-    """So may the rotary frequencies that old checkpoints hold; another head is refused."""
+    """So may the rotary frequencies of old checkpoints; another head is refused."""
     hparams, params, _ = imported['llama_tied']
     for file in (GOLDEN / 'llama_tied').glob('model*'):
         shutil.copy(file, tmp_path)
@@ -112,5 +115,5 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(imported, tmp_path):
     assert state_sha256(import_params(tmp_path, hparams)[0]) == state_sha256(params)
     tensors['lm_head.weight'][3, 4] += 1
     save_file(tensors, tmp_path / FILE)
-    with pytest.raises(ValueError, match='lm_head.weight is not model.embed_tokens.weight'):
+    with pytest.raises(ValueError, match='lm_head.weight differs from model.embed_tokens.weight'):
         import_params(tmp_path, hparams)

@@ -58,7 +58,7 @@ def converted(dense, target):
     ],
 )
 def test_fitted_gates_leave_the_model_near_to_itself(gate, part, dense, tiny_config):
-    """Far nearer than with routers as at a start; each layer's error is measured."""
+    """Much nearer than with untrained routers; the error of each layer is measured."""
     tokens_BT, wanted_BTV = dense[2]['tokens_BT'], dense[3]
     knobs = {'model.routing.gate': gate, 'model.routing.part': part}
     target = from_config(tiny_config(**DENSE, **ROUTED, **knobs))
@@ -74,7 +74,7 @@ def test_fitted_gates_leave_the_model_near_to_itself(gate, part, dense, tiny_con
 
 
 def test_scores_without_a_gate_have_unit_size(dense, tiny_config):
-    """straight_through: the direction of w is that of the start, its sigmoid is not flat."""
+    """straight_through: w keeps its initial direction, and its sigmoid is not flat."""
     target = from_config(
         tiny_config(**DENSE | ROUTED | {'model.routing.router': 'straight_through'})
     )
@@ -89,7 +89,7 @@ def test_scores_without_a_gate_have_unit_size(dense, tiny_config):
 
 
 @pytest.mark.parametrize('slots', ['attention+ffn', pytest.param('block', marks=pytest.mark.slow)])
-def test_slots_start_empty_and_nearly_unseen(slots, dense, tiny_config):
+def test_new_slots_have_values_of_0_and_little_weight(slots, dense, tiny_config):
     """Values are 0; a key meets the mean query of later layers with a logit near -strength."""
     changes = {**MODA, 'model.depth.slots': slots}
     changes['model.depth.attention_slot_projection'] = slots != 'block'

@@ -34,7 +34,7 @@ LONGER = SIZES | {'vocab_size': 64, 'num_hidden_layers': 3, 'hidden_size': 24}
 LONGER |= {'bos_token_id': 0, 'eos_token_id': 1, 'rms_norm_eps': 1e-3}
 Llama, Olmo2 = transformers.LlamaConfig, transformers.Olmo2Config
 CONFIGS = {  # a new one comes last: its place is its seed
-    # Heads wider than hidden_size / heads, biases everywhere, a base and an epsilon of its own.
+    # Heads wider than hidden_size / heads, biases everywhere, another base and epsilon.
     'llama': Llama(
         **SIZES,
         head_dim=6,
@@ -45,7 +45,7 @@ CONFIGS = {  # a new one comes last: its place is its seed
     ),
     'llama_tied': Llama(**SIZES, tie_word_embeddings=True),
     'olmo2': Olmo2(**SIZES, rope_parameters={'rope_type': 'default', 'rope_theta': 500000.0}),
-    # Of 6 frequencies one is kept, three are divided by 8, and two are in between.
+    # One of 6 frequencies is kept, three are divided by 8, and two are in between.
     'llama3': Llama(
         **LONGER,
         head_dim=12,
@@ -97,7 +97,7 @@ def _model(name):
 
 
 def _load(folder):
-    # Not model.float(): rotary frequencies that were rounded with the rest would stay so.
+    # Not model.float(), which would keep rounded rotary frequencies.
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 

@@ -54,12 +54,12 @@ def test_what_is_written_is_read(tmp_path, dtype, max_bytes):
 
 
 def test_a_value_beyond_the_dtype_is_refused(tmp_path):
-    with pytest.raises(ValueError, match='big: holds what float16 has no number for'):
+    with pytest.raises(ValueError, match='big: has a value outside the range of float16'):
         write_tensors(tmp_path, {'big': (1,)}, lambda _: np.full(1, 1e6, np.float32), 'float16')
 
 
 def test_a_truncated_file_is_named(tmp_path):
-    """Wherever it was cut: the file, its size, and what to do."""
+    """For any cut, the message has the file, its size, and what to do."""
     write(tmp_path)
     file = tmp_path / ONE_FILE
     for size in (len(file.read_bytes()) - 1, 100, 5, 0):
@@ -69,7 +69,7 @@ def test_a_truncated_file_is_named(tmp_path):
         assert message.endswith('download it again')
 
 
-def test_what_the_index_names_must_be_there(tmp_path):
+def test_files_and_tensors_of_the_index_must_exist(tmp_path):
     """A missing file, one without its tensor, one that is cut short, and a broken index."""
     write(tmp_path, max_bytes=60)
     first, *_ = sorted(tmp_path.glob('model-*'))
@@ -97,8 +97,8 @@ def test_what_the_index_names_must_be_there(tmp_path):
     assert 'holds neither' in refusal(tmp_path) and 'save_pretrained' in refusal(tmp_path)
 
 
-def test_links_are_followed_to_regular_files_alone(tmp_path):
-    """As the snapshots of a Hugging Face cache have them; the index names no place of its own."""
+def test_links_are_followed_only_to_regular_files(tmp_path):
+    """The snapshots of a Hugging Face cache have links; the index may not name other folders."""
     blob, folder, cache = tmp_path / 'blob', tmp_path / 'snapshot', tmp_path / 'cache'
     folder.mkdir()
     cache.mkdir()
@@ -116,7 +116,7 @@ def test_links_are_followed_to_regular_files_alone(tmp_path):
 
 
 def test_values_that_cannot_be_parameters_are_refused(tmp_path):
-    """Other dtypes before anything is read, infinities and NaNs when they are."""
+    """Other dtypes are refused before anything is read, infinities and NaNs when they are read."""
     save_file({'a': np.ones(3, np.int8)}, tmp_path / ONE_FILE)
     assert "'a' is I8; must be one of F32, BF16, F16" in refusal(tmp_path)
     write_header(tmp_path / ONE_FILE, {'a\nb': part([4], 0, 4, 'I8')}, data=bytes(4))
@@ -130,7 +130,7 @@ def test_values_that_cannot_be_parameters_are_refused(tmp_path):
 
 
 def write_header(file, header, size=None, data=b''):
-    """A file with this header, which claims to be `size` bytes long."""
+    """Writes a file with this header, which claims to be `size` bytes long."""
     header = header if isinstance(header, bytes) else json.dumps(header).encode()
     size = len(header) if size is None else size
     file.write_bytes(struct.pack('<Q', size) + header + data)
@@ -157,7 +157,7 @@ HOSTILE = {  # headers, some with the size that they claim
 
 @pytest.mark.parametrize('name', HOSTILE)
 def test_a_hostile_header_is_refused(name, tmp_path):
-    """In one line, before anything is read by it; a sparse file may be as long as it claims."""
+    """It is refused in one line before data are read; a sparse file may be as long as it claims."""
     file = tmp_path / ONE_FILE
     write_header(file, *HOSTILE[name], data=bytes(32))
     message = refusal(tmp_path)
@@ -166,7 +166,7 @@ def test_a_hostile_header_is_refused(name, tmp_path):
 
 
 def test_a_header_as_long_as_its_file_is_refused(tmp_path):
-    """Four gigabytes of it, which are not read."""
+    """The header has four gigabytes, which are not read."""
     file = tmp_path / ONE_FILE
     write_header(file, b'', 2**32)
     os.truncate(file, 2**32 + 8)
@@ -179,7 +179,7 @@ class Trap:
 
 
 def test_a_pickle_is_named_and_never_loaded(tmp_path, monkeypatch):
-    """Also where it has the name of a safetensors file, or the index names it."""
+    """Also if it has the name of a safetensors file, or the index names it."""
     monkeypatch.chdir(tmp_path)
     trap = pickle.dumps(Trap())
     (tmp_path / 'pytorch_model.bin').write_bytes(trap)

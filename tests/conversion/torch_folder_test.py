@@ -1,4 +1,4 @@
-"""Folders with a modelling file: complete, read back to the bit, and the same model in PyTorch."""
+"""Folders with a modelling file are complete, exact, and the same model in PyTorch."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ from tests.model import cases
 
 
 class Words:
-    """A tokenizer of which the model has more ids, one of them without text."""
+    """A tokenizer with fewer ids than the model; one id has no text."""
 
     separator, stops = 7, (7,)
     token_bytes_V = np.where(np.arange(90) == 80, 0, 1)
@@ -64,7 +64,7 @@ def export(folder, hparams, variables):
 
 @pytest.mark.parametrize('name', cases.parameters(FAST, STORED))
 def test_each_parameter_is_stored_once_and_comes_back(name, tiny_config, tmp_path):
-    """As many numbers as the run has, all different; its knobs and bits come back from them."""
+    """The folder has all numbers of the run once; knobs and bits are restored from it."""
     hparams = cases.small_hparams(tiny_config, cases.SIZES, cases.CASES[name][0])
     variables = cases.random_variables(hparams, cases.TOKENS_BT)
     export(tmp_path, hparams, variables)
@@ -109,7 +109,7 @@ ROUTED = {'model.routing.router': 'learned'}
     ],
     ids=str,
 )
-def test_what_the_modelling_file_lacks_is_refused(knobs, words, tiny_config, tmp_path):
+def test_unsupported_models_are_refused(knobs, words, tiny_config, tmp_path):
     """In one line, before anything is written."""
     hparams = cases.small_hparams(tiny_config, knobs)
     for call in (
@@ -123,7 +123,7 @@ def test_what_the_modelling_file_lacks_is_refused(knobs, words, tiny_config, tmp
 
 
 def test_models_of_a_family_need_no_modelling_file(tiny_config):
-    """And of others the reason says why they need one."""
+    """For other models, the reason says why they need one."""
     assert torch_folder.kind_of(from_config(tiny_config()).model) == ('llama', '')
     for knobs, words in (
         (ROUTED, "model.routing.router='learned': no family has routed blocks"),
@@ -141,7 +141,7 @@ def test_a_rule_without_its_averages_is_refused(tiny_config, tmp_path):
 
 
 def test_adapters_that_are_not_merged_are_refused(tiny_config, tmp_path):
-    """They were left out without a word, and with them what had been learned."""
+    """Regression: adapters were dropped silently, and what they had learned was lost."""
     hparams = cases.small_hparams(tiny_config, cases.SIZES, cases.ADAPTERS)
     for call in (
         lambda: torch_folder.export_model(tmp_path, hparams, {}, 'float32', IDS),
@@ -153,7 +153,7 @@ def test_adapters_that_are_not_merged_are_refused(tiny_config, tmp_path):
 
 @pytest.fixture(scope='module')
 def in_pytorch():
-    """in_pytorch(folder): the model that transformers makes of it."""
+    """in_pytorch(folder) returns the model that transformers loads from it."""
     pytest.importorskip('torch')
     auto = pytest.importorskip('transformers').AutoModelForCausalLM
     return lambda folder: auto.from_pretrained(folder, trust_remote_code=True)
@@ -163,7 +163,7 @@ def in_pytorch():
 @pytest.mark.filterwarnings('ignore')  # of PyTorch and transformers
 @pytest.mark.parametrize('name', EXPRESSED)
 def test_pytorch_has_the_same_logits(name, tiny_config, in_pytorch, tmp_path):
-    """To 1e-4, by the causal rule, of rows of several documents, also behind padding."""
+    """To 1e-4 under the causal rule, for rows of several documents, also after padding."""
     import torch
 
     model = cases.build(tiny_config, name)
@@ -221,7 +221,7 @@ def test_pytorch_generates_the_same_tokens(name, tiny_config, in_pytorch, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore')
-def test_pytorch_refuses_what_it_does_not_do(tiny_config, in_pytorch, tmp_path):
+def test_pytorch_refuses_unsupported_arguments(tiny_config, in_pytorch, tmp_path):
     import torch
 
     model = cases.build(tiny_config, 'mod and moda')

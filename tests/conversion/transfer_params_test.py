@@ -54,7 +54,7 @@ def random_params(hparams):
 
 
 def by_layer(hparams, params):
-    """Leaves of each layer by name, a routed block's under those of a dense one; and the rest."""
+    """Returns the leaves of each layer by name, without the level of routed blocks; and others."""
     layers = []
     params = jax.tree.map(np.asarray, params)
     for kind, mine in unstack_layers(Stack(hparams.model, 'top_c'), params['stack']):
@@ -68,7 +68,7 @@ def by_layer(hparams, params):
 
 
 def test_a_looped_model_becomes_one_of_routed_loops(tiny_config):
-    """With the blocks that it has, wherever they are stored, and new routers."""
+    """It keeps the blocks, wherever they are stored, and gets new routers."""
     looped = {'model.num_layers': 4, 'model.looped_layers': 'middle:1:1', 'model.loops': 2}
     source = from_config(tiny_config(**looped))
     target = from_config(tiny_config(**looped | ROUTED | {'model.routing.layers': 'loops'}))
@@ -94,7 +94,7 @@ def test_a_looped_model_becomes_one_of_routed_loops(tiny_config):
     ],
 )
 def test_shared_leaves_are_transferred_bit_for_bit(dense, changes, tiny_config):
-    """Every leaf of every layer of the dense model is there; what is new is named, and no more."""
+    """Every leaf of the dense model is in the new one, and exactly the new leaves are listed."""
     source = from_config(tiny_config(**DENSE[dense]))
     target = from_config(tiny_config(**DENSE[dense] | changes))
     check_convertible(source, target)
@@ -132,7 +132,7 @@ def test_a_model_with_the_same_parameters_gets_all_of_them(kind, tiny_config):
     'changes', [{}, pytest.param(MOD, marks=pytest.mark.slow)], ids=['dense', 'routed']
 )
 def test_new_adapters_add_nothing(changes, tiny_config):
-    """All other leaves are those of a conversion without adapters; each adapter is named as new."""
+    """Other leaves are as in a conversion without adapters; each adapter is listed as new."""
     source = from_config(tiny_config(**DENSE['olmo2']))
     target = from_config(tiny_config(**DENSE['olmo2'] | changes | ADAPTERS))
     check_convertible(source, target)
@@ -149,8 +149,8 @@ def test_new_adapters_add_nothing(changes, tiny_config):
     assert all(np.any(params[name]) == name.endswith('.a') for name in added)
 
 
-def test_adapters_stay_if_all_parameters_do(tiny_config):
-    """Another rank, other matrices or a new router: the old ones are merged first."""
+def test_adapters_are_kept_if_all_parameters_are(tiny_config):
+    """For another rank, other matrices or a new router, the old ones are merged first."""
     source, same, rank, routed, some = (
         from_config(tiny_config(**ADAPTERS | changes))
         for changes in (
@@ -168,7 +168,7 @@ def test_adapters_stay_if_all_parameters_do(tiny_config):
 
 
 def test_capacity_one_without_a_gate_is_the_dense_model(tiny_config):
-    """The logits of the new model are the old one's, to the last bits of a float32."""
+    """The logits of both models are equal to the last bits of a float32."""
     source = from_config(tiny_config(**DENSE['olmo2']))
     target = from_config(tiny_config(**DENSE['olmo2'] | MOD | {'model.routing.capacity': 1.0}))
     given = random_params(source)

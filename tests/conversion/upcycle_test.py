@@ -1,4 +1,4 @@
-"""A dense run continues as MoD or MoDA near its loss, and says what keeps it from the same loss."""
+"""A dense run continues as MoD or MoDA near its loss, and the difference is explained."""
 
 import re
 
@@ -39,8 +39,8 @@ def measure_loss(params, averages, hparams, dataset):
     ],
     ids=str,
 )
-def test_a_dense_run_learns_on(changes, most, tiny_config, tmp_path):
-    """As MoD and as MoDA it begins near to its loss, as convert.json says, and ends below it."""
+def test_a_dense_run_continues_to_learn(changes, most, tiny_config, tmp_path):
+    """As MoD and as MoDA it begins near its loss, as convert.json says, and ends below it."""
     dense = {
         'model.num_layers': 4,
         'model.routing.capacity': 0.5,
@@ -65,8 +65,8 @@ def test_a_dense_run_learns_on(changes, most, tiny_config, tmp_path):
     assert np.mean(losses[:5]) < before['loss'] + 0.3
 
 
-def test_the_reason_names_what_is_in_the_way(tiny_config):
-    """Capacity, gate and shared keys each have their words; without any the model is the same."""
+def test_the_difference_is_explained(tiny_config):
+    """Capacity, gate and shared keys are named; without any of them the model is the same."""
     cases = {
         'the same model': {},
         '88% of the tokens skip': {'model.routing.router': 'norm'},

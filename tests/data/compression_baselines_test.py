@@ -1,4 +1,4 @@
-"""The baselines are the sizes they say."""
+"""The baselines are the sizes of the compressed text."""
 
 import lzma
 import zlib

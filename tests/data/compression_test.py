@@ -27,7 +27,7 @@ READERS = {  # of a file, by its name in a folder
 
 @pytest.mark.parametrize('kind', ['pipe', 'socket', 'directory', 'device', 'loop', 'large'])
 @pytest.mark.parametrize('name', READERS)
-def test_what_is_no_regular_file_is_refused_without_reading(tmp_path, name, kind):
+def test_anything_but_a_regular_file_is_refused_without_reading(tmp_path, name, kind):
     if kind == 'large' and name in ('any', 'model.safetensors'):
         return  # of any size
     path = tmp_path / name

@@ -1,4 +1,4 @@
-"""Which documents each corpus holds, and what identifies it."""
+"""The documents of each corpus, and its sha256."""
 
 import platform
 import sysconfig
@@ -38,7 +38,7 @@ def test_python_without_text_is_refused(tmp_path):
     for name in ('test/a.py', 'tests/b.py', 'os.pyc', '_sysconfigdata_x.py'):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('pass')
-    right = f'no .py file below {tmp_path}; use a Python that ships its library as text'
+    right = f'no .py file below {tmp_path}; use a Python that ships its library as .py files'
     assert right in refusal(stdlib_documents, str(tmp_path))
     message = refusal(environment_documents, None, (str(tmp_path),))
     assert "set data.source to 'stdlib' or a glob" in message
@@ -100,8 +100,8 @@ def test_environment_is_library_and_packages(environment):
     assert packages == ('Alpha==1.5', 'zeta==2')
 
 
-def test_environment_is_a_corpus_as_the_library_is(environment):
-    """It names its packages; the library's documents are held out where they are in `stdlib`."""
+def test_environment_is_split_like_the_library(environment):
+    """It lists its packages; documents of the library are on the same side as in `stdlib`."""
     for i in range(60):
         (environment.parent / f'lib/module_{i}.py').write_text(f'library {i}')
     corpus, stdlib = (load_corpus(_data(name)) for name in ('python_environment', 'stdlib'))
@@ -118,7 +118,7 @@ def test_environment_is_a_corpus_as_the_library_is(environment):
 
 
 def test_sha256_changes_with_every_change(tmp_path):
-    """A byte, a name, a document more or a byte across a border changes it; nothing else does."""
+    """A byte, a name, a new document or a byte that moves to another document changes it."""
 
     def sha(**texts):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))

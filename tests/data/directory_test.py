@@ -1,4 +1,4 @@
-"""JSON of users is read in one place: a file that is no such object is refused in one line."""
+"""A JSON file without the expected object is refused in one line."""
 
 import pytest
 
@@ -31,7 +31,7 @@ RIGHT = '{"a": 1, "b": 2, "c": {"d": [{"e": ""}, {"e": "f", "g": null}]}}'
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_is_no_such_object_is_refused(tmp_path, text, words):
+def test_other_objects_are_refused(tmp_path, text, words):
     file = tmp_path / 'some.json'
     file.write_bytes(text)
     message = refusal(read_json, file, 'write it again', FIELDS)

@@ -1,4 +1,4 @@
-"""The domains below a folder are found, and what is no domain is refused by its name."""
+"""The domains of a folder are found, and unreadable ones are refused by name."""
 
 import dataclasses
 import pathlib
@@ -41,7 +41,7 @@ def test_every_file_and_folder_is_a_domain(folder):
     assert list(_load(f'{folder}/')[0]) == list(found)
 
 
-def test_text_that_a_run_saw_is_left_out(folder):
+def test_text_that_a_run_trained_on_is_left_out(folder):
     own = make_dataset(dataclasses.replace(DATA, source=f'{folder}/code'), 0)
     found, _ = _load(folder, trained_on={own.corpus.sha256})
     assert {name: dataset.held_back for name, dataset in found.items()} == {
@@ -57,12 +57,12 @@ def test_domains_without_a_window_are_skipped_by_name(folder):
     found, skipped = _load(folder)
     assert list(found) == ['code', 'notes.jsonl', 'web']
     why = 'the given text has 4 tokens and one window needs 17; give more text'
-    assert skipped == {'a.png': 'no text, but a binary file', 'short.txt': why}
+    assert skipped == {'a.png': 'a binary file, not text', 'short.txt': why}
     (folder / 'a.png').unlink()
     assert _error(folder, sequence_length=10**5).startswith('no domain is long enough; code: ')
 
 
-def test_what_is_no_text_is_refused(folder, tmp_path):
+def test_a_domain_that_cannot_be_read_is_refused(folder, tmp_path):
     """A folder without a file, another field, an unfinished or foreign prepared folder:
     the domain, the file and a remedy are named.
     """

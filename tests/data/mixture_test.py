@@ -1,4 +1,4 @@
-"""Prepared text trains as the text itself, and mixtures keep their shares."""
+"""Prepared text gives the batches of its text, and mixtures keep their shares."""
 
 import dataclasses
 import fractions
@@ -73,7 +73,7 @@ def test_prepared_text_gives_the_batches_of_the_text_itself(raw, alone):
     assert alone.held_back and raw.held_back and not alone.domains
 
 
-def test_nothing_of_prepared_text_is_read_but_what_is_asked_for(folder, monkeypatch):
+def test_only_requested_prepared_text_is_read(folder, monkeypatch):
     monkeypatch.setattr(ByteTokenizer, 'decode', lambda *_: pytest.fail('decoded'))
     dataset = make_dataset(_data('mixture', f'{folder}/letters:1,{folder}/digits:1'), 0)
     dataset.train_batch(3), dataset.held_out_batch(0)
@@ -83,7 +83,7 @@ def test_nothing_of_prepared_text_is_read_but_what_is_asked_for(folder, monkeypa
     assert len(dataset.corpus.train) > 10 and describe_measured_text(dataset.corpus)
 
 
-def test_baselines_of_a_mixture_weigh_its_members_by_share(folder, monkeypatch):
+def test_baselines_of_a_mixture_weight_members_by_share(folder, monkeypatch):
     monkeypatch.setenv('XDG_CACHE_HOME', str(folder / 'cache'))
     corpus = load_corpus(_data('mixture', f'{folder}/letters:3,{folder}/digits:1'))
     share = -(0.75 * np.log2(0.75) + 0.25 * np.log2(0.25))
@@ -105,7 +105,7 @@ def test_moving_the_folder_changes_nothing(folder, raw, alone, tmp_path):
 
 
 def test_all_of_a_folder_is_evaluated_unless_it_was_trained_on(folder, alone):
-    """Given text is both splits; of text that the run was trained on, only the held-out one."""
+    """Other text is both splits; text that the run was trained on is only the held-out split."""
     data = _data(folder / 'letters', held_out_fraction=0.9)
     whole = make_held_out(data)
     kept = make_held_out(data, trained_on={whole.corpus.sha256})
@@ -145,7 +145,7 @@ def test_held_out_batches_come_one_of_each_first_then_by_shares():
     assert sorted(order) == [*((0, i) for i in range(6)), *((1, i) for i in range(4))]
 
 
-def test_each_member_visits_each_window_once_an_epoch_of_its_own(folder, alone, mixed):
+def test_each_member_visits_each_window_once_per_epoch(folder, alone, mixed):
     steps = range(2 * mixed.num_train_windows // 5)
     rows = [row for step in steps for row in mixed.train_windows(step)]
     assert [mixed.domain(index) for index in (0, 1)] == ['letters', 'digits']
@@ -177,7 +177,7 @@ def test_a_batch_of_a_mixture_is_a_function_of_the_step_and_its_rows(mixed, fold
 
 
 def test_fingerprint_of_a_mixture_names_the_member_that_changed(folder, mixed):
-    """Members and shares are in it, paths are not; the first that differs is named."""
+    """It has members and shares, but no paths; the first difference is named."""
 
     def fingerprint(*members):
         mixture = ','.join(str(member) for member in members)
@@ -194,14 +194,14 @@ def test_fingerprint_of_a_mixture_names_the_member_that_changed(folder, mixed):
     assert "share_1 was '2/3' and is '1/2'" in refusal(check_fingerprint, kept, wrong)
 
 
-def test_members_of_one_name_are_told_apart(folder, tmp_path):
+def test_members_of_the_same_name_are_distinguished(folder, tmp_path):
     for name, text in (('a', 'letters'), ('b', 'digits')):
         shutil.copytree(folder / text, tmp_path / name / 'data')
     mixture = f'{tmp_path}/a/data:1,{tmp_path}/b/data:1'
     assert list(make_dataset(_data('mixture', mixture), 0).domains) == ['a/data', 'b/data']
 
 
-# What is refused: mixture with {} for the folder, words of the line.
+# Refused mixtures, with {} for the folder, and words of the message.
 BAD = [
     ('', ['FOLDER:WEIGHT']),
     ('{}/letters,{}/digits:1', ["'{}/letters'", 'FOLDER:WEIGHT']),
@@ -213,7 +213,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(('mixture', 'words'), BAD)
-def test_a_mixture_that_is_none_is_refused(folder, mixture, words):
+def test_a_malformed_mixture_is_refused(folder, mixture, words):
     mixture = mixture.replace('{}', str(folder))
     message = refusal(_data, 'mixture', mixture)
     assert message.startswith(f'data.mixture={mixture!r}: ')
@@ -236,7 +236,7 @@ def test_members_that_do_not_fit_are_refused(folder, tmp_path):
         (folder / 'nowhere', [f'{folder}/nowhere: ']),
         (tmp_path / 'begun', ['begun', 'run the same launch.prepare again']),
         (folder / 'tiny', ['data.sequence_length=16: the training text of', f'{folder}/tiny']),
-        (tmp_path / 'copy', ['are one text']),
+        (tmp_path / 'copy', ['are the same text']),
         (tmp_path / 'split', ['data.held_out_fraction=0.25: ', 'set it to 0.5', 'split was']),
         (other, [mine, "'bytes'", f'--tokenizer={folder}/letters/tokenizer']),
     ):

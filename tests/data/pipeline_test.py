@@ -35,7 +35,7 @@ def _bytes(batch):
 
 
 def _epoch(dataset, epoch):
-    """First tokens and labels of each window of one epoch, in the order visited."""
+    """Returns the first token and the labels of each window of an epoch, in order."""
     n, size = dataset.num_train_windows, dataset.fingerprint['batch_size']
     first, last = epoch * n, (epoch + 1) * n
     steps = range(first // size, -(-last // size))
@@ -64,7 +64,7 @@ def test_text_that_cannot_be_encoded_is_numbered():
     assert refusal(token_stream, documents, Strict()) == 'document 2: byte 1 is not UTF-8'
 
 
-def test_windows_as_drawn():
+def test_windows_equal_a_drawing():
 
     def cut(stream, numbers, length):
         batch = Windows([np.array(stream, np.uint16)], length, S).cut(numbers)
@@ -133,8 +133,8 @@ def test_batch_is_a_function_of_the_step():
     assert refusal(dataset.train_batch, -1) == 'step=-1: must be 0 or more'
 
 
-def test_seeds_have_orders_of_their_own():
-    """No epoch of one seed repeats an epoch of its neighbour, and large seeds are seeds too."""
+def test_seeds_have_different_orders():
+    """No epoch of a seed equals one of the next seed, and large seeds work."""
     orders = {
         tuple(_epoch(_dataset(seed), epoch)) for seed in (0, 1, 2, 2**40) for epoch in range(3)
     }
@@ -178,8 +178,8 @@ def test_fingerprint_survives_json_and_names_what_differs():
         assert 'tokenizer was ' in message and 'missing' in message
 
 
-def test_packages_are_recorded_and_decide_nothing():
-    """The same text of other packages is accepted."""
+def test_packages_are_recorded_but_may_differ():
+    """The same text from other packages is accepted."""
 
     def fingerprint(sha256, *packages):
         return _dataset(

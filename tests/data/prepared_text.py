@@ -1,4 +1,4 @@
-"""Small texts as files, and the same prepared; the line of a refusal."""
+"""Small texts as files, prepared text, and the message of a refusal."""
 
 import os
 import random
@@ -35,13 +35,13 @@ def prepare(folder, documents, tokenizer, held_out_fraction):
 
 
 def begin(folder):
-    """Makes the folder one that launch.prepare has not finished."""
+    """Makes a folder that launch.prepare has not finished."""
     (folder / PLAN_FILE).parent.mkdir(parents=True)
     (folder / PLAN_FILE).write_text('{}')
 
 
 def make_special(path, kind):
-    """Makes what is no regular file, or too large a one."""
+    """Makes a special file, or one that is too large."""
     if kind == 'pipe':
         os.mkfifo(path)
     elif kind == 'socket':
@@ -59,7 +59,7 @@ def make_special(path, kind):
 
 
 def refusal(call, *args, **named) -> str:
-    """The one line of the ValueError that the call raises."""
+    """Returns the message of the ValueError that the call raises, which must be one line."""
     with pytest.raises(ValueError) as caught:
         call(*args, **named)
     assert '\n' not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Each format gives its documents in order, whole or by spans, and bad files are refused by row."""
+"""Each format gives its documents in order, in one or in spans; bad files are refused by row."""
 
 import codecs
 import functools
@@ -52,7 +52,7 @@ def _rows(path, *span):
 
 
 def _error(path):
-    """(the good rows, the message of the last row, which is the only bad one)."""
+    """Returns (the good rows, the message of the last row, which is the only bad one)."""
     *good, last = _rows(path)
     assert not any(isinstance(row.text, BadText) for row in good)
     message = refusal(load_documents, str(path), 'text')
@@ -154,13 +154,13 @@ def test_spans_of_lines_together_are_the_file(tmp_path, size):
 
 
 def test_a_text_that_no_memory_holds_is_refused_before_it_is_read(tmp_path):
-    """Regression: the line came when memory was out, and advised a smaller batch."""
+    """Regression: the message came when memory was full, and advised a smaller batch."""
     path = tmp_path / 'a.txt'
     path.touch()
     os.truncate(path, 1 << 40)
     message = refusal(readers.read_text, path, 'utf-8')
     assert message.startswith(f'{path}: 1,099,511,627,776 bytes, more than the ')
-    assert message.endswith('split it into files, or rows of .jsonl')
+    assert message.endswith('split it into files or rows of a .jsonl')
 
 
 @pytest.mark.parametrize('packing', ['.gz', '.zst'])
@@ -180,13 +180,13 @@ def test_truncated_or_damaged_compressed_files_are_refused(tmp_path, packing):
 
 
 def test_records_of_plain_text_are_read_as_they_are(tmp_path):
-    """If the first record is no JSON object; otherwise all must be objects."""
+    """If the first record is not a JSON object; otherwise all must be objects."""
     path = tmp_path / 'a.arrayrecord'
     _write(path, [b'plain', b'{"n": 1}'], group=1)
     assert [row.text for row in _rows(path)] == [b'plain', b'{"n": 1}']
     _write(path, TEXTS)
     (row, *_) = readers.read_rows(path, 'name', 'body')
-    message = f"{path}, record 1: no field 'body'; set data.text_field to one of its own: 'text'"
+    message = f"{path}, record 1: no field 'body'; set data.text_field to one that it has: 'text'"
     assert str(row.text) == message and row.text.reason == 'no field'
 
 
@@ -253,7 +253,7 @@ def test_a_glob_without_a_match_is_refused(tmp_path):
 
 
 def test_text_in_another_encoding_is_that_text(tmp_path):
-    """Once it is named, as long as each byte fits; its byte-order mark goes, if it has one."""
+    """If the encoding is named and each byte is valid; a byte-order mark is removed."""
     text, path = 'zwölf\r\n', tmp_path / 'notes'
     for name in ('latin-1', 'utf-16', 'utf-16-le', 'utf-32', 'utf-8-sig', 'utf-8'):
         path.write_bytes(text.encode(name))
@@ -272,7 +272,7 @@ PNG = b'\x89PNG\r\n\x1a\n\0\0\0\rIHDR'
 
 @pytest.fixture
 def docs(tmp_path):
-    """A folder with text of many suffixes, and what people keep next to it."""
+    """A folder with text of many suffixes, and other files that people keep there."""
     folder = tmp_path / 'docs'
     (folder / 'b/.git').mkdir(parents=True)
     for name in ('a.py', 'README', 'b/x.md', 'b/y.rst', 'b/.git/config', '.hidden'):
@@ -302,8 +302,8 @@ def test_a_folder_is_its_text_and_counts_the_rest(docs):
     assert _found(docs.with_name('docs [1]'))[0] == names
 
 
-def test_links_are_followed_and_loops_of_them_have_an_end(docs, tmp_path):
-    """A glob of Python's enters a loop 40 times, and two loops 2**40 times."""
+def test_links_are_followed_and_loops_of_them_end(docs, tmp_path):
+    """Python's glob enters a loop 40 times, and two loops 2**40 times."""
     names, _ = _found(docs)
     for name in ('here', 'b/here', 'b/there', 'b/more'):
         (docs / name).symlink_to(docs, target_is_directory=True)
@@ -319,7 +319,7 @@ def test_links_are_followed_and_loops_of_them_have_an_end(docs, tmp_path):
 
 
 @pytest.mark.parametrize('kind', ['pipe', 'socket', 'device', 'loop'])
-def test_what_is_no_regular_file_is_left_out_or_refused_by_its_name(docs, kind):
+def test_special_files_are_left_out_or_refused_by_name(docs, kind):
     names, _ = _found(docs)
     make_special(docs / '0', kind)
     assert _found(docs) == (names, f'left out 2 files without text, such as {docs}/0')

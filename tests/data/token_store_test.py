@@ -121,14 +121,14 @@ def _about(**changes):
     return change
 
 
-DAMAGES = {  # of a store whose index has 5 and 2 entries: its file, the change, what is said
+DAMAGES = {  # of a store whose index has 5 and 2 entries: (file, change, words of the message)
     'a flipped byte': ('train.bin', lambda c: b'p' + c[1:], 'was changed'),
     'zeros': ('train.bin', lambda c: bytes(len(c)), 'was changed'),
-    'cut': ('train.bin', lambda c: c[:-1], '31 bytes, and prepared.json says 32'),
+    'cut': ('train.bin', lambda c: c[:-1], '31 bytes; must be 32, as in prepared.json'),
     'missing': ('held_out.bin', None, 'No such file or directory'),
     'an index reversed': ('train.index', lambda c: c[::-1], 'was changed'),
     'another index': ('train.index', lambda c: c[:8] + b'\5' + c[9:], 'was changed'),
-    'an empty index': ('held_out.index', lambda c: b'', '0 bytes, and prepared.json says 16'),
+    'an empty index': ('held_out.index', lambda c: b'', '0 bytes; must be 16, as in prepared.json'),
     'the tokenizer': ('tokenizer/tokenizer_about.json', lambda c: c + b' ', 'was changed'),
     'no JSON': ('prepared.json', lambda c: '{', 'cannot be read (Expecting'),
     'nested JSON': ('prepared.json', lambda c: '[' * 10**5, 'cannot be read (nested more than'),

@@ -20,7 +20,10 @@ import time
 
 from moddepth_jax.data.directory import lock_directory
 
-SECONDS, MEMORY = 300, 3 << 30  # of a command, which takes 5 seconds and half a GiB if alone
+SECONDS, MEMORY = (
+    300,
+    3 << 30,
+)  # of a command, which usually needs 5 seconds and half a GiB
 _DEEP = 100_000
 
 
@@ -165,7 +168,7 @@ PROCESS = {
     'time 1970': _set_clock(0),
     'time 2100': _set_clock(4.1e9),
 }
-# name: (module, function, number of the call before which it is), in a run that resumes at step 5.
+# name: (module, function, number of the call that it precedes), in a run that resumes at step 5.
 MOMENTS = {
     'restore': ('moddepth_jax.training.checkpoint', 'Checkpoints.restore', 1),
     'compiling': ('moddepth_jax.data.pipeline', 'Dataset.train_batch', 1),
@@ -213,7 +216,7 @@ def _do_at(moment, attack):
 def _obey_permissions():
     """Drops all capabilities, with which root could read and write any file."""
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    ctypes.CDLL(None).prctl(28, 1, 0, 0, 0)  # PR_SET_SECUREBITS, NOROOT: nor has what it starts
+    ctypes.CDLL(None).prctl(28, 1, 0, 0, 0)  # PR_SET_SECUREBITS, NOROOT: also for children
     ctypes.CDLL(None).capset(header, none)
 
 
@@ -223,7 +226,7 @@ def _run(asked, module, *arguments):
     sys.path[0] = os.getcwd()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup and `&` ignore these
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.alarm(SECONDS)  # its default action ends a process also in a system call that blocks
+    signal.alarm(SECONDS)  # its default action also ends a process in a blocking system call
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     _obey_permissions()
     moment, name, path = (asked[key] for key in ('moment', 'attack', 'path'))

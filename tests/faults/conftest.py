@@ -55,7 +55,7 @@ def small_run(tiny_config, corpus):
 
 @pytest.fixture
 def draw(request):
-    """Random numbers whose seed a failure shows; FAULTS_SEED repeats them."""
+    """A random generator; a failure shows its seed, and FAULTS_SEED sets it."""
     seed = int(os.environ.get('FAULTS_SEED', random.SystemRandom().randrange(10**6)))
     print(f'{request.node.name}: FAULTS_SEED={seed}')
     return random.Random(f'{seed} {request.node.name}')
@@ -63,7 +63,7 @@ def draw(request):
 
 @pytest.fixture
 def tally(record_property):
-    """tally(table, kind, value=1): one more of a kind, for the summary at the end."""
+    """tally(table, kind, value=1) counts one more of a kind for the summary at the end."""
 
     def add(table, kind, value=1):
         record_property('faults', [table, kind, value])
@@ -72,7 +72,7 @@ def tally(record_property):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Sums, and of seconds their number, median and maximum, of all tests of all processes."""
+    """Prints sums over all tests and processes; for seconds also number, median and maximum."""
     tables = collections.defaultdict(lambda: collections.defaultdict(list))
     for report in sum(terminalreporter.stats.values(), []):
         if getattr(report, 'when', None) == 'call':

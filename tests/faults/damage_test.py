@@ -1,4 +1,4 @@
-"""Any damage to the newest checkpoint is reported, and the run resumes from another one."""
+"""Damage to the newest checkpoint is reported, and the run resumes from the previous one."""
 
 import contextlib
 import shutil
@@ -39,7 +39,7 @@ class Saved:
             return state, step, checkpoints.skipped
 
     def check_skipped(self, *words):
-        """It is skipped in one line with `words`; the older state is the same each time."""
+        """Checks that it is skipped with `words` in one line, and the older state is restored."""
         state, step, (line,) = self.restore()
         assert step == OLDER, words
         assert line.startswith(f'checkpoint {NEWEST} skipped: ') and '\n' not in line
@@ -48,13 +48,13 @@ class Saved:
         assert state_sha256(state) == self._older
 
     def draw_file(self, draw):
-        """A random file, or the file of a random byte, each with probability 1/2."""
+        """Draws a random file, or the file of a random byte, each with probability 1/2."""
         sizes = [(self.newest / name).stat().st_size for name in self.files]
         return draw.choices(self.files, sizes if draw.random() < 0.5 else None)[0]
 
     @contextlib.contextmanager
     def damaged(self, name, content):
-        """Inside, a file has another `content`."""
+        """A context in which a file has another `content`."""
         path = self.newest / name
         original = path.read_bytes()
         path.write_bytes(content)

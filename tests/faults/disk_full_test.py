@@ -64,7 +64,7 @@ CHANGES = {'training__num_steps': 100, 'evaluation__every': 30, 'model__d_model'
 
 
 def check_one_line(status, err):
-    """Status 2, and one line on stderr about the full disk; TensorBoard may have another."""
+    """Checks for status 2 and one line on stderr about the full disk; TensorBoard may add one."""
     assert status == 2, err
     *before, last = err.splitlines()
     assert last.startswith('error: ') and 'No space left on device' in last, err
@@ -72,7 +72,7 @@ def check_one_line(status, err):
 
 
 def check_good(workdir):
-    """Every finished checkpoint is intact, and no half-written file remains; returns the steps."""
+    """Checks that finished checkpoints are intact and no other files remain; returns the steps."""
     steps = []
     for path in workdir.glob('checkpoints/*'):
         read_manifest(path)
@@ -120,7 +120,7 @@ def test_a_full_disk_ends_the_run_in_one_line(unbroken, disk, tally, moment):
 
 
 def test_a_limit_of_file_sizes_is_reported_like_a_full_disk(small_run, tmp_path, tally):
-    """Without root: the limit is enough for rows, but not for arrays."""
+    """Needs no root. The limit is enough for rows, but not for arrays."""
     workdir, hparams = tmp_path / 'run', small_run()
     finished = loop.train(hparams, tmp_path / 'finished')  # its programs are compiled now
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -14,7 +14,7 @@ from tests.faults.runs import Runs, last_row
 KILLS = ('any', 'any', 'any', 'step', 'step', 'save', 'save', 'save', 'evaluation', 'end')
 SPANS = {'step': 0.02, 'save': 0.1, 'evaluation': 0.15, 'end': 3.0}  # seconds, about
 STOPS = 5
-LIMIT = 10  # seconds from SIGTERM to the end, where a core has one process
+LIMIT = 10  # seconds from SIGTERM to the end, if each process has a core
 pytestmark = pytest.mark.faults
 
 
@@ -76,7 +76,7 @@ def wait_for_moment(kind, draw, process, out, runs, workdir):
 
 
 class Life:
-    """One run in many starts. `history` describes them, for a failure to show."""
+    """One run in many starts, which `history` describes for failures."""
 
     def __init__(self, runs, name):
         self.runs, self.name = runs, name
@@ -99,14 +99,14 @@ class Life:
         return status, seconds, out
 
     def newest(self):
-        """The step of the newest finished checkpoint, or 0; each finished one is intact."""
+        """Returns the step of the newest finished checkpoint, or 0; checks that all are intact."""
         steps = [int(path.parent.name) for path in self.workdir.glob('checkpoints/*/manifest.json')]
         for step in steps:
             read_manifest(self.workdir / 'checkpoints' / str(step))
         return max(steps, default=0)
 
     def _check(self, out, err, saved):
-        """It resumed from the newest finished checkpoint, and skipped only unfinished ones."""
+        """Checks that it resumed from the newest checkpoint and skipped only unfinished ones."""
         assert err in ('', 'SIGTERM: stopping after this step, then saving\n'), (self.history, err)
         if 'plan ' in out:
             resumed = re.findall(r'resuming after step (\d+)', out)

@@ -1,4 +1,4 @@
-"""Starts of launch.train that tests kill, stop or starve, and what is then in the workdir."""
+"""Starts launch.train for tests that kill, stop or starve it, and reads the workdir."""
 
 import json
 import os
@@ -116,14 +116,14 @@ class Runs:
         return out
 
     def result(self, name):
-        """(digest of the final state, held-out loss, rows of metrics without times)."""
+        """Returns (digest of the final state, held-out loss, rows of metrics without times)."""
         summary = json.loads((self.folder / name / 'summary.json').read_text())
         assert summary['final_step'] == self.num_steps
         assert SHA256.fullmatch(summary['state_sha256'])
         return summary['state_sha256'], summary['eval'], rows_of(self.folder / name)
 
     def check_rows(self, rows):
-        """One row for each step, and one for each evaluation, in order."""
+        """Checks for one row for each step and each evaluation, in order."""
         steps = list(range(1, self.num_steps + 1))
         assert [row['step'] for row in rows if 'loss' in row] == steps
         due = [s for s in steps if s % self.evaluation_every == 0 or s == self.num_steps]
@@ -131,7 +131,7 @@ class Runs:
 
 
 def last_row(workdir):
-    """The last complete line of metrics.jsonl; {} without one."""
+    """Returns the last complete line of metrics.jsonl, or {}."""
     try:
         return json.loads((workdir / 'metrics.jsonl').read_bytes().split(b'\n')[-2])
     except (FileNotFoundError, IndexError):

@@ -1,11 +1,11 @@
-"""What an adversary does to the files, moments and surroundings of a run, and what must follow.
+"""Attacks on the files, moments and environment of a run, and the required results.
 
 TABLE is {kind: {(command, path): {expected: attacks}}}, in the folder of World in table_test.py.
 Attacks, separated by `; `, are those of tests/faults/attacks.py. Expected:
 
-bit-equal: status 0, and all that the command makes is as without the attack.
+bit-equal: status 0, and all outputs are the same as without the attack.
 noted: WORDS: status 0 and a line with these words (a regular expression); training ends bit-equal.
-refused: WORDS: status 2, one line on stderr with these words or the file's name, nothing changed.
+refused: WORDS: status 2, one line on stderr with these words or the file's name, no changed file.
 ends STATUS: WORDS: with these words, and the same command, started again, ends bit-equal.
 """
 

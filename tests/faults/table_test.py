@@ -1,4 +1,4 @@
-"""Every row of tests/faults/table.py: refused in one line or survived bit-equal, nothing silent."""
+"""Each attack of tests/faults/table.py is refused in one line or survived bit-equal."""
 
 import collections
 import json
@@ -27,7 +27,7 @@ CHANGES = """config.data.{}
 
 
 class Row(NamedTuple):
-    """A line of the table; without an attack, what lines with its command are compared with."""
+    """A row of the table; without an attack, it is the reference for rows with its command."""
 
     command: str
     path: str | None = None
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 class World:
-    """A folder with all that commands read, of which each row of the table attacks a copy."""
+    """A folder with all inputs of the commands; each row of the table attacks a copy."""
 
     def __init__(self, folder):
         self.original, self.folder = folder / 'world', folder
@@ -85,7 +85,7 @@ class World:
         return dict(zip(rows, found, strict=True))
 
     def _prepare(self, folder, row):
-        """Copies the folder, and attacks a path unless there is a moment; returns what to run."""
+        """Copies the folder, attacks a path unless there is a moment, and returns the command."""
         shutil.copytree(self.original, folder, symlinks=True)
         path = row.path and folder / row.path
         if row.path == 'cache':
@@ -106,7 +106,7 @@ class World:
         return row
 
     def check(self, rows):
-        """One line for each of these rows that did not end as it should."""
+        """Returns a line for each row that did not end as expected."""
         commands = dict.fromkeys(row.command for row in rows if row.command not in self.results)
         rows = [*map(Row, commands), *rows]
         folders = {self.folder / f'row_{number}': row for number, row in enumerate(rows)}
@@ -134,7 +134,7 @@ class World:
 
 
 def check_end(row, done):
-    """The status and the words of its output are those that the row expects."""
+    """Checks the status and the words of the output against the row."""
     how, _, words = row.expected.partition(': ')
     if how == 'refused':
         words = words or re.escape(row.path.rpartition('/')[2])
@@ -149,7 +149,7 @@ def check_end(row, done):
 
 
 def result(folder, command, done):
-    """What a command made: training its state, losses and rows; others their output."""
+    """Returns the result of a command: state, losses and rows of training, or the output."""
     if command.startswith('prepare'):
         return (
             (),
@@ -165,7 +165,7 @@ def result(folder, command, done):
 
 
 def snapshot(folder):
-    """Every path but locks, caches and finished parts: its kind, size and time of last change."""
+    """Returns kind, size and mtime of every path except locks, caches and finished parts."""
     stats = {path: path.lstat() for path in folder.rglob('*')}
     return {
         path: (stat.st_mode, not path.is_dir() and (stat.st_size, stat.st_mtime_ns))
@@ -195,7 +195,7 @@ def world(tmp_path_factory):
 @pytest.mark.faults
 @pytest.mark.parametrize('kind', table.TABLE)
 def test_each_attack_is_refused_in_one_line_or_survived(world, kind):
-    """Within attacks.SECONDS and attacks.MEMORY; nothing goes another way without a line."""
+    """Within attacks.SECONDS and attacks.MEMORY; no other result goes without a line."""
     wrong = world.check(rows_of_kind(kind))
     assert not wrong, '\n'.join(wrong)
 

@@ -215,7 +215,7 @@ def test_a_row_stops_with_its_document_and_others_continue(variables, hparams):
 
 @pytest.mark.slow
 def test_tokens_without_room_in_a_cache_are_counted(tiny_config):
-    """Under `skip` a full cache drops tokens and says so; under `grow` it has room for all."""
+    """With `skip` a full cache drops tokens and reports it; with `grow` it has room for all."""
     for overflow, dropped in (('skip', (21 - 6) + (18 - 6)), ('grow', 0)):
         knobs = {'causal_rule': 'threshold', 'overflow': overflow, 'cache_capacity': 1.0}
         changes = {f'model.routing.{name}': value for name, value in knobs.items()}
@@ -237,8 +237,8 @@ def test_tokens_without_room_in_a_cache_are_counted(tiny_config):
     [
         ({'prompts': [PROMPT, []]}, ['no token']),
         ({'prompts': [[1] * 25]}, ['25 tokens and 4', 'data.sequence_length=24: shorten the pr']),
-        ({'prompts': [[1] * 4], 'num_tokens': 21}, ['prompt by 1 or generate 20 at most']),
-        ({'prompts': [[1] * 4], 'num_tokens': 24}, ['=24: generate 20 at most']),
+        ({'prompts': [[1] * 4], 'num_tokens': 21}, ['prompt by 1 or generate at most 20']),
+        ({'prompts': [[1] * 4], 'num_tokens': 24}, ['=24: generate at most 20']),
         ({'prompts': [[1] * 24], 'num_tokens': 24}, ['=24: shorten both']),
         ({'num_tokens': 0}, ['num_tokens=0']),
         ({'prompts': [[1, 257]]}, ['257']),
@@ -256,7 +256,7 @@ def test_tokens_without_room_in_a_cache_are_counted(tiny_config):
     ],
     ids=str,
 )
-def test_a_call_that_makes_no_sense_is_refused(hparams, changes, words):
+def test_invalid_arguments_are_refused(hparams, changes, words):
     with pytest.raises(ValueError) as caught:
         generate(None, hparams, **{'prompts': [PROMPT], 'num_tokens': 4} | changes)
     message = str(caught.value)
@@ -264,14 +264,14 @@ def test_a_call_that_makes_no_sense_is_refused(hparams, changes, words):
 
 
 class Gapped:
-    """Ids that stand for text: 10, 20, ..., 150; the separator is 3, a text ends with 5 too."""
+    """Ids of text are 10, 20, ..., 150; the separator is 3, and 5 also ends a text."""
 
     separator, stops = 3, (3, 5)
     token_bytes_V = np.bincount(np.arange(10, 160, 10), minlength=200)
 
 
 def test_neither_gaps_nor_special_ids_are_drawn_and_every_stop_ends_a_text(tiny_config):
-    """Of equal logits: ids with text are drawn, and the two ids that end it, which are left out."""
+    """With equal logits, ids of text are drawn, and the two stops, which are not in the text."""
     changes = {'model.num_layers': 1, 'model.vocab_size': 256, 'model.routing.router': 'none'}
     hparams = make_hparams(tiny_config, **changes)
     variables = make_variables(hparams)
@@ -288,7 +288,7 @@ def test_neither_gaps_nor_special_ids_are_drawn_and_every_stop_ends_a_text(tiny_
 
 
 def test_a_document_does_not_see_the_one_before_it(variables, hparams):
-    """With a tokenizer, text after a separator is that after the separator alone."""
+    """With a tokenizer, text after a separator does not depend on text before it."""
     befores = ([256, 1, 2, 3], [256, 9, 8, 7], [256, 50, 60, 70])
     prompts = [[*before, 256, 100] for before in befores]
     last = {}
@@ -300,13 +300,13 @@ def test_a_document_does_not_see_the_one_before_it(variables, hparams):
 
 
 class Few:
-    """Two ids of text and a separator, which begins many a document."""
+    """Two ids of text and a separator, which begins many documents."""
 
     separator, stops = 3, (3,)
     token_bytes_V = np.array([0, 1, 1, 0])
 
 
-# A cache of three places of a row, in which not every selected token finds room.
+# A cache of three places per row, which has no room for some selected tokens.
 FULL = {'model.routing.capacity': 0.125, 'model.routing.cache_capacity': 1.0}
 LOOPS = {'model.routing.layers': 'loops', 'model.looped_layers': 'all', 'model.loops': 2}
 
@@ -322,11 +322,11 @@ LOOPS = {'model.routing.layers': 'loops', 'model.looped_layers': 'all', 'model.l
     ids=str,
 )
 def test_guesses_change_no_text_and_are_those_of_the_model_that_skips(tiny_config, knobs, chunk):
-    """Equal texts, with stops too; as many guesses hold as of those of full forwards."""
+    """Texts are equal, also with stops; as many guesses are held as in full forward passes."""
     hparams = make_hparams(tiny_config, **knobs)
     init = functools.partial(Transformer(hparams).init, jax.random.key(3))
     variables = jax.jit(lambda: init(np.zeros((1, LENGTH), np.int32)))()
-    # Of such weights many guesses are wrong.
+    # With these weights, many guesses are wrong.
     variables = jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim > 1 else leaf, variables)
     prompts = [[3, 1, 2], [3], [3, 2, 3, 1, 2, 2]]
     shared = {'tokenizer': Few(), 'temperature': 2.0, 'num_samples': 2}
@@ -355,7 +355,7 @@ def test_guesses_change_no_text_and_are_those_of_the_model_that_skips(tiny_confi
 
 
 def guess(variables, hparams, row, sample_number):
-    """The token after a row that the model draws without its routed blocks, of seed 0."""
+    """Returns the token that the model draws after a row without its routed blocks, seed 0."""
     logits_V, selected = forward(variables, hparams, row, 'bypass', Few())
     assert not selected or hparams.model.routing.routes_loops
     key = generate_module._row_keys(np.zeros(1, np.uint32), 2)[sample_number]

@@ -1,4 +1,4 @@
-"""Local tasks of the harness give the numbers computed by hand, whatever the batch size."""
+"""Local tasks of the harness give the numbers computed by hand, for any batch size."""
 
 import json
 import math
@@ -18,7 +18,7 @@ SEPARATOR = 256
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, tmp_path):
-    """No hub, and a cache of its own; paths in the tasks are from the root."""
+    """Uses no hub, and a separate cache; paths in the tasks are relative to the root."""
     import datasets
 
     monkeypatch.chdir(ROOT)
@@ -27,7 +27,7 @@ def offline(monkeypatch, tmp_path):
 
 
 def choices_by_hand(log_p):
-    """acc and acc_norm: the likeliest option, and that by characters."""
+    """Returns acc and acc_norm: by the most likely option, and by likelihood per character."""
     right = {'acc': [], 'acc_norm': []}
     for line in (TASKS / 'toy_choice.jsonl').read_text().splitlines():
         doc = json.loads(line)
@@ -42,7 +42,7 @@ def choices_by_hand(log_p):
 
 
 def rolling_by_hand(log_p):
-    """word_perplexity and bits_per_byte over all texts, each token predicted once."""
+    """Returns word_perplexity and bits_per_byte over all texts; each token is predicted once."""
     nats = words = num_bytes = 0
     for line in (TASKS / 'toy_rolling.jsonl').read_text().splitlines():
         text = json.loads(line)['text']
@@ -61,12 +61,12 @@ def rolling_by_hand(log_p):
 
 @pytest.mark.slow
 def test_numbers_are_those_by_hand(small_model, log_p_of):
-    """Of multiple choice and of perplexity in windows."""
+    """For multiple choice, and for perplexity in windows."""
     from moddepth_jax.inference.harness import HarnessLM
     from moddepth_jax.inference.harness_tasks import HarnessTasks
 
     def log_p(ids):
-        """Of each of `ids` but the first."""
+        """Returns log p of each of `ids` but the first."""
         return log_p_of('both', ids[:-1])[np.arange(len(ids) - 1), ids[1:]]
 
     want = {'toy_choice': choices_by_hand(log_p), 'toy_rolling': rolling_by_hand(log_p)}
@@ -82,7 +82,7 @@ def test_numbers_are_those_by_hand(small_model, log_p_of):
 
 
 def test_shots_and_limit_are_obeyed():
-    """Two examples stand before each question, and two documents of four are asked."""
+    """Each question has two examples before it, and two of four documents are used."""
     from moddepth_jax.inference.harness_tasks import HarnessTasks
 
     class Recorder:
@@ -130,7 +130,7 @@ def test_moda_is_ten_tasks_of_the_harness():
     ],
 )  # fmt: skip
 def test_a_task_that_cannot_be_loaded_is_one_line(tmp_path, names, folders, words):
-    """With its name and what would be right: no file, no network, a field that is not there."""
+    """The line has its name and what would be right: no file, no network, a missing field."""
     from moddepth_jax.inference.harness_tasks import HarnessTasks
 
     text = (TASKS / 'toy_choice.yaml').read_text()

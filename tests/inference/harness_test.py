@@ -17,7 +17,7 @@ SEPARATOR = 256
 
 @pytest.fixture(scope='module')
 def model(small_model):
-    """(variables, hparams) of a dense model, whose programs compile soonest."""
+    """(variables, hparams) of a dense model, which compiles fastest."""
     return small_model('dense')
 
 
@@ -44,7 +44,7 @@ def tokens(text, begin=(SEPARATOR,)):
 
 
 def test_a_context_follows_the_separator(model, make_lm):
-    """Spaces at its end go to the continuation; an empty one is only the separator."""
+    """Spaces at its end move to the continuation; an empty context is only the separator."""
     pairs = {
         ('2+2=', '4'): ('2+2=', '4'),
         ('a ', 'é'): ('a', ' é'),
@@ -57,7 +57,7 @@ def test_a_context_follows_the_separator(model, make_lm):
 
 
 def test_a_long_context_loses_its_left_and_is_counted(model, make_lm):
-    """What remains is the middle of a document; two of three requests are cut."""
+    """The rest is the middle of a document; two of three requests are cut."""
     lm = make_lm()
     pairs = [('0123456789' * 3, 'abc'), ('short', 'abc'), ('x' * CONTEXT, 'a')]
     found = lm.loglikelihood(asked('loglikelihood', *pairs))
@@ -67,7 +67,7 @@ def test_a_long_context_loses_its_left_and_is_counted(model, make_lm):
 
 
 def test_a_rolling_text_is_predicted_once_in_windows(model, make_lm):
-    """From the separator on, each window with as much context as it has room for."""
+    """From the separator on, each window has as much context as fits."""
     text = 'Forty bytes are more than two contexts..'
     ids, lm = tokens(text, ()), make_lm()
     assert len(ids) == 40
@@ -84,7 +84,7 @@ def test_a_rolling_text_is_predicted_once_in_windows(model, make_lm):
 
 
 class Script:
-    """In place of `generate`: writes the bytes of `texts` in turn, as long as it is not stopped."""
+    """Replaces `generate`: writes the bytes of `texts` in turn until it is stopped."""
 
     def __init__(self, *texts):
         self.texts, self.steps, self.calls = [text.encode() for text in texts], 0, []
@@ -107,7 +107,7 @@ def written(make_lm, monkeypatch, script, *contexts, **settings):
 
 
 def test_a_text_ends_before_its_first_stop(make_lm, monkeypatch):
-    """Of several; the batch runs until each of its texts has stopped, and no further."""
+    """Before the first of several; the batch runs until each of its texts has stopped."""
     script = Script('an END, and more', 'two\nlines', 'x')
     found = written(
         make_lm, monkeypatch, script, 'a', 'b', 'c', until=['END', '\n'], max_gen_toks=12
@@ -117,14 +117,14 @@ def test_a_text_ends_before_its_first_stop(make_lm, monkeypatch):
 
 
 def test_a_character_is_complete_or_left_out(make_lm, monkeypatch):
-    """Cut off in the middle of a character, a text ends before it; a stop may be one."""
+    """A text that is cut in the middle of a character ends before it; a stop may be a character."""
     assert written(make_lm, monkeypatch, Script('né' * 5), 'a', max_gen_toks=5) == ['nén']
     found = written(make_lm, monkeypatch, Script('vu été'), 'a', until='é', max_gen_toks=9)
     assert found == ['vu ']
 
 
-def test_what_generation_is_asked_for(make_lm, monkeypatch):
-    """Greedy unless sampling is asked for; long contexts are cut.
+def test_settings_of_generation(make_lm, monkeypatch):
+    """It is greedy unless the settings sample; long contexts are cut.
 
     Documents and samples of one document have draws of their own, whatever the batch is.
     """
@@ -174,7 +174,7 @@ def test_greedy_texts_are_those_of_generate(model, make_lm):
         ('loglikelihood', ('', 'x' * 17), '17 tokens is longer than the context'),
     ],
 )
-def test_what_cannot_be_answered_is_refused(make_lm, kind, request_, words):
+def test_requests_that_cannot_be_answered_are_refused(make_lm, kind, request_, words):
     with pytest.raises(ValueError, match=words) as caught:
         getattr(make_lm(), kind)(asked(kind, request_))
     assert '\n' not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Texts that go on from a PromptCache are those of one prompt that holds all so far."""
+"""Texts that continue from a PromptCache equal those after one prompt of all tokens so far."""
 
 import dataclasses
 import functools
@@ -17,22 +17,22 @@ CONTEXT, STEP = 96, 24
 
 
 class Words:
-    """A separator that begins documents, and ids that end a text, of which one is often drawn."""
+    """A separator that begins documents, and stops, one of which is often drawn."""
 
     separator, stops = 7, (7, *range(90, 96))
     token_bytes_V = np.where(np.arange(96) == 7, 0, 1)
 
 
 WORDS = Words()
-# What follows each row's text, turn by turn; documents begin within rows and at their first token.
+# Tokens added to each row, turn by turn; documents begin within rows and at their first token.
 LINES = (  # of each row
     ([1, 2, 3], [7, 11], [16], [19, 20, 21]),
     ([4], [12, 7, 13, 14], [17, 18], [7, 22]),
     ([5, 6, 8, 9], [15] * 3, [7] * 6, [23, 24, 25, 26]),
 )
-# Blocks add up much: float32 rounds keys by 1e-4.
+# The stream is large, so float32 rounds keys by 1e-4.
 IN_FLOAT64 = ('token choice', 'token choice, first keys')
-# A count says how many tokens, but not which: nothing can be cut off.
+# The cache counts tokens without knowing which, so it cannot be cut.
 COUNTS = ('mlp routed', 'row capacity', 'value embeddings, experts')
 MODELS = (
     'dense',
@@ -50,7 +50,7 @@ MODELS += ('recursions grow', 'recursions, first keys', 'token choice', 'token c
 
 
 def check_turn(model, hparams, kept, prompts, **how):
-    """The Generation with a PromptCache, which equals that without; so do the caches."""
+    """Returns the Generation with a PromptCache; checks that it equals the one without."""
     how |= {'routing': model.routing, 'tokenizer': WORDS}
     fresh = PromptCache()
     expected = generate(model.variables, hparams, prompts, 7, prompt_cache=fresh, **how)
@@ -67,8 +67,8 @@ def check_turn(model, hparams, kept, prompts, **how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', (*MODELS, *COUNTS))
-def test_turns_of_a_chat_are_texts_of_the_whole_prompt(name, tiny_config, monkeypatch):
-    """With guesses, documents, texts that end, prompts that differ from a text, and growth.
+def test_turns_of_a_chat_are_texts_of_the_full_prompt(name, tiny_config, monkeypatch):
+    """With guesses, documents, texts that end, prompts that differ from a text, and growing caches.
 
     All tokens that a cache has are used, unless it is full, or has to be cut and cannot.
     """
@@ -113,7 +113,7 @@ def lengths(kept, model):
 
 
 def made_up_cache(lengths_B, dropped=0, **counts):
-    """A Cache of a dense block and a routed one, which has the tokens of even positions."""
+    """Makes a Cache of a dense block and a routed one, which has the tokens at even positions."""
     lengths_B = np.asarray(lengths_B, np.int32)
     positions_BS = np.tile(2 * np.arange(6, dtype=np.int32), (len(lengths_B), 1))
     dense = LayerCache(np.zeros((len(lengths_B), 1, 1, 12)), None, None, None, **counts)
@@ -122,7 +122,7 @@ def made_up_cache(lengths_B, dropped=0, **counts):
     return Cache((dense, routed), lengths_B, zeros_B, zeros_B + dropped)
 
 
-def test_what_is_held_is_what_prompts_and_texts_begin_with():
+def test_only_the_common_start_of_prompt_and_text_is_reused():
     """A cache is cut to it, unless it counts tokens; it serves once, and never the last token."""
     texts, same = [[7, 1, 2, 3, 4, 5], [7, 8, 9, 7, 9, 9]], [[7, 1, 2, 3, 4, 5], [7, 8, 9, 7, 9, 9]]
     other = [[7, 1, 2, 6, 6], [7, 8, 9, 7, 9, 1, 1]]
@@ -152,7 +152,7 @@ def test_what_is_held_is_what_prompts_and_texts_begin_with():
 
 
 def test_another_model_rule_or_tokenizer_forgets_the_caches():
-    """Variables by their arrays. The capacity doubles when it does not suffice."""
+    """Variables are compared by their arrays. The capacity doubles when it is too small."""
     kept, made = PromptCache(), []
 
     def unroll(*arguments):

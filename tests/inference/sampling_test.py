@@ -34,7 +34,7 @@ def frequencies(logits_V, temperature, *cuts):
 
 
 def chances(logits_V, temperature, top_p=1.0, top_k=0):
-    """Of each token, in float64: sorted by chance, then index, and cut once the sum is top_p."""
+    """Returns the probability of each token in float64, after temperature, top_k and top_p."""
     odds_V = np.exp((logits_V - logits_V.max()).astype(np.float64) / temperature)
     order = sorted(range(len(logits_V)), key=lambda token: (-odds_V[token], token))
     chance_V = odds_V / odds_V[order[: top_k or None]].sum()
@@ -57,7 +57,7 @@ def chances(logits_V, temperature, top_p=1.0, top_k=0):
     ],
 )
 def test_frequencies_are_those_of_temperature_then_top_k_then_nucleus(how):
-    """Tokens that are cut have the chance 0, exactly."""
+    """Tokens that are cut have a probability of exactly 0."""
     chance_V = chances(LOGITS_V, *how)
     error_V = np.sqrt(chance_V * (1 - chance_V) / NUM_DRAWS)
     share_V = frequencies(LOGITS_V, *how)
@@ -66,7 +66,7 @@ def test_frequencies_are_those_of_temperature_then_top_k_then_nucleus(how):
 
 
 def test_nucleus_is_the_smallest_set_that_reaches_top_p():
-    """Against NumPy on random logits; the logits that are kept do not change."""
+    """Compared with NumPy on random logits; logits that are kept do not change."""
     # Not a Python number here, so that one program serves all of them.
     cut = jax.jit(nucleus)
     for seed in range(5):
@@ -77,7 +77,7 @@ def test_nucleus_is_the_smallest_set_that_reaches_top_p():
             assert np.array_equal(kept_V[np.isfinite(kept_V)], logits_V[np.isfinite(kept_V)])
 
 
-def test_of_equals_the_lower_index_is_kept():
+def test_of_equal_logits_the_lower_index_is_kept():
     """Four tokens of a quarter each: the set grows in the order of their indices."""
     logits_V = jnp.array([-jnp.inf, 1.0, 1.0, -jnp.inf, 1.0, 1.0])
     cut = jax.jit(nucleus)
@@ -87,14 +87,14 @@ def test_of_equals_the_lower_index_is_kept():
 
 @pytest.mark.parametrize('top_p', [1.0, 0.9])
 @pytest.mark.parametrize('temperature', [0.0, 1e-30, 1e6])
-def test_a_token_of_no_probability_is_never_drawn(temperature, top_p):
+def test_a_token_of_probability_0_is_never_drawn(temperature, top_p):
     logits_V = np.array([-np.inf, 1.0, 5.0, -np.inf, 3.0], np.float32)
     share_V = frequencies(logits_V, temperature, top_p)
     assert set(np.flatnonzero(share_V)) <= {1, 2, 4} and share_V[2] > 0.3
 
 
 def test_keys_decide_and_rows_draw_independently():
-    """Two rows of equal logits agree as often as two independent draws do, not always."""
+    """Two rows of equal logits agree as often as two independent draws."""
     first, again, other = (draw(seed, np.zeros((NUM_DRAWS, 5)), 1.0) for seed in (1, 1, 2))
     assert np.array_equal(first, again)
     for one, two in ((first, other), first.reshape(-1, 2).T):
@@ -103,7 +103,7 @@ def test_keys_decide_and_rows_draw_independently():
 
 
 def test_temperature_zero_or_top_k_one_is_the_most_likely_token():
-    """Whatever the key; of equals the first; so are temperatures too small for float32."""
+    """For any key; of equal logits the first. Also for temperatures too small for float32."""
     logits_BV = random_logits()
     logits_BV[:, 3] = logits_BV[:, 1]
     for seed, *how in ((0, 0.0), (1, 1e-45), (2, 9.0, 1.0, 1)):
@@ -124,7 +124,7 @@ def test_top_k_of_all_tokens_or_more_changes_no_draw():
         ('top_k', (-1,), ': must be 0, for every token, or more'),
     ],
 )
-def test_values_without_a_meaning_are_refused(name, values, words):
+def test_invalid_settings_are_refused(name, values, words):
     for value in values:
         with pytest.raises(ValueError, match=f'^{name}={value}{words}[^\n]*$'):
             check_sampling(**{'temperature': 1.0, name: value})

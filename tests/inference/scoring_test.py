@@ -1,4 +1,4 @@
-"""Scores are the sums that the model itself gives, whatever else is in a batch."""
+"""Scores are sums of the model's own log p, whatever else is in a batch."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tests.inference.conftest import CONTEXT
 
 @pytest.fixture(scope='module')
 def by_hand(small_model, log_p_of):
-    """Log-likelihood and greediness of one request, from the logits of its own padded row."""
+    """Returns log-likelihood and greediness of one request, from the logits of its padded row."""
 
     def one(name, context, continuation):
         length = small_model(name)[1].data.sequence_length
@@ -52,7 +52,7 @@ SLOW = [('both', 1), ('longer mod', 1), ('longer mod', 3)]
     ],
 )
 def test_scores_are_those_by_hand(small_model, by_hand, name, batch_size):
-    """Each equals the sum over the logits of its own row, whatever the batch size."""
+    """Each equals the sum over the logits of its own row, for any batch size."""
     context = small_model(name)[1].data.sequence_length
     requests = questions(context, MANY_OPTIONS if name == 'dense' else FEW_OPTIONS)
     want = [by_hand(name, *request) for request in requests]
@@ -65,8 +65,8 @@ def test_scores_are_those_by_hand(small_model, by_hand, name, batch_size):
     assert not any(one.cut for one in found[:-3])
 
 
-def test_the_likeliest_tokens_are_greedy(small_model):
-    """A continuation of likeliest tokens is greedy; with another token in its midst it is not."""
+def test_the_most_likely_tokens_are_greedy(small_model):
+    """A continuation of most likely tokens is greedy; with another token in it, it is not."""
     row = [256, *range(9)]
     for _ in range(3):
         options = [(row, [token]) for token in range(257)]
@@ -80,8 +80,8 @@ def test_the_likeliest_tokens_are_greedy(small_model):
     assert [one.greedy for one in score(*small_model('dense'), asked)] == [True, False]
 
 
-def test_a_context_of_several_options_is_read_once(small_model, monkeypatch):
-    """Two of its options a batch; where they have one token, with another context."""
+def test_a_context_of_several_options_is_computed_once(small_model, monkeypatch):
+    """A batch has two of its options; if they have one token, also another context."""
     read, real = [], scoring._score_options
 
     def counted(unrolled, options, **how):
@@ -96,7 +96,7 @@ def test_a_context_of_several_options_is_read_once(small_model, monkeypatch):
 
 
 def test_batches_share_shapes(small_model):
-    """A batch takes an earlier one's shape that holds it and has a 12th more places at most."""
+    """A batch reuses an earlier shape that fits and has at most a 12th more places."""
     hparams, shapes = small_model('longer mod')[1], []  # of 40 tokens
 
     def shape(context, labels):

@@ -34,7 +34,7 @@ COMMANDS = {
         ('--config.training.num_steps=-5', ['num_steps=-5: must be 0 or more']),
         ('--config.data.batch_size=0', ['batch_size=0: must be 1 or more']),
         ('--config.data.tokenizer=gpt2', ["'gpt2'", 'bytes, prepared, a tokenizer.json']),
-        ('--config.data.source=https://a.org/b.txt', ['https:', 'an address; download it']),
+        ('--config.data.source=https://a.org/b.txt', ['https:', 'a URL; download it']),
         ('--config.model.routing.layers=[1]', ["'[1]'", 'or a list such as 0,1 of layers below 4']),
         ('--config.data.source=nothing', ["'nothing': matches no file", 'a file, folder or glob']),
         ('--profile=20', ['--profile=20: must be START:STOP']),
@@ -51,7 +51,7 @@ COMMANDS = {
         ('--workdir=text', ['--workdir=', 'text', 'config.json']),
         ("'--workdir=a\nb'", [r"'a\nb'", 'without line ends']),
         ('--workdir=text/short.txt/run', ['--workdir=', 'directory']),
-        ('--mesh=data=3', ['--mesh=data=3', '1 are here']),
+        ('--mesh=data=3', ['--mesh=data=3', 'there are 1']),
         ('--mesh=data=two', ['--mesh=data=two: must be AXIS=SIZE']),
         ('--mesh=modle=2', ['--mesh=modle=2', 'data, fsdp']),
         ('--dry_run --mesh=fsdp=2000', ['--mesh=fsdp=2000', 'must be 1024 or fewer']),
@@ -68,7 +68,7 @@ COMMANDS = {
         ('--config.data.tokenizer=prepared', ['store/train.bin: was changed', 'remove store and']),
     ],
     'train --config=run/config.json --workdir=run': [
-        ('--config.training.num_steps=2', ['num_steps=2: the run', 'has 4 steps; 4 resume it']),
+        ('--config.training.num_steps=2', ['num_steps=2: the run', 'has 4 steps; 4 resumes it']),
         ('--config.training.num_steps=8 --config.seed=1', ['seed is 0', 'and 1 in this run']),
     ],
     'evaluate': [

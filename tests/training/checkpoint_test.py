@@ -23,7 +23,7 @@ from tests.two_processes import on_two_processes
 
 
 def make_state(seed):
-    """Several kinds of leaves: AdamW's tuples, bfloat16, int32, bool."""
+    """Makes leaves of several kinds: AdamW's tuples, bfloat16, int32, bool."""
     key = jax.random.key(seed)
     params = {
         'dense': {'kernel': jax.random.normal(key, (8, 4)), 'bias': jnp.full((4,), seed + 0.5)},
@@ -97,7 +97,7 @@ def test_digest_depends_on_value_dtype_shape_and_path(change):
 
 
 def test_later_donated_steps_do_not_change_a_save(tmp_path):
-    """The state may be donated at once: its buffer is reused, and the old values are on disk."""
+    """The state may be donated at once: its buffer is reused, and the disk has the old values."""
     step = jax.jit(lambda state: {'w': state['w'] + 1}, donate_argnums=0)
     state, reused = {'w': jnp.zeros((3_000_000,))}, []
     with Checkpoints(tmp_path, keep=9) as checkpoints:
@@ -135,7 +135,7 @@ def test_another_structure_is_refused_before_anything_is_read(
 
 
 def test_only_the_newest_good_checkpoints_stay(tmp_path):
-    """Damaged and unfinished ones do not count as kept, and go when a newer good one is saved."""
+    """Damaged and unfinished ones do not count, and are removed when a newer good one is saved."""
     save_steps(tmp_path, 1, 2, 3)
     flip_bit(tmp_path / '3')
     (tmp_path / '4').mkdir()
@@ -156,7 +156,7 @@ def test_only_the_newest_good_checkpoints_stay(tmp_path):
 
 
 def test_a_failed_write_is_one_line_and_costs_only_its_own_step(tmp_path, caplog, capfd):
-    """A write that fails is reported by the next save, which is made itself, or by wait."""
+    """A failed write is reported by wait, or by the next save, which is written nevertheless."""
     state = {'w': jax.random.normal(jax.random.key(0), (200_000,))}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Checkpoints(tmp_path, keep=3) as checkpoints:

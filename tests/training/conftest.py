@@ -24,7 +24,7 @@ def cheap_reports():
 
 
 def skip_reports(patch):
-    """Runs skip what costs seconds and is tested elsewhere: baselines, and XLA's count of FLOPs."""
+    """Skips slow parts that are tested elsewhere: baselines, and XLA's count of FLOPs."""
 
     def counted_flops(hparams, num_steps):
         return {'flops_per_step': step_flops(hparams), 'flops_per_step_xla': None}
@@ -41,7 +41,7 @@ def programs(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def compiled_once(programs):
-    """Programs are compiled without optimization, and each of them once a session."""
+    """Compiles programs without optimization, and each of them once per session."""
     with compilation_cache.persistent_compilation_cache(programs):
         yield
 
@@ -56,7 +56,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def run_hparams(tiny_config, corpus):
-    """Of the finished run: routed, with a budget that pays for 7.5 steps."""
+    """Hyper-parameters of the finished run: routed, with a budget that pays for 7.5 steps."""
     changes = {
         'model.num_layers': 1,
         'model.routing.router': 'learned',
@@ -75,7 +75,7 @@ def run_hparams(tiny_config, corpus):
 
 @pytest.fixture(scope='session')
 def finished(run_hparams, programs, tmp_path_factory):
-    """A run that was not interrupted, to be read only."""
+    """A run that was not interrupted; tests only read it."""
     with compilation_cache.persistent_compilation_cache(programs):
         return loop.train(run_hparams, tmp_path_factory.mktemp('finished') / 'run')
 

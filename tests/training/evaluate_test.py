@@ -18,7 +18,7 @@ SEPARATOR = 256
 
 
 class HeldOut:
-    """Three batches of 4 x 16; the last one is filled up with two rows of padding."""
+    """Three held-out batches of 4 x 16; the last one has two rows of padding."""
 
     num_held_out_batches = 3
     tokenizer = make_tokenizer('bytes')
@@ -46,7 +46,7 @@ class HeldOut:
 
 
 class Mixture(HeldOut):
-    """The same: the first and the last batch of one domain, the second of another."""
+    """The same, where the first and last batch are of one domain and the second of another."""
 
     domains = {'web': 0.25, 'code': 0.75}
 
@@ -78,7 +78,7 @@ def hparams(tiny_config):
 
 @pytest.fixture(scope='module')
 def variables(hparams):
-    """Random, and so large that routing matters and the predictor selects part of the tokens."""
+    """Random variables, so large that routing matters and the predictor selects some tokens."""
     tokens_BT = np.zeros((1, 16), np.int32)
     init = functools.partial(Transformer(hparams).init, jax.random.key(0), tokens_BT)
     variables = jax.jit(init)()
@@ -91,7 +91,7 @@ def compiled_apply(hparams, routing):
 
 
 def by_hand(variables, hparams, batches, routing, **layers):
-    """(nats, counted targets, bytes, tokens, selected in each layer) of a pass, in float64."""
+    """Returns (nats, targets, bytes, tokens, selected in each layer) of a pass, in float64."""
     apply = functools.partial(compiled_apply(hparams, routing), **layers)
     sums = np.zeros(6)
     for batch in batches:
@@ -132,7 +132,7 @@ def test_losses_of_a_mixture_are_separate_and_weighted_by_its_shares(
 
 
 def test_fewer_batches_than_domains_are_refused(variables, hparams, mesh):
-    """Regression: the loss of the members that were reached was reported as that of the mixture."""
+    """Regression: the loss of the evaluated members was reported as that of the mixture."""
     with pytest.raises(ValueError, match='num_batches=1: must be at least 2'):
         evaluate(variables, hparams, Mixture(), mesh, 1, 'predictor')
     assert perplexity(1e4) == math.inf and math.isnan(perplexity(math.nan))
@@ -156,7 +156,7 @@ def test_loss_is_the_sum_by_hand(variables, hparams, held_out, mesh, num_batches
 
 
 def test_routing_gap_is_causal_minus_top_c(variables, hparams, held_out, mesh):
-    """The loss is that of the causal rule; the gap is positive where the rule loses to top-C."""
+    """The loss is that of the causal rule; the gap is positive if top-C has a lower loss."""
     result = evaluate_causal(variables, hparams, held_out, mesh, 3)
     losses = {}
     for routing in ('predictor', 'top_c'):
@@ -169,8 +169,8 @@ def test_routing_gap_is_causal_minus_top_c(variables, hparams, held_out, mesh):
     assert result['routing_gap'] == pytest.approx(gap, abs=1e-4)
 
 
-def test_the_gap_of_each_layer_is_the_cost_of_its_rule_alone(variables, hparams, held_out, mesh):
-    """Per routed block: the loss with the rule there and top-C elsewhere, minus that of top-C."""
+def test_the_gap_of_a_layer_is_the_cost_of_its_causal_rule(variables, hparams, held_out, mesh):
+    """It is the loss with the rule in that layer and top-C elsewhere, minus that of top-C."""
     result = evaluate_causal(variables, hparams, held_out, mesh, 3, batches_per_layer=3)
     nats, targets, *_ = by_hand(variables, hparams, held_out.batches, 'top_c')
     gaps = []

@@ -1,4 +1,4 @@
-"""Steps of training with experts are the same in parts."""
+"""Micro-batches do not change a training step with experts."""
 
 import jax
 import jax.numpy as jnp

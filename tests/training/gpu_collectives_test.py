@@ -1,4 +1,4 @@
-"""What a sharded step communicates when it is compiled for eight H200s, without a GPU."""
+"""The communication of a sharded step that is compiled for eight H200s, without a GPU."""
 
 import re
 

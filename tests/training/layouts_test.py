@@ -175,7 +175,7 @@ def test_other_models_train_as_on_one_device(changes, tiny_config):
     ids=['expert choice', 'first keys', 'token choice'],
 )
 def test_routed_loops_take_the_steps_of_one_device(changes, tiny_config):
-    """A few: then a near-tie is chosen otherwise, and the runs part."""
+    """Only for a few steps: then a near-tie is decided differently, and the runs diverge."""
     check(tiny_config(**SIZES | changes), ['data=2,fsdp=2,tensor=2', 'data=4,fsdp=2'], num_steps=3)
 
 
@@ -204,7 +204,7 @@ for layout in ['data=1', *layouts]:
     alone = record if alone is None else alone
     sizes_LB = alone.top_c_BT.sum(axis=2)
     assert (record.top_c_BT.sum(axis=2) == sizes_LB[:, :1]).all()
-    # The lowest score that is selected; a loop selects among the tokens of the one before.
+    # The lowest selected score; a loop selects among the tokens of the loop before.
     lowest = np.min(alone.scores_BT, axis=2, where=alone.top_c_BT, initial=np.inf)[..., None]
     differs = record.top_c_BT != alone.top_c_BT
     found[layout] = [float(np.max(np.abs(record.scores_BT - alone.scores_BT))), int(differs.sum()),
@@ -222,8 +222,8 @@ print(json.dumps(found))
     ],
     ids=['blocks', 'loops'],
 )
-def test_learned_choices_differ_on_near_ties_only(changes, layouts, tiny_config):
-    """On equal parameters every mesh gives a token the same score to 1e-5."""
+def test_learned_choices_differ_only_at_near_ties(changes, layouts, tiny_config):
+    """With equal parameters, every mesh gives a token the same score to 1e-5."""
     config = tiny_config(**SIZES | changes)
     found = on_devices(8, LEARNED, json.dumps([config.to_dict(), layouts]))
     assert set(found) == {'data=1', *layouts} and found['data=1'] == [0.0, 0, 0.0]

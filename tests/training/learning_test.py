@@ -11,8 +11,8 @@ from moddepth_jax.training.evaluate import evaluate
 from moddepth_jax.training.metrics import read_metrics
 from tests.data.synthetic_test import entropy_floor
 
-# Next to a limit: what seeds 0 to 3 came to (JAX 0.10.2; `seed` alone changed).
-# Of the floor: 0.014 to 0.017; an ideal reader of windows of 128 is itself 1.3% above it.
+# Comments at limits: results of seeds 0 to 3 (JAX 0.10.2; only `seed` changed).
+# 0.014 to 0.017 of the floor; an ideal model of windows of 128 is itself 1.3% above it.
 DISTANCE = 0.025
 NOISE = 0.005  # nats; some five standard errors of the mean over the held-out targets
 BATCHES = 8
@@ -52,8 +52,8 @@ def labels(run):
     return np.concatenate([run.dataset.held_out_batch(i)['labels_BT'] for i in range(BATCHES)])
 
 
-def test_held_out_loss_comes_to_the_entropy(run, labels):
-    """By the causal rule it lies within 2.5% of the floor of the windows it is measured on."""
+def test_held_out_loss_reaches_the_entropy(run, labels):
+    """With the causal rule it is within 2.5% of the entropy floor of the same windows."""
     floor = entropy_floor(synthetic.make_language(), labels)
     loss = run.summary['eval']['loss']
     assert run.summary['eval']['targets'] == labels.size
@@ -66,7 +66,7 @@ def test_held_out_loss_comes_to_the_entropy(run, labels):
 
 
 def test_the_causal_rule_is_the_one_that_was_trained(run):
-    """The gap to top-C routing is negligible, and the predictor knows the top C of its rows."""
+    """The gap to top-C routing is negligible, and the predictor finds the top C of its rows."""
     assert abs(run.summary['eval']['routing_gap']) < 0.005  # 0.0012 at most
     (layer,) = run.summary['routing'].values()
     assert layer['selected_fraction'] == pytest.approx(0.25, abs=0.07)  # 0.24 to 0.29
@@ -74,7 +74,7 @@ def test_the_causal_rule_is_the_one_that_was_trained(run):
 
 
 def test_the_routed_block_contributes(run):
-    """With its gates at 0, so that every token skips it, the model loses 0.05 nats."""
+    """With its gates at 0, as if every token skipped it, the loss is 0.05 nats higher."""
     params = jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf * (path[-1].key != 'w'), run.state.params
     )
@@ -112,7 +112,7 @@ def largest_loads(tiny_config, workdir, weight):
 
 
 def test_balance_loss_keeps_loads_within_twice_their_mean(tiny_config, tmp_path):
-    """In the second half of the run; without it some layer always exceeds that."""
+    """It does in the second half of the run; without it some layer always exceeds that."""
     kept, free = (
         largest_loads(tiny_config, tmp_path / str(weight), weight) for weight in (0.01, 0.0)
     )

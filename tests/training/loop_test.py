@@ -1,4 +1,4 @@
-"""A run trains to its last step once, writes what it promises, and resumes where it was stopped."""
+"""A run trains to its last step once, writes all promised files, and resumes where it stopped."""
 
 import dataclasses
 import json
@@ -99,7 +99,7 @@ def test_a_finished_run_does_not_train_again(finished, copied, run_hparams, monk
 
     monkeypatch.setattr(trainer, 'train_step', refuse)
     monkeypatch.setattr(Dataset, 'train_batch', refuse)
-    # Of the whole process, in which other tests have run since.
+    # The peak of the process, in which other tests have run since.
     monkeypatch.setattr(
         'moddepth_jax.training.summary.log_lines', lambda: finished.summary['attention']
     )
@@ -113,7 +113,7 @@ def test_a_finished_run_does_not_train_again(finished, copied, run_hparams, monk
     assert 'has 0 of 5 rows up to step 7: rows lost' in line
 
 
-def test_a_run_stopped_by_signals_ends_as_if_it_had_not_been(
+def test_a_run_stopped_by_signals_ends_like_an_unbroken_one(
     finished, run_hparams, tmp_path, signals
 ):
     for stop, name in ((2, 'SIGUSR1'), (4, 'SIGTERM'), (5, 'SIGTERM')):
@@ -149,7 +149,7 @@ KINDS = {
 }
 
 
-# Fast: saved_run_test.py, where the state of Muon on a part comes back to the bit.
+# A fast test of the same: saved_run_test.py, which restores a state with Muon to the bit.
 @pytest.mark.slow
 @pytest.mark.parametrize('name', KINDS)
 def test_every_kind_of_run_resumes_to_the_bit(name, tiny_config, tmp_path, signals):
@@ -164,12 +164,12 @@ def test_every_kind_of_run_resumes_to_the_bit(name, tiny_config, tmp_path, signa
 def test_an_extended_run_goes_on_under_the_new_schedule(
     finished, copied, run_hparams, tmp_path, signals, capsys
 ):
-    """Stopped in between, it ends with the same bits; it is recorded everywhere, FLOPs count."""
+    """If it stops in between, it ends with the same bits. The extension is recorded everywhere."""
     budget = run_hparams.flop_budget / (NUM_STEPS + 0.5) * 10.5
     longer = dataclasses.replace(run_hparams, flop_budget=budget)
     broken = shutil.copytree(finished.workdir, tmp_path / 'bro[k]en \\ %?')
 
-    def broken_report(state, dataset):  # a program that cannot be compiled is noted, no more
+    def broken_report(state, dataset):  # a program that cannot be compiled only gives a note
         return {'compiling a picture': lambda: state.parms}
 
     whole = loop.train(longer, copied, report_programs=broken_report)
@@ -205,7 +205,7 @@ def test_an_extended_run_goes_on_under_the_new_schedule(
 def test_an_extension_before_any_decay_is_the_longer_run(
     stop, knobs, tiny_config, corpus, tmp_path, signals
 ):
-    """Under constant, or wsd in its stable phase: with the same warm-up and stages, to the bit."""
+    """Under constant, or wsd in its stable phase, it has the same warm-up, stages and bits."""
     changes = {'data.source': corpus, 'data.held_out_fraction': 0.3, 'evaluation.every': 0} | knobs
 
     def hparams(num_steps, extended_from=0):
@@ -223,7 +223,7 @@ def test_an_extension_before_any_decay_is_the_longer_run(
 
 
 def skipping(bad_steps):
-    """A train step that only counts: its loss is NaN at `bad_steps`."""
+    """A fake train step that only counts; its loss is NaN at `bad_steps`."""
 
     def step(state, batch, stage, loops, teacher):
         del stage
@@ -238,9 +238,7 @@ def skipping(bad_steps):
     return step
 
 
-def test_many_steps_in_a_row_that_are_not_finite_end_the_run(
-    run_hparams, tmp_path, monkeypatch, capsys
-):
+def test_too_many_nonfinite_steps_in_a_row_end_the_run(run_hparams, tmp_path, monkeypatch, capsys):
     hparams = changed(run_hparams, 'training', max_nan_steps=2)
     monkeypatch.setattr(trainer, 'train_step', skipping([1, 3, 4, 5]))
     with pytest.raises(trainer.DivergedError) as caught:
@@ -293,7 +291,7 @@ def mixture_run(mixture_hparams, tmp_path_factory, compiled_once):
 def test_each_domain_of_a_mixture_is_reported_and_weighted_by_its_share(
     mixture_run, mixture_hparams, texts
 ):
-    """summary.json and the last row hold the loss of each, equal to that of its folder alone."""
+    """summary.json and the last row have the loss of each domain, equal to that of its folder."""
     found = json.loads((mixture_run.workdir / 'summary.json').read_text())
     domains = found['domains']
     assert {name: domains[name]['share'] for name in domains} == {'web': 0.75, 'code': 0.25}
@@ -336,7 +334,7 @@ def test_a_mixture_resumes_from_moved_folders(
 
 @pytest.mark.slow
 def test_each_step_trains_by_its_stage(tiny_config, corpus, tmp_path):
-    """Two steps at capacity 1 by top-C, three at 1/4 by the threshold."""
+    """It takes two steps at capacity 1 by top-C, then three at 1/4 by the threshold."""
     changes = STAGED | {
         'data.source': corpus,
         'data.held_out_fraction': 0.3,
@@ -359,7 +357,7 @@ def test_each_step_trains_by_its_stage(tiny_config, corpus, tmp_path):
 
 @pytest.mark.slow
 def test_each_step_trains_by_the_loops_that_it_draws(tiny_config, corpus, tmp_path):
-    """It is evaluated with those of the model, and each step is counted."""
+    """Evaluation uses the loops of the model, and the FLOPs of each step are counted."""
     changes = LOOPED | {'data.source': corpus, 'data.held_out_fraction': 0.3, 'evaluation.every': 0}
     hparams = from_config(tiny_config(**changes))
     drawn = [loops_at(hparams, 4, step) for step in range(4)]

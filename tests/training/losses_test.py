@@ -1,4 +1,4 @@
-"""Losses equal their definitions in float64; counts and ratios are those worked out by hand."""
+"""Losses equal their definitions in float64; counts and ratios equal values computed by hand."""
 
 import types
 
@@ -64,7 +64,7 @@ def test_rule_loss_is_the_weighted_mean_over_layers_and_real_tokens(by_rule, rul
 
 
 def test_targets_of_a_row_are_its_own(by_rule):
-    """A rule that predicts each row's own top-C has no loss, with its rows exchanged a large one.
+    """A rule that predicts each row's own top-C has no loss; with rows exchanged, a large one.
 
     Targets written without the batch offset would put the positives of all rows into row 0.
     """
@@ -77,7 +77,7 @@ def test_targets_of_a_row_are_its_own(by_rule):
 
 
 def test_targets_carry_no_gradient(by_rule):
-    """Scores that define the targets get none through them, even where targets are soft."""
+    """Scores that define the targets get no gradient through them, even if targets are soft."""
     given = by_rule('predictor'), jnp.array([[[1.0, -2.0]]]), jnp.array([[[0.3, 0.6]]])
     slope_LBT = jax.grad(rule_loss, 2)(*given, jnp.ones((1, 2), bool))
     np.testing.assert_array_equal(slope_LBT, jnp.zeros((1, 1, 2)))
@@ -95,7 +95,7 @@ SEGMENT_IDS = np.array([[1, 1, 2, 2], [1, 1, 1, 0]])
 
 
 def test_losses_of_token_choice_are_their_sums_over_real_tokens(tiny_config):
-    """N sum_n f_n P_n and the mean squared log-partition, by hand; no slope at padding or in f."""
+    """They equal values by hand; padding and the shares f_n have no gradient."""
     knobs = {'router': 'token_choice', 'layers': 'loops', 'balance_weight': 0.7, 'z_loss': 0.03}
     knobs = {f'model.routing.{name}': value for name, value in knobs.items()}
     hparams = from_config(tiny_config(**{'model.looped_layers': 'all', 'model.loops': 3}, **knobs))
@@ -124,7 +124,7 @@ def test_losses_of_token_choice_are_their_sums_over_real_tokens(tiny_config):
 
 
 def test_routing_ratios_of_a_hand_made_record():
-    """By eye, padding is in none; without a token that the rule selects, precision is NaN."""
+    """Padding counts nowhere. If the rule selects no token, precision is NaN."""
     record = routing_record(*COUNTED.values(), COUNTED['scores'])
     counts = losses.routing_counts(record, SEGMENT_IDS, of_loops=False)
     assert all(values.dtype == jnp.float32 for values in counts.values())
@@ -150,8 +150,8 @@ def test_routing_ratios_of_a_hand_made_record():
 
 
 @pytest.mark.parametrize('of_loops', [False, True])
-def test_dead_tokens_are_real_ones_that_nothing_selects(of_loops):
-    """No routed layer; of loops, none beyond the first, which selects all."""
+def test_dead_tokens_are_real_tokens_that_nothing_selects(of_loops):
+    """No routed layer selects them, or no loop after the first, which selects all tokens."""
     selected_LBT = [[[1, 1, 0, 0], [1, 1, 0, 0]], [[1, 0, 0, 0]] * 2, [[0, 0, 1, 0], [0] * 4]]
     zeros_LBT = np.zeros((3, 2, 4))
     of_selected = [selected_LBT, zeros_LBT, zeros_LBT]
@@ -184,7 +184,7 @@ def experts_record(
 
 @pytest.fixture
 def hparams(tiny_config):
-    """Of a model whose layers have the 3 + 1 experts above, balance weight 0.5, z-loss 0.25."""
+    """Hyper-parameters with 3 + 1 experts, balance weight 0.5 and z-loss 0.25."""
 
     def build(**changes):
         knobs = {'choice': 'token', 'num_routed': 3, 'num_noop': 1, 'top_k': 2}
@@ -220,7 +220,7 @@ def test_a_layer_without_tokens_costs_nothing(hparams):
     assert loss == 0 and not slope_XZ.any()
 
 
-def test_gradient_reaches_scores_and_log_partitions_alone(hparams):
+def test_gradient_reaches_only_scores_and_log_partitions(hparams):
     """d balance / d scores is weight f_i / (X n), so f_i / 32 and f_i / 16; soft pairs get none."""
 
     def total(scores_XZ, pairs_XZ, log_z_X):
@@ -247,13 +247,13 @@ RATIOS = {
 
 
 def test_expert_ratios_follow_from_counts():
-    """By hand: the 8 of layer 0's fullest expert are twice the mean 12 / 3 of the routed ones."""
+    """By hand: the fullest expert of layer 0 has 8 pairs, twice the mean of 12 / 3."""
     ratios = expert_ratios(expert_counts(experts_record(dropped=[3, 0])), 2, 3)
     assert {name: values.tolist() for name, values in ratios.items()} == RATIOS
 
 
 def test_ratios_of_experts_that_choose():
-    """Sums over rows of the lowest score taken are divided by the rows; nothing is a no-op."""
+    """The lowest scores are averaged over rows, and there are no no-op experts."""
     record = experts_record(
         [[4, 4, 4]], [[1.0] * 3], [6], [1.0], [0], lowest_E=[[1.0, 0.5, 2.0]], rows=[2]
     )
@@ -263,8 +263,8 @@ def test_ratios_of_experts_that_choose():
 
 
 @pytest.mark.parametrize('float64', [False, True])
-def test_nothing_to_divide_by_is_nan(float64):
-    """A layer that no token reached has no shares, in JAX and in NumPy, and spoils no other."""
+def test_a_ratio_without_a_denominator_is_nan(float64):
+    """A layer that no token reached has NaN shares, in JAX and NumPy; other layers do not."""
     counts = expert_counts(experts_record([PAIRS[0], [0] * 4], tokens=[8, 0]))
     if float64:
         counts = {name: np.asarray(count, np.float64) for name, count in counts.items()}

@@ -1,4 +1,4 @@
-"""A directory with a manifest is intact, or refused with the reason."""
+"""A directory is as its manifest says, or it is refused with the reason."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ def test_content_comes_back_from_an_untouched_directory(tmp_path):
     assert sorted(os.listdir(directory)) == ['d', 'empty', 'manifest.json']
 
 
-def test_every_bit_of_data_and_manifest_counts(tmp_path):
+def test_a_flipped_bit_of_data_or_manifest_is_refused(tmp_path):
     """Whichever bit is flipped, of a file or of the manifest itself, the directory is refused.
 
     White space, letter case of an exponent or of an escape, and digits beyond the precision of a

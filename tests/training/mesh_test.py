@@ -19,7 +19,7 @@ from tests.data.prepared_text import refusal
         (',', 'AXIS=SIZE'),
         ('data=²', 'AXIS=SIZE'),
         ('expert=1,data=1,expert=1', 'names expert twice'),
-        ('data=1000', 'needs 1000 devices, 1 are here'),
+        ('data=1000', 'needs 1000 devices, and there are 1'),
     ],
 )
 def test_a_bad_mesh_is_refused_in_one_line(spec, words):
@@ -51,7 +51,7 @@ EXPERTS = {'model.experts.choice': 'token', 'model.experts.num_routed': 6}
     ],
 )
 def test_a_mesh_that_does_not_fit_the_model_is_refused(tiny_config, experts, sizes, words):
-    """In one line, with both numbers: experts that do not divide, or that there are none."""
+    """The line has both numbers; also for experts that do not divide, or without experts."""
     hparams = from_config(tiny_config(**experts, **{'data.batch_size': 12}))
     sharding.check_mesh(hparams, mesh_of(data=3))
     if 'model.experts.choice' in experts:
@@ -61,13 +61,13 @@ def test_a_mesh_that_does_not_fit_the_model_is_refused(tiny_config, experts, siz
 
 
 def mesh_of(**sizes):
-    """An abstract mesh; axes that are not named have size 1."""
+    """Makes an abstract mesh; other axes have size 1."""
     return AbstractMesh(tuple(sizes.get(axis, 1) for axis in sharding.AXES), sharding.AXES)
 
 
 @pytest.mark.parametrize('stream', ['dense', 'attention', 'moda'])
 def test_parameters_and_their_moments_have_equal_shardings(tiny_config, stream):
-    """Over fsdp, tensor and expert: all but vectors and narrow matrices, in every depth stream."""
+    """They are sharded over fsdp, tensor and expert, except vectors and narrow matrices."""
     changes = {'model.num_layers': 4, 'model.depth.stream': stream, 'model.experts.layers': '1,2'}
     changes['model.layer_loop'] = 'unrolled'
     hparams = from_config(tiny_config(**EXPERTS, **changes))
@@ -90,7 +90,7 @@ def test_parameters_and_their_moments_have_equal_shardings(tiny_config, stream):
 
 
 def test_the_unsharded_share_is_bounded(tiny_config):
-    """Under fsdp it must be within training.max_unsharded; data alone shards no parameter."""
+    """With fsdp it must be at most training.max_unsharded; `data` shards no parameters."""
     hparams = from_config(tiny_config(**{'data.batch_size': 24, 'training.max_unsharded': 0.001}))
     sharding.check_mesh(hparams, mesh_of(data=24))
     message = refusal(sharding.check_mesh, hparams, mesh_of(fsdp=2))
@@ -101,7 +101,7 @@ def test_the_unsharded_share_is_bounded(tiny_config):
 
 @pytest.fixture(scope='module')
 def state(tiny_config):
-    """Shapes of a routed model whose vocabulary of 257 tensor cannot split."""
+    """Shapes of a routed model with a vocabulary of 257, which the axis tensor cannot split."""
     hparams = from_config(tiny_config(**{'model.routing.router': 'learned'}))
     return jax.eval_shape(lambda: init_state(hparams, 4))
 

@@ -1,4 +1,4 @@
-"""Rows are whole, valid JSON, and appear once in a run that was killed and resumed; so do windows.
+"""Rows and windows are complete, valid JSON, and appear once in a run that was killed and resumed.
 
 TensorBoard and W&B get the same numbers, and their failures never stop a run.
 """
@@ -52,8 +52,8 @@ def event_values(workdir):
     return [(event.step, value) for event in read_events(workdir) for value in event.summary.value]
 
 
-def test_rows_hold_what_was_given_and_are_readable_at_once(tmp_path):
-    """Numbers and lists return in order; those that are not finite are null for every reader."""
+def test_rows_have_the_given_values_and_are_readable_at_once(tmp_path):
+    """Numbers and lists keep their order; values that are not finite are null for every reader."""
     values = {'loss': 1.5, 'tokens': 2**40, 'load': [1, 0.5, math.nan], 'grad_norm': -math.inf}
     with with_tensorboard(tmp_path) as writer:
         writer.write(10, values)
@@ -68,8 +68,8 @@ def test_rows_hold_what_was_given_and_are_readable_at_once(tmp_path):
     assert tags == ['train/loss', 'train/tokens', 'val/loss']
 
 
-def test_names_in_tensorboard_sort_by_what_one_looks_at_first():
-    """The training loss first; training before what is held out; a group for each part."""
+def test_names_in_tensorboard_sort_by_importance():
+    """The training loss is first; training comes before held-out text; each part has a group."""
     names = ['loss', 'z_loss', 'balance_loss', 'experts/layer_01/load', 'grad_norm', 'skipped']
     names += ['routing/layer_01/recall', 'mfu', 'tokens_per_second', 'eval/bits_per_byte']
     names += ['eval/loss', 'eval/domains/a/loss', 'eval/routing/layer_01/recall']
@@ -109,7 +109,7 @@ BROKEN = [  # lines
 
 @pytest.mark.parametrize('line', BROKEN, ids=lambda line: line[:30])
 def test_a_broken_line_inside_the_file_is_an_error(tmp_path, line):
-    """A kill can truncate only the last line; any other is damage, and is named, not dropped."""
+    """A kill can truncate only the last line; another broken line is damage and is reported."""
     with pytest.raises(ValueError, match='holds no metrics.jsonl'):
         read_metrics(tmp_path)
     write_steps(tmp_path, 0, 1, 2)
@@ -126,21 +126,21 @@ DAMAGE = {
     'cut': (lambda path: path.write_text(path.read_text()[:-5]), 'has 2 of 3 rows'),
     'a digit': (
         lambda path: path.write_text(path.read_text().replace('2.0', '2.5')),
-        'not as writ',
+        'were changed',
     ),
     'no JSON': (lambda path: path.write_text('x' + path.read_text()), 'has 2 of 3 rows'),
     'infinite': (
         lambda path: path.write_text(path.read_text().replace('2', '1e999')),
         'has 2 of 3',
     ),
-    'deep': (lambda path: path.write_text('[' * 100_000 + '\n' + path.read_text()), 'not as writ'),
+    'deep': (lambda path: path.write_text('[' * 100_000 + '\n' + path.read_text()), 'were changed'),
     'none': (lambda path: None, ''),
 }
 
 
 @pytest.mark.parametrize('kind', DAMAGE)
 def test_rows_that_changed_since_the_checkpoint_are_reported(tmp_path, kind):
-    """Those up to its step: an evaluation after it, and rows of later steps, do not count."""
+    """Only rows up to its step count, not an evaluation after it or rows of later steps."""
     with MetricsWriter(tmp_path, 0) as writer:
         for step in (1, 2, 3):
             writer.write(step, {'loss': float(step)})
@@ -159,8 +159,8 @@ def test_rows_that_changed_since_the_checkpoint_are_reported(tmp_path, kind):
         assert not writer.problem
 
 
-def test_what_lost_its_checkpoints_is_kept(tmp_path):
-    """Rows after step 0 and the summary, each time under a name that is free."""
+def test_files_of_a_run_without_checkpoints_are_kept(tmp_path):
+    """Rows after step 0 and the summary get a new name each time."""
     (tmp_path / 'metrics.jsonl').write_text('{"step": 0, "eval/loss": 5.0}\n')
     assert keep_earlier(tmp_path, 'summary.json') == ''
     for end in ('', '-2'):
@@ -174,7 +174,7 @@ def test_what_lost_its_checkpoints_is_kept(tmp_path):
     assert not {'metrics.jsonl', 'summary.json'} & set(os.listdir(tmp_path))
 
 
-def test_rows_that_are_left_of_a_file_that_changed_under_a_run_are_kept(tmp_path, capsys):
+def test_remaining_rows_of_a_file_that_changed_during_a_run_are_kept(tmp_path, capsys):
     path = tmp_path / 'metrics.jsonl'
     with MetricsWriter(tmp_path, 0) as writer:
         for step in (1, 2, 3):
@@ -183,7 +183,7 @@ def test_rows_that_are_left_of_a_file_that_changed_under_a_run_are_kept(tmp_path
         writer.write(4, {'loss': 2.0})
         assert writer.digest()['rows'] == 3
     assert [row['step'] for row in read_metrics(tmp_path)] == [2, 3, 4]
-    assert capsys.readouterr().err.endswith('2 of 3 rows are left\n')
+    assert capsys.readouterr().err.endswith('2 of 3 rows remain\n')
 
 
 def test_events_mirror_the_numbers_and_purge_on_resume(tmp_path):
@@ -239,7 +239,7 @@ def fake(monkeypatch):
 
 
 def test_wandb_gets_the_numbers_of_the_rows_under_one_id(fake, tmp_path):
-    """With their step, without lists and what is not finite; a resumed run keeps its id."""
+    """Rows have their step, but no lists or non-finite values. A resumed run keeps its id."""
     for first_step in (0, 1):
         sink = WandbWriter(tmp_path, 'project', {'seed': 1})
         with MetricsWriter(tmp_path, first_step, [sink]) as writer:

@@ -19,7 +19,7 @@ SLURM = {
 
 @pytest.fixture
 def connect_with(monkeypatch):
-    """connect_with(variables): the arguments for jax.distributed.initialize, or None."""
+    """connect_with(variables) returns the arguments for jax.distributed.initialize, or None."""
     calls = []
     monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: calls.append(given))
     monkeypatch.setattr(multihost, '_silence_native_stdout', lambda: None)
@@ -37,7 +37,7 @@ def connect_with(monkeypatch):
 
 def test_one_process_joins_nothing_and_jax_reads_slurm(connect_with):
     assert connect_with({}) is None
-    # Outside srun SLURM_NTASKS counts tasks that do not exist: nothing is waited for.
+    # Outside srun, SLURM_NTASKS counts tasks that do not exist, so do not wait for them.
     without = {name: value for name, value in SLURM.items() if name != 'SLURM_STEP_NODELIST'}
     assert connect_with(without) is None
     assert connect_with({'JAX_NUM_PROCESSES': '1', **SLURM}) is None
@@ -47,7 +47,7 @@ def test_one_process_joins_nothing_and_jax_reads_slurm(connect_with):
 
 
 def test_our_variables_are_passed_on(connect_with):
-    """JAX itself does not read two of the three; the heartbeat timeout is ours."""
+    """JAX itself ignores two of the three; we also set the heartbeat timeout."""
     given = connect_with(OURS)
     assert given['coordinator_address'] == 'host7:1234'
     assert (given['num_processes'], given['process_id']) == (4, 3)
@@ -84,7 +84,7 @@ def test_a_single_process_calls_functions_directly():
 
 
 def test_the_loss_of_a_process_is_recognized():
-    """In JAX's errors about a peer that is gone, and errors raised because of one."""
+    """It is recognized in JAX's errors about a lost peer, and in errors that they cause."""
     reset = 'UNKNOWN: Gloo AllReduce failed: Read error [::1]:2: Connection reset by peer'
     lost = jax.errors.JaxRuntimeError(reset)
     around = ValueError('not saved')

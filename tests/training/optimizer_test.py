@@ -36,7 +36,7 @@ def test_schedule_warms_up_from_zero_and_ends_at_its_fraction(tiny_config):
 
 @pytest.mark.parametrize(('num_steps', 'warmup'), [(1, 0.0), (1, 1.0), (2, 0.03), (10, 1.0)])
 def test_schedule_of_short_runs_is_sound(tiny_config, num_steps, warmup):
-    """However short the run and long the warm-up, rates lie in [0, peak] and some step learns."""
+    """For any length of run and warm-up, rates are in [0, peak] and some step has one above 0."""
     rate = schedule(tiny_config, num_steps, **{'optimizer.warmup_fraction': warmup})
     assert np.isfinite(rate).all() and rate.min() >= 0 and rate.max() > 0
     assert rate.max() <= 3e-3 * (1 + 1e-6)
@@ -59,7 +59,7 @@ OF_EACH_LOOP |= {'model.loop_embeddings': 'learned'}
     ],
 )
 def test_weight_decay_is_for_matrices_only(tiny_config, decay_embeddings, model, scalars):
-    """Without a gradient a step shrinks kernels by rate times decay, the embedding by knob."""
+    """Without a gradient, a step shrinks kernels by rate times decay, and the embedding by knob."""
     changes = {
         'model.routing.router': 'learned',
         'model.use_bias': True,

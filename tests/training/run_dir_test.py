@@ -18,7 +18,7 @@ from tests.data import tokenizer_files
 from tests.data.prepared_text import refusal
 
 ROOT = pathlib.Path(__file__).parents[2]
-# No cap on selected tokens, and no bound on what is unsharded.
+# No limit on selected tokens or on unsharded parameters.
 OLD = {'model.routing.overflow': 'grow', 'training.max_unsharded': 1.0}
 # The knobs of the first version, whose runs have no others. This list never grows: a knob that was
 # added later is one of OLDER_RUNS, with the value that keeps the behavior of those runs.
@@ -133,7 +133,7 @@ def test_a_run_killed_while_it_wrote_its_config_leaves_a_usable_directory(tmp_pa
 
 
 def test_every_later_knob_has_a_value_for_older_runs(tiny_config):
-    """A knob that is added and forgotten in OLDER_RUNS would make every older run unreadable."""
+    """Without this, a knob that is missing in OLDER_RUNS would make every older run unreadable."""
     config = dataclasses.asdict(from_config(tiny_config()))
     names = set(traverse_util.flatten_dict(config, sep='.'))
     first, later = first_knobs(), set(run_dir.OLDER_RUNS)
@@ -143,7 +143,7 @@ def test_every_later_knob_has_a_value_for_older_runs(tiny_config):
 
 @pytest.mark.parametrize('lacking', [run_dir.OLDER_RUNS, ['report.top_p']], ids=len)
 def test_an_older_run_resumes_with_the_values_of_its_time(tmp_path, tiny_config, lacking):
-    """Each knob it lacks, with whole groups, has its old behavior; one line names these only."""
+    """Each missing knob or group has its old behavior; one line lists them."""
     hparams = from_config(tiny_config(**OLD))
     config = dataclasses.asdict(hparams)
     write_config(tmp_path, without(config, lacking))
@@ -193,8 +193,8 @@ def assert_refused(call, words):
         ('model.depth', 5, ''),
         ('model', 5, ''),
         ('report', 'def ', ''),
-        ('model.later', 1, 'no such knob; a newer version wrote it'),
-        ('later', {'knob': 2}, 'no such knob; a newer version wrote it'),
+        ('model.later', 1, 'no such knob; it was edited, or a newer version wrote it'),
+        ('later', {'knob': 2}, 'no such knob; it was edited, or a newer version wrote it'),
     ],
 )
 def test_a_stored_knob_that_does_not_fit_is_named(name, value, word, tmp_path, tiny_config):
@@ -252,7 +252,7 @@ sys.stdin.read()
 
 
 def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path, config):
-    """Two processes never hold one directory, and a kill -9 leaves no lock behind."""
+    """Two processes never hold the same directory, and a kill -9 leaves no lock."""
     pipe = subprocess.PIPE
     command = [sys.executable, '-c', HOLD, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
@@ -273,7 +273,7 @@ def hparams(tiny_config, tmp_path):
 
 
 def test_the_tokenizer_is_stored_once(hparams, tmp_path):
-    """It is read back without its file; a second start leaves it, and remains of a kill go."""
+    """It is read without its file. A second start keeps it, and removes the remains of a kill."""
     (tmp_path / 'tokenizer.tmp').mkdir()
     (tmp_path / 'tokenizer.tmp' / 'tokenizer.json').write_text('{')
     tokenizer = tokenizer_files.byte_level()
@@ -286,11 +286,11 @@ def test_the_tokenizer_is_stored_once(hparams, tmp_path):
 
 
 def test_another_tokenizer_is_refused(hparams, tmp_path):
-    """A run resumes with the ids that it began with. A directory that is a file is named."""
+    """A run resumes with the ids that it began with. A file instead of a directory is named."""
     (tmp_path / 'llama.json').write_text(tokenizer_files.llama_file())
     run_dir.save_tokenizer(tmp_path, hparams, tokenizer_files.byte_level())
     other = make_tokenizer(tmp_path / 'llama.json')
-    words = ['tokenizer: holds bpe:320, ', '; put back']
+    words = ['tokenizer: has bpe:320, ', '; restore']
     assert_refused(lambda: run_dir.save_tokenizer(tmp_path, hparams, other), words)
     words = ['--workdir=', '; must be a directory that can be written']
     file = tmp_path / 'llama.json'
@@ -298,7 +298,7 @@ def test_another_tokenizer_is_refused(hparams, tmp_path):
 
 
 def test_bytes_need_no_folder_unless_they_were_prepared(tiny_config, tmp_path):
-    """`prepared` does not say which tokenizer it was, once the prepared text has moved."""
+    """`prepared` does not say which tokenizer it was after the prepared text has moved."""
     tokenizer = make_tokenizer('bytes')
     run_dir.save_tokenizer(tmp_path, from_config(tiny_config()), tokenizer)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""A run is read as it was saved, at any moment of its life, and not changed by reading."""
+"""A run is read as it was saved, at any moment, and reading does not change it."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ FINGERPRINT = {'corpus_sha256': 'f00d', 'seed': 0}
 
 @pytest.fixture(scope='module')
 def hparams(tiny_config):
-    """Of a part by Muon, whose state has the most kinds of leaves."""
+    """Hyper-parameters of a run that uses Muon, whose state has the most kinds of leaves."""
     changes = {'model.num_layers': 1, 'model.routing.router': 'learned'}
     changes |= {'model.routing.layers': '0', 'model.routing.capacity_stages': '1:0.5'}
     changes |= {'optimizer.name': 'muon', 'optimizer.trainable': ('*/router/*', '*/mlp/*')}
@@ -37,7 +37,7 @@ def hparams(tiny_config):
 
 @pytest.fixture(scope='module')
 def state(hparams):
-    """After no step, its thresholds such as training would leave."""
+    """The state before the first step, with thresholds as after training."""
     state = jax.jit(lambda: init_state(hparams, NUM_STEPS))()
     return state.replace(averages=jax.tree.map(lambda leaf: leaf + 0.5, state.averages))
 
@@ -51,7 +51,7 @@ def save(workdir, state, steps):
 
 @pytest.fixture(scope='module')
 def original(hparams, state, tmp_path_factory):
-    """The directory of a run of 4 steps with checkpoints 2 and 4, to be read only."""
+    """The directory of a run of 4 steps with checkpoints 2 and 4; tests only read it."""
     workdir = tmp_path_factory.mktemp('original') / 'run'
     open_workdir(workdir, dataclasses.asdict(hparams))
     save(workdir, state, [2, 4])
@@ -73,7 +73,7 @@ def test_a_run_is_read_as_it_was_saved(original, hparams, state):
 
 
 def test_a_running_run_is_read_at_its_newest_finished_checkpoint(workdir, capsys):
-    """While its process holds the lock; a skipped one and the steps that remain are printed."""
+    """Its process holds the lock. A skipped checkpoint and the remaining steps are printed."""
     (workdir / 'checkpoints' / '4' / 'manifest.json').unlink()
     with lock_directory(workdir):
         before = snapshot(workdir)
@@ -154,12 +154,12 @@ LOOPED_FORMS = {
 
 
 def run_of(hparams, state=None):
-    """The SavedRun of a state, by default one without arrays."""
+    """Makes the SavedRun of a state, by default without arrays."""
     return SavedRun(hparams, state, NUM_STEPS, NUM_STEPS, FINGERPRINT, ())
 
 
 def test_a_looped_run_is_read_with_other_loops(tiny_config):
-    """The weights as they are, without averages, which are of each loop."""
+    """It keeps the weights, but not the averages, which belong to loops."""
     hparams = from_config(tiny_config(**LOOPED))
     shapes = jax.eval_shape(lambda: init_state(hparams, NUM_STEPS))
     state = jax.tree.map(lambda leaf: jax.numpy.ones(leaf.shape, leaf.dtype), shapes)
@@ -176,10 +176,10 @@ def test_a_looped_run_is_read_with_other_loops(tiny_config):
 @pytest.mark.parametrize(
     ('form', 'change', 'line'),
     [
-        ('threshold', {'loops': 3}, '--loops=3: must be 2: thresholds are averages'),
-        ('mudd', {'loops': 3}, '--loops=3: must be 2: the mudd stream has weights for so many'),
-        ('recursions', {'loops': 3}, '--loops=3: must be 2: there are routers for so many'),
-        ('own norms', {'loops': 3}, '--loops=3: must be at most 2: each loop has norms'),
+        ('threshold', {'loops': 3}, '--loops=3: must be 2: each loop has its own thresholds'),
+        ('mudd', {'loops': 3}, '--loops=3: must be 2: the mudd stream has weights for each'),
+        ('recursions', {'loops': 3}, '--loops=3: must be 2: each loop has its own router'),
+        ('own norms', {'loops': 3}, '--loops=3: must be at most 2: each loop has its own norms'),
         ('not looped', {'loops': 3}, '--loops=3: no block of this run is looped'),
         ('not looped', {'threshold': 0.5}, '--exit_threshold=0.5: no block of this run is looped'),
         ('mudd', {'threshold': 0.5}, "--exit_threshold=0.5: model.depth.stream='mudd': must be"),
@@ -192,7 +192,7 @@ def test_a_looped_run_is_read_with_other_loops(tiny_config):
     ],
 )
 def test_loops_that_do_not_fit_are_refused(form, change, line, tiny_config):
-    """Where each loop has thresholds or weights, or none is looped."""
+    """That is, if each loop has thresholds or weights, or if no block is looped."""
     run = run_of(from_config(tiny_config(**LOOPED | LOOPED_FORMS[form])))
     method = run.with_loops if 'loops' in change else run.with_exits
     assert refusal(method, **change).startswith(line)
@@ -206,7 +206,7 @@ def test_fewer_loops_and_exits_need_no_more_weights(tiny_config):
 
 
 def test_a_merged_run_has_the_logits_of_its_adapters(tiny_config):
-    """To 1e-5, in a model without adapters; a run without them is itself."""
+    """To 1e-5, in a model without adapters. A run without adapters is unchanged."""
     knobs = {'model.adapters.rank': 2, 'model.adapters.params': ('*/query/*', '*/mlp/*')}
     knobs |= {'model.num_layers': 1}
     hparams = from_config(tiny_config(**knobs))

@@ -14,15 +14,15 @@ from moddepth_jax.training.summary import step_flops_report
 from moddepth_jax.training.train_step import init_state
 
 
-def test_the_estimate_of_xla_has_no_recomputation_and_no_loop_counted_once(tiny_config):
-    """It exceeds the count by elementwise work and masked pairs only."""
+def test_the_estimate_of_xla_counts_all_layers_and_no_recomputation(tiny_config):
+    """It exceeds the formula only by elementwise work and masked pairs."""
     config = tiny_config(**{'model.routing.router': 'learned', 'data.sequence_length': 320})
     flops = step_flops_report(from_config(config), 4)
     assert 1 < flops['flops_per_step_xla'] / flops['flops_per_step'] < 2
 
 
 def test_routed_layers_and_layers_with_experts_have_separate_groups(tiny_config, monkeypatch):
-    """Each by the indices of its layers; `eval` has the values of the whole model."""
+    """Each group has the indices of its layers; `eval` has the values of the full model."""
     changes = {'model.routing.router': 'learned', 'model.experts.choice': 'token'}
     hparams = from_config(tiny_config(**changes))
     for name in ('step_flops_report', 'state_sha256'):
@@ -62,7 +62,7 @@ def test_versions_name_what_may_change_the_bits(monkeypatch):
 
 
 def test_the_table_of_parameters_counts_each_once(tiny_config):
-    """Six layers of several runs, three of them routed; the last one writes no slots."""
+    """The model has six layers, three of them routed; the last one writes no slots."""
     changes = {'num_layers': 6, 'routing.router': 'learned', 'depth.stream': 'moda'}
     hparams = from_config(tiny_config(**{f'model.{name}': v for name, v in changes.items()}))
     params = jax.eval_shape(lambda: init_state(hparams, 1)).params

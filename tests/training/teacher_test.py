@@ -40,14 +40,14 @@ step = jax.jit(train_step)
 
 @pytest.fixture(scope='module')
 def dense(tiny_config, tmp_path_factory):
-    """The directory of a dense run, narrower than the runs that it teaches."""
+    """The directory of a dense run, narrower than its students."""
     folder = tmp_path_factory.mktemp('teacher') / 'dense'
     save_run(folder, from_config(tiny_config(**SMALL)))
     return folder
 
 
 def taught(tiny_config, folder, **changes):
-    """Hparams of a routed run that learns from the run in `folder`."""
+    """Returns Hparams of a routed run that learns from the run in `folder`."""
     return from_config(tiny_config(**ROUTED | {'training.distill_from': str(folder)} | changes))
 
 
@@ -58,7 +58,7 @@ def teacher(dense):
 
 
 def test_the_loss_pulls_towards_the_teacher(tiny_config, dense, teacher):
-    """Also at a weight of 1, which ignores the text; the metric is T^2 KL, mean over targets."""
+    """Also at weight 1, which ignores the text. The metric is T^2 KL, the mean over targets."""
     hparams, batch = taught(tiny_config, dense, **SOFT), make_batch(0, padded=True)
     state = initial(hparams)
     logits_BTV, _ = forward(hparams, state.variables, batch)
@@ -72,7 +72,7 @@ def test_the_loss_pulls_towards_the_teacher(tiny_config, dense, teacher):
 
 
 @pytest.mark.slow
-def test_micro_batches_teach_as_the_batch_does(tiny_config, dense, teacher):
+def test_micro_batches_do_not_change_distillation(tiny_config, dense, teacher):
     found = []
     for parts in (1, 2):
         hparams = taught(tiny_config, dense, **SOFT | {'training.accumulate_steps': parts})
@@ -81,7 +81,7 @@ def test_micro_batches_teach_as_the_batch_does(tiny_config, dense, teacher):
 
 
 def trained(state, batch, teacher, num_steps=12):
-    """The divergence before each of some steps on one batch, and the metrics of the last."""
+    """Returns the divergence before each of some steps on one batch, and the last metrics."""
     found = []
     for _ in range(num_steps):
         state, metrics = step(state, batch, teacher=teacher)
@@ -93,7 +93,7 @@ def trained(state, batch, teacher, num_steps=12):
 @pytest.mark.slow
 @pytest.mark.parametrize('parts', [1, 2])
 def test_a_model_that_is_its_teacher_learns_nothing(tiny_config, dense, parts):
-    """No divergence and no gradient, but for rounding."""
+    """Divergence and gradient are 0 up to rounding."""
     knobs = {'training.distill_weight': 1.0, 'optimizer.z_loss': 0.0, 'model.remat': 'block'}
     knobs |= {'model.routing.router': 'none', 'training.accumulate_steps': parts}
     hparams = taught(tiny_config, dense, **knobs)
@@ -106,7 +106,7 @@ def test_a_model_that_is_its_teacher_learns_nothing(tiny_config, dense, parts):
 
 
 def test_the_teacher_is_counted(tiny_config, dense):
-    """In the FLOPs of a step, of the run and of the report; a teacher's moments do not exist."""
+    """Its FLOPs count in a step, the run and the report; it has no moments."""
     hparams = taught(tiny_config, dense)
     shape = hparams.data.batch_size, hparams.data.sequence_length
     narrow = from_config(tiny_config(**SMALL))
@@ -130,7 +130,7 @@ def test_the_teacher_is_counted(tiny_config, dense):
 
 @pytest.mark.slow
 def test_a_run_with_a_teacher_resumes_to_the_bit(tiny_config, dense, tmp_path, signals):
-    """From the teacher that it began with, which must still be there; that one keeps its bits."""
+    """It uses the teacher that it began with, which must still exist and does not change."""
     folder = shutil.copytree(dense, tmp_path / 'dense')
     hparams, before = taught(tiny_config, folder), state_sha256(load_run(folder).state)
     signals[2] = 'SIGTERM'
@@ -165,18 +165,18 @@ def test_a_teacher_with_another_tokenizer_is_refused(tiny_config, dense):
     class Other(ByteTokenizer):
         name, sha256 = 'other.json', 'ab'
 
-    with pytest.raises(ValueError, match='tokenizer bytes; must be that of this run, other.json'):
+    with pytest.raises(ValueError, match='bytes; must be the tokenizer of this run, other.json'):
         check_teacher(taught(tiny_config, dense), Other())
     check_teacher(taught(tiny_config, dense), ByteTokenizer())
 
 
 def test_a_step_without_its_teacher_is_refused(tiny_config, dense, teacher):
-    with pytest.raises(ValueError, match='needs the Teacher of that run'):
+    with pytest.raises(ValueError, match='must get the Teacher of that run'):
         train_step(initial(taught(tiny_config, dense)), make_batch(0))
 
 
 def on_four_devices(folder, runs):
-    """Trains on one device and on four; prints the rows of metrics of both."""
+    """Trains on one device and on four, and prints the metrics of both."""
     hparams, found = taught(conftest._tiny_config, folder, **WIDE), []
     for mesh_spec in ('data=1', 'fsdp=2,tensor=2'):
         run = loop.train(hparams, f'{runs}/{mesh_spec}', mesh_spec)
@@ -191,8 +191,8 @@ def on_four_devices(folder, runs):
 
 
 @pytest.mark.slow
-def test_a_teacher_is_split_as_the_model(dense, tmp_path):
-    """Over four devices the run has the losses of one, and the teacher lies as declared."""
+def test_a_teacher_is_sharded_like_the_model(dense, tmp_path):
+    """On four devices the run has the same losses, and the teacher is sharded by the rules."""
     code = 'import sys; from tests.training import teacher_test as test; '
     code += 'test.on_four_devices(*sys.argv[1:])'
     found = on_devices(4, code, str(dense), str(tmp_path))

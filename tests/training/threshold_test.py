@@ -1,4 +1,4 @@
-"""The threshold is a moving average that training updates, and by which it may select tokens."""
+"""Thresholds are moving averages that training updates and may select tokens by."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from tests.training.toy_steps import (
 
 @pytest.fixture(scope='module')
 def state(tiny_config):
-    """Of a routed block whose experts choose their tokens."""
+    """The state of a model with a routed block whose experts choose their tokens."""
     return initial(from_config(tiny_config(**ROUTED | experts(choice='expert'))))
 
 
@@ -30,7 +30,7 @@ def records_of(state, batch, routing):
 
 
 def lowest_scores(records, batch):
-    """[routed layers]: the C-th largest score of each row, by sorting, averaged over rows."""
+    """Returns [routed layers]: the C-th largest score of each row by sorting, mean over rows."""
     lowest_RB = []
     for scores_BT in records.scores_BT:
         rows = zip(scores_BT, batch['segment_ids_BT'], strict=True)
@@ -66,7 +66,7 @@ def test_average_is_the_recursion_in_numpy(state):
 
 
 def test_a_batch_of_padding_does_not_move_the_average(state):
-    """No row has a C-th score then: the average stays, and stays finite."""
+    """No row then has a C-th score, so the average does not change and stays finite."""
     state, _ = step(state, make_batch(0))
     batch = make_batch(1)
     batch['segment_ids_BT'][:] = 0
@@ -93,7 +93,7 @@ def by_threshold(tiny_config):
 
 
 def test_training_by_threshold_selects_the_first_tokens_above_it(by_threshold):
-    """At most 1.25 C tokens of a row, the first ones above the average from before the step."""
+    """It selects at most 1.25 C tokens of a row, the first above the average before the step."""
     batch = make_batch(0, padded=True)
     after, metrics = step(by_threshold, batch)
     records = records_of(by_threshold, batch, 'threshold')

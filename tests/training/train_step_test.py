@@ -1,4 +1,4 @@
-"""A step is a pure function that learns, skips what is not finite, and is traced once."""
+"""A step is a pure function that learns, skips non-finite gradients, and is traced once."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def trained_part(state):
 
 
 def gradient(state):
-    """Of the first step from `state`: AdamW's running mean is then (1 - b1) times it."""
+    """Returns the gradient of the first step: AdamW's running mean is then (1 - b1) times it."""
     mean = optax.tree_utils.tree_get(state.optimizer_state, 'mu')
     return jax.tree.map(lambda leaf: leaf / (1 - state.hparams.optimizer.b1), mean)
 
@@ -50,7 +50,7 @@ def state(hparams):
 
 
 def losses_by_hand(hparams, params, batch):
-    """(loss, z_loss, rule_loss), and each rule logit's slope in the last, in float64."""
+    """Returns (loss, z_loss, rule_loss) and the gradient of rule_loss, in float64."""
     logits_BTV, records = forward(hparams, {'params': params}, batch)
     logits_BTV = np.asarray(logits_BTV, np.float64)
     counted_BT = batch['labels_BT'] != -100
@@ -101,7 +101,7 @@ def test_losses_and_their_gradient_by_hand(hparams, state):
 
 
 def test_labels_of_padding_do_not_count(state):
-    """Padding masks a target whatever its label: loss and step are those of the label -100."""
+    """Padding masks a target with any label: loss and step equal those with label -100."""
     padded, ignored = make_batch(3), make_batch(3)
     for batch in (padded, ignored):
         batch['segment_ids_BT'][1:3, 10:] = 0
@@ -123,7 +123,7 @@ def padding(batch):
 
 @pytest.mark.parametrize('spoil', [ignored_labels, padding])
 def test_micro_batches_and_chunks_do_not_change_the_step(hparams, state, spoil):
-    """Four micro-batches give the loss, gradient, routing and thresholds of the whole batch.
+    """Four micro-batches give the loss, gradient, routing and thresholds of the full batch.
 
     Their rows hold unequal numbers of ignored labels or of padding, one nothing else.
     """
@@ -144,7 +144,7 @@ def test_micro_batches_and_chunks_do_not_change_the_step(hparams, state, spoil):
         np.testing.assert_allclose(after.averages['thresholds_R'], threshold_R, rtol=1e-5)
 
 
-def test_a_step_that_is_not_finite_changes_only_counters(state):
+def test_a_nonfinite_step_changes_only_counters(state):
     fragile = with_rare_nan(state)
     first, _ = step(fragile, make_batch(0))
     assert (first.skipped, first.skipped_in_a_row) == (0, 0)
@@ -165,8 +165,8 @@ def test_a_step_that_is_not_finite_changes_only_counters(state):
     assert state_sha256(trained_part(state)) == state_sha256(trained_part(directly)) != before
 
 
-def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped(state):
-    """Logits of 1e20 have a finite loss, but their squared log-partition overflows: no step."""
+def test_a_finite_loss_with_a_nonfinite_gradient_is_skipped(state):
+    """Logits of 1e20 have a finite loss, but their squared log-partition overflows."""
     norm = {'scale': state.params['final_norm']['scale'] * 1e22}
     state = state.replace(params=state.params | {'final_norm': norm})
     after, metrics = step(state, make_batch(0))

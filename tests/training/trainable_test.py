@@ -1,4 +1,4 @@
-"""Parameters that optimizer.trainable does not name stay as they are, and cost no moments."""
+"""Parameters outside optimizer.trainable do not change and have no moments."""
 
 import types
 
@@ -32,7 +32,7 @@ def flat(params):
 
 
 def trained(hparams, num_steps=3):
-    """The state before and after some steps, and the metrics of each."""
+    """Returns the state before and after some steps, and the metrics of each."""
     state, rows = jax.jit(lambda: init_state(hparams, NUM_STEPS))(), []
     negative = state.params['final_norm']['scale'].at[0].set(-0.0)
     state = state.replace(params=state.params | {'final_norm': {'scale': negative}})
@@ -55,7 +55,7 @@ SLOW = [('adamw', 1), ('lion', 1), ('lion', 2), ('muon', 1), ('muon', 2)]
     ],
 )
 def test_frozen_parameters_keep_their_bits(name, parts, tiny_config):
-    """Also a negative zero, and under weight decay; those that are named all change."""
+    """Also a negative zero, and under weight decay. All trainable parameters change."""
     changes = {'optimizer.name': name, 'training.accumulate_steps': parts}
     before, after, _ = trained(some_hparams(tiny_config, SOME, **changes))
     before, after = flat(before.params), flat(after.params)
@@ -68,8 +68,8 @@ def test_frozen_parameters_keep_their_bits(name, parts, tiny_config):
 @pytest.mark.parametrize(
     ('pattern', 'name', 'moments'), [('*/router/*', 'adamw', 2), ('*/mlp/w?/kernel', 'lion', 1)]
 )
-def test_moments_are_of_what_trains(pattern, name, moments, tiny_config):
-    """So many numbers as the optimizer keeps, and nothing else but its counters."""
+def test_only_trainable_parameters_have_moments(pattern, name, moments, tiny_config):
+    """The optimizer's state has their numbers and its counters only."""
     hparams = some_hparams(tiny_config, (pattern,), **{'optimizer.name': name})
     state = jax.eval_shape(lambda: init_state(hparams, NUM_STEPS))
     trainable, frozen = split_params(state.params, hparams.optimizer.trainable)
@@ -83,7 +83,7 @@ def test_moments_are_of_what_trains(pattern, name, moments, tiny_config):
 
 @pytest.mark.slow
 def test_gradients_are_those_of_training_all(tiny_config):
-    """Of what is named; their norm alone is reported, and clips."""
+    """For the trainable parameters; only their norm is reported and clips."""
     moments, norms = [], []
     for patterns in (('*',), ROUTERS):
         before, after, rows = trained(some_hparams(tiny_config, patterns), 1)
@@ -103,7 +103,7 @@ def test_gradients_are_those_of_training_all(tiny_config):
         np.testing.assert_allclose(moment, some[path] / 4, rtol=1e-5, atol=1e-9)
 
 
-def test_a_split_is_undone_and_all_is_none(tiny_config):
+def test_merge_undoes_split(tiny_config):
     params = jax.eval_shape(lambda: init_state(some_hparams(tiny_config, SOME), 1)).params
     assert merge_params(*split_params(params, SOME)) == params
     for patterns in ((), ('*',)):
@@ -124,7 +124,8 @@ def test_a_pattern_without_parameters_names_the_nearest(pattern, near, tiny_conf
         check_trainable(hparams)
     message = str(caught.value)
     assert (
-        message.startswith(f'optimizer.trainable={pattern!r}: no parameter') and '\n' not in message
+        message.startswith(f'optimizer.trainable={pattern!r}: matches no parameter')
+        and '\n' not in message
     )
     assert near in message.split(' the nearest are ')[1].split(',')[0]
 
@@ -134,19 +135,19 @@ def test_a_factor_of_a_frozen_parameter_is_refused(tiny_config):
         return some_hparams(tiny_config, SOME, **{'optimizer.rate_factors': (f'{glob}:2',)})
 
     check_trainable(with_factor('*/router/*'))
-    with pytest.raises(ValueError, match=r'^optimizer.rate_factors=.*: no parameter .*$'):
+    with pytest.raises(ValueError, match=r'^optimizer.rate_factors=.*: matches no parameter; .*$'):
         check_trainable(with_factor('*/mlp/*'))
 
 
 def products(hparams):
-    """FLOPs of a step by XLA's count before optimization, in which a loop counts once."""
+    """Returns the FLOPs of a step by XLA before optimization, which counts a loop once."""
     state = jax.eval_shape(lambda: init_state(hparams, NUM_STEPS))
     return jax.jit(train_step).lower(state, make_batch(0)).cost_analysis()['flops']
 
 
 @pytest.mark.parametrize('layer_loop', ['scan', 'unrolled'])
 def test_frozen_parameters_have_no_gradients(layer_loop, tiny_config):
-    """A step that trains the last norm alone costs little more than a forward pass, a third."""
+    """A step that trains only the last norm costs a third, little more than a forward pass."""
     knobs = {
         'model.layer_loop': layer_loop,
         'model.num_layers': 4,

@@ -4,19 +4,19 @@ from transformers import PretrainedConfig
 
 
 class ModDepthConfig(PretrainedConfig):
-    """What `ModDepthForCausalLM` needs to know, all of it from config.json.
+    """The configuration of `ModDepthForCausalLM`, as in config.json.
 
     Args:
       knobs: nested dict, the knobs of `model` in the config of the run.
       blocks: a dict for each block that has parameters: `window` (0: none), `slots` that it writes,
         and whether it is `routed`, has `experts`, `mixes` values and `embeds` values.
-      block_order: the index in `blocks` of each block that runs; looped ones come again.
-      causal_rule: what selects the tokens of routed blocks, or of experts that choose tokens.
-      max_selected: the most tokens of a row that a routed block selects, the first ones.
-      averages: shapes by name of what the run keeps in addition to its parameters: thresholds.
-      document_separator: id of the token that begins a document, whose tokens see no earlier ones;
-        None: rows are one document.
-      others: fields that every configuration has.
+      block_order: the index in `blocks` of each block that runs; looped blocks are repeated.
+      causal_rule: rule that selects the tokens of routed blocks, or of experts that choose tokens.
+      max_selected: largest number of tokens of a row that a routed block selects; the first count.
+      averages: {name: shape} of the thresholds that the run keeps in addition to its parameters.
+      document_separator: id of the token that begins a document, whose tokens do not see earlier
+        documents; None: a row is one document.
+      others: fields of every configuration.
     """
 
     model_type = 'moddepth'

@@ -13,34 +13,34 @@ from torch.nn import functional
 
 
 class Tokens(NamedTuple):
-    """What a block needs to know about its tokens."""
+    """Information about the tokens of a block."""
 
     ids_BT: torch.Tensor
     positions_BT: torch.Tensor  # among the real tokens of the row
-    documents_BT: torch.Tensor  # a token sees those of its own number alone
-    valid_BT: torch.Tensor  # bool: no padding, and selected by a routed block
+    documents_BT: torch.Tensor  # a token sees only tokens of the same document number
+    valid_BT: torch.Tensor  # bool: not padding, and selected if the block is routed
 
     def take(self, columns_C):
-        """The same of some columns."""
+        """Returns the same for some columns."""
         return Tokens(*(side[:, columns_C] for side in self))
 
 
 class Slot(NamedTuple):
-    """What a block writes for later blocks, at each token."""
+    """The key and value that a block writes at each token for later blocks."""
 
     k_BTKH: torch.Tensor
     v_BTKH: torch.Tensor
-    valid_BT: torch.Tensor  # bool: tokens that have it
+    valid_BT: torch.Tensor  # bool: tokens that have the slot
 
     def take(self, columns_C):
-        """The same of some columns."""
+        """Returns the same for some columns."""
         return Slot(*(side[:, columns_C] for side in self))
 
 
 class BlockCache:
-    """Keys, values and Tokens of one block that runs; of a routed block those it selected.
+    """Keys, values and Tokens of one block that runs; a routed block keeps the selected tokens.
 
-    In a batch it holds the tokens that any row selected, valid in the rows that did.
+    In a batch, it has the tokens that any row selected, which are valid in those rows.
     """
 
     def __init__(self):
@@ -57,7 +57,7 @@ class BlockCache:
 
     @property
     def num_selected_B(self):
-        """The tokens of each row in the cache."""
+        """The number of tokens of each row in the cache."""
         return 0 if self.sides is None else self.sides[-1].sum(1)
 
 
@@ -69,7 +69,7 @@ class RMSNorm(nn.Module):
         self.weight, self.epsilon = nn.Parameter(torch.ones(width)), epsilon
 
     def forward(self, x):
-        """The normed x, of its shape and dtype."""
+        """Returns the normalized x, with the same shape and dtype."""
         wide = x.float()
         inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
         return (wide * inverse * self.weight).to(x.dtype)
@@ -85,12 +85,12 @@ class SwiGLU(nn.Module):
         self.w2 = nn.Linear(width, knobs.d_model, bias=knobs.use_bias)
 
     def forward(self, x_BTD):
-        """The output of the mlp, [B, T, D]."""
+        """Returns the output of the mlp, [B, T, D]."""
         return self.w2(functional.silu(self.w1(x_BTD)) * self.w3(x_BTD))
 
 
 class Experts(nn.Module):
-    """shared(x) + sum over the experts of a token of weight f_e(x), each f a SwiGLU."""
+    """shared(x) + the sum of weight * f_e(x) over the experts e of a token; each f is a SwiGLU."""
 
     def __init__(self, knobs):
         super().__init__()
@@ -103,7 +103,7 @@ class Experts(nn.Module):
         self.shared = SwiGLU(knobs, experts.num_shared * inner) if experts.num_shared else None
 
     def forward(self, x_BTD, valid_BT, thresholds_E, cache):
-        """The output of the mlp; padding and tokens that are not selected choose nothing."""
+        """Returns the output of the mlp; padding and skipped tokens choose no expert."""
         weight_BTZ = self._weights(x_BTD, thresholds_E)
         weight_BTE = weight_BTZ[..., : self.experts.num_routed] * valid_BT[..., None]
         if self.experts.row_capacity:  # an expert computes the first tokens of a row that chose it
@@ -123,7 +123,7 @@ class Experts(nn.Module):
         return y_BTD
 
     def _weights(self, x_BTD, thresholds_E):
-        """Factors on the experts' outputs, float32, 0 for those that are not of the token."""
+        """Returns float32 factors for the experts' outputs, 0 for experts that are not chosen."""
         logits_BTZ = functional.linear(x_BTD.float(), self.router.weight.float())
         softmax = self.experts.scores == 'softmax'
         scores_BTZ = logits_BTZ.softmax(-1) if softmax else logits_BTZ.sigmoid()
@@ -135,7 +135,7 @@ class Experts(nn.Module):
 
 
 class ValueEmbedding(nn.Module):
-    """v + 3 sigmoid(x[:12] gate) embedding[id], a gate for each head."""
+    """v + 3 sigmoid(x[:12] gate) embedding[id], with a gate for each head."""
 
     def __init__(self, knobs):
         super().__init__()
@@ -144,13 +144,13 @@ class ValueEmbedding(nn.Module):
         self.gate = nn.Parameter(torch.zeros(channels, heads))
 
     def forward(self, v_BTKH, x_BTD, ids_BT):
-        """Values of tokens, of the input that they are projected from, and of their ids."""
+        """Adds to the values of tokens, given the input of their projection and the ids."""
         gates_BTK = 3 * (x_BTD[..., : len(self.gate)].float() @ self.gate.float()).sigmoid()
         return (v_BTKH + gates_BTK[..., None] * self.embedding[ids_BT]).to(v_BTKH.dtype)
 
 
 class FirstValues(nn.Module):
-    """The values of the first block added to those of a later one, or in their place."""
+    """Adds the values of the first block to those of a later block, or replaces these."""
 
     def __init__(self, knobs):
         super().__init__()
@@ -159,7 +159,7 @@ class FirstValues(nn.Module):
             self.weights = nn.Parameter(torch.full((2,), 0.5))
 
     def forward(self, v_BTKH, slots):
-        """Values [B, T, K, H] of tokens, of the first block's slot and their own."""
+        """Returns values [B, T, K, H] from the first block's slot and the tokens' own values."""
         first_BTKH = slots[0].v_BTKH
         if self.mix == 'shared':
             return first_BTKH
@@ -193,7 +193,7 @@ class Attention(nn.Module):
             self.values = FirstValues(knobs)
 
     def forward(self, x_BTD, tokens, slots, cache):
-        """The output [B, T, D], and the keys and values of the tokens."""
+        """Returns the output [B, T, D], and the keys and values of the tokens."""
         knobs = self.knobs
         q_BTNH = self.rotate(self._normed(self._heads(self.query(x_BTD)), 'query_norm'), tokens)
         k_BTKH = self.sequence_key(self._heads(self.key(x_BTD)), tokens)
@@ -227,11 +227,11 @@ class Attention(nn.Module):
         return self.out(o_BTKGH.flatten(2)), k_BTKH, v_BTKH
 
     def sequence_key(self, k_BTKH, tokens):
-        """A projected key, normed and rotated."""
+        """Normalizes and rotates a projected key."""
         return self.rotate(self._normed(k_BTKH, 'key_norm'), tokens)
 
     def slot(self, projections, x_BTD, tokens, valid_BT):
-        """The Slot that some projections to keys and values make of an array."""
+        """Makes a Slot from an array, by some projections to keys and values."""
         k_BTKH = self._heads(projections.key(x_BTD))
         v_BTKH = self._heads(projections.value(x_BTD))
         if projections is self and self.kind.embeds:
@@ -251,7 +251,7 @@ class Attention(nn.Module):
         return self._attended_values(q_BTNH, k_BTKH, v_BTKH, tokens, slots)
 
     def _attended_values(self, q_BTNH, k_BTKH, v_BTKH, tokens, slots):
-        """A softmax over the values that earlier blocks stored and its own (arXiv 2606.05014)."""
+        """Mixes the values of earlier blocks and its own by a softmax (arXiv 2606.05014)."""
         knobs, depth = self.knobs, self.knobs.depth
         stride, recent = depth.value_stride or max(1, knobs.num_layers // 2), depth.recent_layers
         if recent:  # slots are those of all earlier blocks

@@ -1,11 +1,11 @@
 """A model that was trained with moddepth-jax, in plain PyTorch, for transformers.
 
-Mixture-of-Depths (Raposo et al. 2024, arXiv 2404.02258) by the causal rule of the run; MoDA (Zhu et
-al. 2026, arXiv 2603.15619); streams of values; mixtures of experts; looped blocks.
+It has Mixture-of-Depths (Raposo et al. 2024, arXiv 2404.02258) with the causal rule of the run,
+MoDA (Zhu et al. 2026, arXiv 2603.15619), value streams, mixtures of experts and looped blocks.
 
-Letters of names: B rows, T new tokens, C those that a routed block computes, S cached and new
-tokens, L depth slots, D width, N query heads, K key and value heads, H width of a head, E experts,
-Z experts and no-op experts, V ids.
+Letters in names: B batch rows, T new tokens, C tokens that a routed block computes, S cached and
+new tokens, L depth slots, D width, N query heads, K key/value heads, H head size, E experts, Z
+experts and no-op experts, V ids.
 """
 
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ from .layers_moddepth import (
 
 
 class Attended(NamedTuple):
-    """What attention and mlp of a block read, and the keys and values of attention."""
+    """The inputs of attention and mlp in a block, and the keys and values of attention."""
 
     attention_input_BTD: torch.Tensor
     mlp_input_BTD: torch.Tensor
@@ -42,7 +42,7 @@ class Attended(NamedTuple):
 
 
 class ModDepthCache:
-    """What decoding keeps of earlier tokens: a BlockCache of each block that runs."""
+    """The state of decoding after earlier tokens: a BlockCache for each block that runs."""
 
     def __init__(self, num_blocks):
         self.blocks = [BlockCache() for _ in range(num_blocks)]
@@ -50,11 +50,11 @@ class ModDepthCache:
         self.lengths_B = self.documents_B = 0  # tokens of each row, and their last document
 
     def get_seq_length(self, layer_idx=0):
-        """Tokens and padding so far."""
+        """Returns the number of tokens so far, with padding."""
         return self.num_columns
 
     def reorder_cache(self, beam_idx):
-        """Rows `beam_idx` in place of all, for beam search."""
+        """Selects the rows `beam_idx`, for beam search."""
         self.lengths_B, self.documents_B = self.lengths_B[beam_idx], self.documents_B[beam_idx]
         for block in self.blocks:
             if block.sides is not None:
@@ -64,7 +64,7 @@ class ModDepthCache:
 
 
 class Layer(nn.Module):
-    """One block, with what a router and a depth stream add to it."""
+    """One block, with its router and its part of the depth stream, if it has them."""
 
     def __init__(self, config, knobs, kind):
         super().__init__()
@@ -85,7 +85,7 @@ class Layer(nn.Module):
             self.stream = nn.ModuleDict({name: SlotProjection(knobs) for name in names})
 
     def forward(self, x_BTD, embedded_BTD, tokens, slots, cache, threshold, thresholds_E):
-        """x after the block, and the Slots that it writes."""
+        """Returns x after the block, and the Slots that it writes."""
         if self.knobs.embedding_residual != 'none':
             blended_BTD = self.blend['residual_scale'] * x_BTD
             x_BTD = (blended_BTD + self.blend['embedding_scale'] * embedded_BTD).to(x_BTD.dtype)
@@ -109,7 +109,7 @@ class Layer(nn.Module):
         return y_BTD, self._written(y_BTD, attended, tokens, valid_BT)
 
     def _block(self, x_BTD, tokens, slots, cache, thresholds_E):
-        """x + f(norm(x)) (pre), norm(x + f(x)) (post) or x + norm(f(x)): f attention, then mlp."""
+        """Applies attention, then the mlp: x + f(norm(x)), norm(x + f(x)) or x + norm(f(x))."""
         place = self.knobs.norm_placement
         attention_input_BTD = self.attention_norm(x_BTD) if place == 'pre' else x_BTD
         y_BTD, k_BTKH, v_BTKH = self.attention(attention_input_BTD, tokens, slots, cache)
@@ -125,7 +125,7 @@ class Layer(nn.Module):
         return x_BTD, Attended(attention_input_BTD, mlp_input_BTD, k_BTKH, v_BTKH)
 
     def _decide(self, x_BTD, tokens, cache, threshold):
-        """bool selected_BT by the causal rule, the first `max_selected` of a row; and gates_BT."""
+        """Returns selected_BT by the causal rule, at most `max_selected` a row; and gates_BT."""
         rule, gate = self.config.causal_rule, self.knobs.routing.gate
         scores_BT = self.router(x_BTD, tokens)
         wanted_BT = scores_BT > (threshold if rule == 'threshold' else 0)
@@ -141,7 +141,7 @@ class Layer(nn.Module):
         return selected_BT, self.knobs.routing.gate_scale * gates_BT
 
     def _skipped(self, x_BTD):
-        """Attended of tokens that skip the block, as if attention and mlp added nothing."""
+        """Returns Attended for skipped tokens, as if attention and mlp added nothing."""
         place, knobs = self.knobs.norm_placement, self.knobs
         attention_input_BTD = x_BTD if place == 'reordered' else self.attention_norm(x_BTD)
         mlp_input_BTD = self.mlp_norm(x_BTD) if place == 'pre' else attention_input_BTD
@@ -149,7 +149,7 @@ class Layer(nn.Module):
         return Attended(attention_input_BTD, mlp_input_BTD, zeros_BTKH, zeros_BTKH)
 
     def _written(self, y_BTD, attended, tokens, valid_BT):
-        """The Slots of all tokens, those of attention first."""
+        """Returns the Slots of all tokens, those of attention first."""
         depth = self.knobs.depth
         if not self.kind.slots:
             return []
@@ -166,7 +166,7 @@ class Layer(nn.Module):
 
 
 def _put(columns_C, valid_BC):
-    """A function that writes valid tokens of some columns into an array of all."""
+    """Returns a function that writes valid tokens of some columns into an array of all columns."""
 
     def put(all_BTX, some_BCX):
         valid = valid_BC.reshape(*valid_BC.shape, *[1] * (all_BTX.ndim - 2))
@@ -176,13 +176,13 @@ def _put(columns_C, valid_BC):
 
 
 def _namespace(knobs):
-    """Nested dicts as attributes."""
+    """Turns nested dicts into attributes."""
     groups = {name: _namespace(value) for name, value in knobs.items() if isinstance(value, dict)}
     return SimpleNamespace(**{**knobs, **groups})
 
 
 class ModDepthForCausalLM(PreTrainedModel, GenerationMixin):
-    """Next-token logits by the causal rule of the run; `generate` keeps selected tokens alone."""
+    """A causal language model; in `generate`, routed blocks cache only the selected tokens."""
 
     config_class = ModDepthConfig
     _is_stateful = True  # a cache cannot be cut back, as assisted generation would have to
@@ -214,15 +214,15 @@ class ModDepthForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict=True,
         **others,
     ):
-        """Logits, float32, of new tokens.
+        """Returns float32 logits of new tokens.
 
         Args:
-          input_ids: int64 [B, T], of tokens that follow those in the cache.
+          input_ids: int64 [B, T], tokens that follow those in the cache.
           attention_mask: [B, T] or [B, S], 0 for padding, at either end; None: no padding.
           past_key_values: ModDepthCache of earlier tokens; None: there are none.
           use_cache: whether to return it.
-          labels: int64 [B, T]; the loss is that of the next one, those of -100 are none.
-          logits_to_keep: of so many last tokens alone; 0: of all.
+          labels: int64 [B, T]; position t predicts label t + 1; labels of -100 are ignored.
+          logits_to_keep: number of last tokens with logits; 0: all.
           return_dict: False for a tuple.
           others: must be empty, None or False.
         """
@@ -256,7 +256,7 @@ class ModDepthForCausalLM(PreTrainedModel, GenerationMixin):
         return output if return_dict else output.to_tuple()
 
     def _tokens(self, ids_BT, mask_BS, cache):
-        """Tokens of new ids, which the cache counts; ValueError for rows that are too long."""
+        """Returns Tokens of new ids, counted in the cache; ValueError if rows are too long."""
         valid_BT = torch.ones_like(ids_BT, dtype=torch.bool)
         if mask_BS is not None:
             lengths = (ids_BT.shape[1], cache.num_columns + ids_BT.shape[1])
@@ -279,7 +279,7 @@ class ModDepthForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids, past_key_values=None, attention_mask=None, use_cache=True, **others
     ):
-        """The ids that the cache does not hold yet; of `transformers.GenerationMixin`."""
+        """Returns the ids that are not in the cache; called by `transformers.GenerationMixin`."""
         if past_key_values is not None:
             input_ids = input_ids[:, past_key_values.num_columns :]
         inputs = {'input_ids': input_ids, 'attention_mask': attention_mask}
@@ -291,9 +291,9 @@ class ModDepthForCausalLM(PreTrainedModel, GenerationMixin):
         return False  # `forward` makes its own
 
     def get_input_embeddings(self):
-        """The table of the ids."""
+        """Returns the embedding."""
         return self.embed_tokens
 
     def get_output_embeddings(self):
-        """The matrix of the logits; None if it is the table of the ids."""
+        """Returns the matrix of the logits; None if it is the embedding."""
         return self.lm_head

@@ -1,4 +1,4 @@
-"""What the processes of a preparation do: make the tokenizer, and turn text into tokens."""
+"""The work of a preparation's processes: to train the tokenizer, and to encode text."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ _PROGRESS_BYTES = 1 << 18  # between two reports of progress
 
 
 def _task_rows(task: Task, options: Options) -> Iterator[tuple[Row, int]]:
-    """(row, bytes of the task up to it) of all spans of a task."""
+    """Yields (row, bytes of the task up to its end) of all spans of a task."""
     before = 0
     for part in task.spans:
         where = part.path, part.name, options.text_field, part.span, options.encoding
@@ -41,8 +41,8 @@ def encode(
 ) -> None:
     """Writes the missing parts of an unfinished task into the directory `parts`.
 
-    `advance` takes the bytes of the files done since its last call. Raises BadText for a bad row,
-    unless they are skipped; the rows before it are kept.
+    `advance` takes the bytes that are done since its last call. Raises BadText for a bad row unless
+    `options.skip_bad`; the rows before it are kept.
     """
     done, reported = task.parts(parts), 0
     task.remove_parts(parts, len(done))
@@ -75,7 +75,7 @@ def encode(
 def train_tokenizer(
     tasks: list[Task], options: Options, directory: pathlib.Path, advance: Callable[[int], None]
 ) -> None:
-    """Trains byte-level BPE on the beginning of each task, without held-out documents; saves it."""
+    """Trains byte-level BPE on the start of each task, without held-out documents, and saves it."""
     from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 
     try:
@@ -90,7 +90,7 @@ def train_tokenizer(
 def _sample(tasks, options, advance):
     share = min(1.0, options.bpe_bytes / max(1, sum(task.bytes for task in tasks)))
     found = False
-    # If all documents were held out by their hashes, some of them are not in the end.
+    # If the hashes hold out all documents, the split will move one of them; sample from all then.
     for least_hash in (options.held_out_fraction, 0.0):
         for task in tasks:
             wanted = share * task.bytes if share < 1 else math.inf
@@ -111,5 +111,5 @@ def _texts(task, least_hash, options):
             if not options.skip_bad:
                 raise row.text
         elif name_hash(row.name) >= least_hash:
-            for chunk in chunk_text(row.text.decode(), prefixed=False):  # may be a whole corpus
+            for chunk in chunk_text(row.text.decode(), prefixed=False):  # may be a full corpus
                 yield chunk.encode()

@@ -1,4 +1,4 @@
-"""Parts of the prepared text, each a file that exists completely or not at all, and their join."""
+"""Parts of the prepared text, each a file that is complete or missing, and how they are joined."""
 
 import hashlib
 import itertools
@@ -14,7 +14,7 @@ from moddepth_jax.data.split import name_hash, tail_start
 from moddepth_jax.data.token_store import SPLITS, Store, StoreWriter
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
 
-_MAX_EXAMPLES = 3  # messages kept for each reason why text is skipped
+_MAX_EXAMPLES = 3  # messages that are kept for each reason to skip text
 _HEADER_LENGTH = 8
 _DIGEST_LENGTH = 32  # of sha256, at the end of a part
 
@@ -26,13 +26,13 @@ def _add_skipped(skipped, reason, count, first):
 
 
 class PartWriter:
-    """Encodes documents, keeps them in memory, `num_bytes` of text, and writes them as one part."""
+    """Encodes documents into memory and writes them as one part; `num_bytes` is their text."""
 
     def __init__(self, tokenizer: Tokenizer, held_out_fraction: float):
         self._tokenizer, self._fraction = tokenizer, held_out_fraction
         self._dtype = np.dtype(tokenizer.dtype).newbyteorder('<')
         self._separator = np.array([tokenizer.separator], self._dtype)
-        # next: of the document that crosses if the other split stays empty: [hash, number, bytes].
+        # `next` is the document that moves if the other split is empty: [hash, number, bytes].
         start = {'documents': 0, 'tokens': 0, 'bytes': 0, 'next': None}
         self._counts = {split: dict(start) for split in SPLITS}
         self._lengths, self._tokens = ({split: [] for split in SPLITS} for _ in range(2))
@@ -55,11 +55,15 @@ class PartWriter:
         self.num_bytes += len(text)
 
     def skip(self, reason: str, message: str) -> None:
-        """Counts a row that is left out."""
+        """Counts a row that is skipped."""
         _add_skipped(self._skipped, reason, 1, [message])
 
     def save(self, path: pathlib.Path, rows: int, last: bool) -> None:
-        """Writes the part, all or nothing; `rows` of its task are in parts so far, or skipped."""
+        """Writes the part, all or nothing.
+
+        `rows` is the number of rows of the task that are written or skipped so far; `last` says
+        whether this part completes the task.
+        """
         header = {'rows': rows, 'last': last, 'skipped': self._skipped, 'dtype': self._dtype.str}
         text = json.dumps(header | self._counts).encode()
         head = len(text).to_bytes(_HEADER_LENGTH, 'little') + text
@@ -80,9 +84,10 @@ class PartWriter:
 
 
 class Part:
-    """A part that was written; only the header of `PartWriter.save` is read until `read`.
+    """A part that was written; the constructor reads only the header of `PartWriter.save`.
 
-    Raises OSError if it cannot be read, ValueError if it has no header or another size than that.
+    Raises OSError if it cannot be read, and ValueError if its header is missing or does not fit the
+    size of the file.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -100,13 +105,13 @@ class Part:
             raise ValueError(f'{path}: {path.stat().st_size} bytes; must be {size}')
 
     def read(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """(tokens_N, lengths_D) of each split, as `StoreWriter.add` takes them.
+        """Reads (tokens_N, lengths_D) of each split, as `StoreWriter.add` takes them.
 
-        Raises ValueError, one line, if the part is not as it was written.
+        Raises ValueError, one line, if the part was changed.
         """
         content = memoryview(self._path.read_bytes())
         if hashlib.sha256(content[:-_DIGEST_LENGTH]).digest() != content[-_DIGEST_LENGTH:]:
-            right = 'remove it: the same command continues'
+            right = 'remove it, and the same command continues'
             raise ValueError(f'{self._path}: was changed after it was written; {right}')
         train, held_out = (self.header[split] for split in SPLITS)
         documents, tokens = (train[name] + held_out[name] for name in ('documents', 'tokens'))
@@ -130,10 +135,10 @@ def join(
 ) -> Store:
     """Writes the documents of all parts, in order, to the store in `directory`.
 
-    No split stays empty, as in `split_documents`. `advance` takes the bytes of tokens written since
-    its last call, `left_out` are files without text,
-    `record` is for `StoreWriter.finish`. Raises ValueError, one line, without a
-    document, or for a single one of a single byte or character.
+    No split is empty, as in `split_documents`. `advance` takes the bytes of tokens that are written
+    since its last call. `left_out` are files without text. `record` is for `StoreWriter.finish`.
+    Raises ValueError, one line, if there is no document, or only one with a single byte or
+    character.
     """
     skipped = {}
     if left_out:
@@ -143,8 +148,8 @@ def join(
             _add_skipped(skipped, reason, **entry)
     counts = {split: sum(part.header[split]['documents'] for part in parts) for split in SPLITS}
     if not any(counts.values()):
-        left_out = sum(entry['count'] for entry in skipped.values())
-        problem = f'no document with text, {left_out} rows left out'
+        num_skipped = sum(entry['count'] for entry in skipped.values())
+        problem = f'no document with text, {num_skipped} rows left out'
         raise ValueError(f'--output={directory}: {problem}; give files that hold text')
     with StoreWriter(directory, tokenizer, held_out_fraction) as writer:
         if sum(counts.values()) == 1:
@@ -155,7 +160,7 @@ def join(
 
 
 def _copy(writer, parts, counts, advance):
-    crossing = None  # the part with the one document that crosses, and the split that it leaves
+    crossing = None  # (part with the document that moves, its split, the empty split)
     for empty, full in (SPLITS, SPLITS[::-1]):
         if not counts[empty]:
             found = [part for part in parts if part.header[full]['next']]

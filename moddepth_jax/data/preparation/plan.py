@@ -1,4 +1,4 @@
-"""The plan of a preparation: its options, and its files split into tasks for several processes."""
+"""The plan of a preparation: its options, its files, and tasks for several processes."""
 
 import codecs
 import collections
@@ -24,7 +24,7 @@ _MAX_FILES = 4096  # of one task
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to prepare and how, as the flags of launch.prepare; `sources` are globs of files."""
+    """The flags of launch.prepare; `sources` are files, folders or globs."""
 
     sources: tuple[str, ...]
     directory: pathlib.Path
@@ -39,7 +39,7 @@ class Options:
     processes: int
 
     def arguments(self) -> dict:
-        """The options that, together with the files, decide the result, as JSON values."""
+        """Returns the options that, with the files, determine the result, as JSON values."""
         encoding = codecs.lookup(self.encoding).name
         trained = {'bpe_bytes': self.bpe_bytes} if self.vocab_size is not None else {}
         path = pathlib.Path(self.tokenizer).expanduser()
@@ -62,13 +62,13 @@ class Options:
         if kind != 'bpe' or os.path.exists(self.tokenizer):
             return None
         if not size.isdecimal() or int(size) < MIN_BPE_IDS:
-            right = f'must be bpe:N, N ids in all, {MIN_BPE_IDS} or more, as in bpe:4096'
+            right = f'must be bpe:N with N ids, {MIN_BPE_IDS} or more, such as bpe:4096'
             raise ValueError(f'--tokenizer={self.tokenizer}: {right}')
         return int(size)
 
 
 class FileInfo(typing.NamedTuple):
-    """A file as it was surveyed; `modified` is in nanoseconds, 0 if the file does not exist."""
+    """The result of `survey`; `modified` is in nanoseconds, 0 if the file does not exist."""
 
     bytes: int
     modified: int
@@ -76,7 +76,7 @@ class FileInfo(typing.NamedTuple):
     spans: list[Span]
 
     def is_current(self, path: pathlib.Path) -> bool:
-        """Whether the file has not been written to since."""
+        """Returns whether the file has not changed since."""
         try:
             status = path.stat()
         except OSError:
@@ -85,7 +85,7 @@ class FileInfo(typing.NamedTuple):
 
 
 class FileSpan(typing.NamedTuple):
-    """A span of a file, and about how many of its bytes that is."""
+    """A span of a file, and its approximate size in bytes."""
 
     name: str
     path: pathlib.Path
@@ -94,18 +94,18 @@ class FileSpan(typing.NamedTuple):
 
 
 class Task(typing.NamedTuple):
-    """What one process does at a time: `spans`, about `bytes` of files; equal keys, equal parts."""
+    """The work of a process at a time: some spans of files; tasks with equal keys are equal."""
 
     key: str
     spans: list[FileSpan]
     bytes: int
 
     def path(self, directory: pathlib.Path, number: int) -> pathlib.Path:
-        """Of part `number`, from 0, of this task."""
+        """Returns the path of part `number`, counted from 0."""
         return directory / f'{self.key}-{number:05d}.part'
 
     def parts(self, directory: pathlib.Path) -> list[Part]:
-        """The parts that are written; a damaged one and those after it do not count."""
+        """Opens the parts that are written, up to the first one that is missing or damaged."""
         found = []
         while not (found and found[-1].header['last']):
             try:
@@ -115,11 +115,11 @@ class Task(typing.NamedTuple):
         return found
 
     def remove_parts(self, directory: pathlib.Path, first: int) -> None:
-        """Removes the parts from number `first` on; those that replace them may end elsewhere."""
+        """Removes the parts from number `first` on; new ones may end at other rows."""
         last = first + 1
         while self.path(directory, last).exists():
             last += 1
-        for number in reversed(range(first, last)):  # a kill here leaves no gap
+        for number in reversed(range(first, last)):  # last first, so that a kill leaves no gap
             self.path(directory, number).unlink(missing_ok=True)
 
 
@@ -130,10 +130,11 @@ def survey(
     skip_bad: bool,
     advance: Callable[[int], None],
 ) -> FileInfo:
-    """Reads a file once: its sha256, and where it can be split into spans of about `span_bytes`.
+    """Reads a file once, for its sha256 and its spans of about `span_bytes`.
 
-    `advance` takes the bytes read since its last call. Raises BadText if the file cannot be read or
-    has no such column; with `skip_bad` it is one span, which `read_rows` will report.
+    `advance` takes the bytes that are read since its last call. Raises BadText if the file cannot
+    be read or has no such column. With `skip_bad` the file is then one span, and `read_rows`
+    reports it.
     """
     digest, size, modified, spans = hashlib.sha256(), 0, 0, [WHOLE_FILE]
 
@@ -164,9 +165,10 @@ def make_tasks(
     task_bytes: int,
     starts: Collection[tuple[str, int]] = (),
 ) -> list[Task]:
-    """The work, in the order of the result: spans of large files, and small files together.
+    """Groups the spans of files into tasks, in the order of the result.
 
-    `paths` are (name, path) of the files; `starts` (name, start) of spans that must begin a task.
+    `paths` are (name, path) of the files. `starts` are (name, start) of spans that must begin a
+    task.
     """
     groups, filled = [], math.inf
     for name, path in paths:
@@ -188,10 +190,13 @@ def make_tasks(
 
 @dataclasses.dataclass
 class Plan:
-    """What parts/plan.json holds; all is empty if nothing was started.
+    """The content of parts/plan.json; all fields are empty if nothing was started.
 
-    `arguments` decide the result; spans and tasks have about `span_bytes`; `starts` are as
-    `make_tasks` takes them, so that files which change do not move other tasks.
+    Attributes:
+      arguments: options that determine the result.
+      inputs: FileInfo by name of the file.
+      span_bytes: approximate size of spans and tasks.
+      starts: as in `make_tasks`; files that change thus do not move other tasks.
     """
 
     arguments: dict = dataclasses.field(default_factory=dict)
@@ -201,7 +206,7 @@ class Plan:
 
     @classmethod
     def read(cls, file: pathlib.Path) -> 'Plan':
-        """The stored plan; raises ValueError, KeyError or TypeError if it is damaged."""
+        """Reads the stored plan; raises ValueError, KeyError or TypeError if it is damaged."""
         stored = read_json(file, '', {'arguments': dict, 'span_bytes': int}, 1 << 30)
         if stored is None:
             return cls()
@@ -213,6 +218,6 @@ class Plan:
         return cls(stored['arguments'], inputs, stored['span_bytes'], starts)
 
     def write(self, file: pathlib.Path) -> None:
-        """Stores it."""
+        """Writes the plan."""
         stored = vars(self) | {'inputs': list(self.inputs.items()), 'starts': list(self.starts)}
         write_atomically(file, json.dumps(stored))

@@ -1,4 +1,4 @@
-"""Prepares text for training: files of any size to a store of tokens, by several processes."""
+"""Prepares text for training: several processes encode files of any size into a token store."""
 
 import errno
 import hashlib
@@ -25,23 +25,28 @@ from moddepth_jax.data.token_store import (
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, save_atomically
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_MIN_TASKS = 64  # of a text that is not small
+_MIN_TASKS = 64  # unless the text is small
 _MIN_TASK_BYTES = 1 << 18
 _KEPT = 'finished parts are kept: the same command continues'
 
 
 def prepare(options: Options, phase) -> Store:
-    """Prepares text, or continues what an earlier start left; the store may already be complete.
+    """Prepares text, or continues an earlier start; a complete store is only opened.
 
-    Documents are in the order of their files' names and of their rows, split as `split_documents`
-    does; empty ones are skipped. The same files and arguments give the same bytes and the same
-    fingerprint, with any number of processes and after any kills. Files that change between two
-    starts are read again, unless a tokenizer was trained on them.
+    Documents are in the order of the names of their files, then of their rows. They are split as
+    `split_documents` does; empty ones are skipped. The same files and arguments give the same bytes
+    and the same fingerprint, with any number of processes and after any kills. Files that change
+    between two starts are read again, unless a tokenizer was trained on them.
 
-    `phase(name, total, done=0)` is a context manager of a function that takes the bytes done since
-    its last call. Raises ValueError, one line with what to do, for sources as `readers.find_files`,
-    a bad row (finished work is kept), a directory of something else, of another preparation or in
-    use, a full disk, a process that was lost.
+    Args:
+      options: the flags of launch.prepare.
+      phase: phase(name, total, done=0) is a context manager that yields a function, which takes the
+        bytes that are done since its last call.
+
+    Raises:
+      ValueError: one line with what to do, for sources as in `find_files`; a bad row (finished work
+        is kept); a directory of something else, of another preparation, or in use; a full disk; or
+        a lost process.
     """
     directory = options.directory
     paths, left_out = _find_files(options)
@@ -55,7 +60,7 @@ def prepare(options: Options, phase) -> Store:
     known |= {f'{split}.{kind}' for split in SPLITS for kind in ('bin', 'index')}
     others = {path.name for path in directory.iterdir() if path.suffix != '.tmp'} - known
     if others:
-        found = f'holds {min(others)!r}, so it is no directory of launch.prepare'
+        found = f'holds {min(others)!r}, so it is not a directory of launch.prepare'
         raise ValueError(f'--output={directory}: {found}; use another --output')
     with lock_directory(directory, '--output'):
         preparation = _Preparation(options, paths, left_out, phase, tokenizer)
@@ -66,7 +71,7 @@ def prepare(options: Options, phase) -> Store:
         except BadText as error:
             kept = _KEPT
             if preparation.is_trained():
-                because = f'{options.tokenizer} was trained on the text as it is'
+                because = f'{options.tokenizer} was trained on the current text'
                 kept = f'to correct it, start again (rm -r {directory}): {because}'
             raise ValueError(f'{error}; or --skip_bad leaves it out; {kept}') from None
         except OSError as error:
@@ -77,12 +82,12 @@ def prepare(options: Options, phase) -> Store:
 
 
 def _find_files(options):
-    """(name, path) of each file of the sources, sorted by name; and the files without text."""
+    """Returns (name, path) of each file of the sources, sorted, and the files without text."""
     right = f'must be a file, folder or glob of {readers.describe_formats()}'
     if not options.sources:
         raise ValueError(f'--input=: names no file; {right}')
     found = [find_files(source, '--input', right, options.encoding) for source in options.sources]
-    # Relative to one folder, so that files of several sources have different names.
+    # Names are relative to a common folder, so that files of several sources differ in name.
     root = os.path.commonpath([os.path.abspath(root) for root, *_ in found])
     paths = {os.path.abspath(path): path for _, files, _ in found for path in files}
     left_out = {path for _, _, others in found for path in others} - set(paths.values())
@@ -91,7 +96,7 @@ def _find_files(options):
 
 
 def _given_tokenizer(options):
-    """The tokenizer; None: it is trained here, or an earlier start has stored it."""
+    """Returns the tokenizer; None if it will be trained, or an earlier start has stored it."""
     if options.vocab_size is not None or (options.directory / TOKENIZER_DIRECTORY).exists():
         return None
     try:
@@ -108,16 +113,16 @@ class _Preparation:
         self._plan_file = options.directory / PLAN_FILE
         self._parts = self._plan_file.parent
         self._tokenizer_directory = options.directory / TOKENIZER_DIRECTORY
-        # The size of parts must stay the same while there are some.
+        # As long as there are parts, their size must not change.
         self._arguments = options.arguments()
         self._plan_arguments = {**self._arguments, 'part_bytes': options.part_bytes}
 
     def is_trained(self):
-        """Whether the tokenizer was trained on the text, which then has to stay as it is."""
+        """Returns whether the tokenizer was trained on the text, which then must not change."""
         return self._options.vocab_size is not None and self._tokenizer_directory.exists()
 
     def run(self) -> Store:
-        """Does what is missing: survey, tokenizer, tokens of each part, join."""
+        """Does the missing steps: survey, tokenizer, tokens of each part, join."""
         options = self._options
         self._parts.mkdir(exist_ok=True)
         plan = self._read_plan()
@@ -161,7 +166,7 @@ class _Preparation:
         return store
 
     def open_finished(self) -> Store:
-        """The finished store, if it is the one that is asked for."""
+        """Opens the finished store, if it has the files and arguments that are asked for."""
         store = open_store(self._directory)
         self._check_arguments(store.arguments, self._arguments)
         stored, now = {entry['name']: entry for entry in store.inputs}, dict(self._paths)
@@ -189,7 +194,7 @@ class _Preparation:
         return self._start_again(problem)
 
     def _read_plan(self):
-        """The Plan; empty if nothing has been done that this start can use."""
+        """Reads the Plan; it is empty if this start cannot use any earlier work."""
         try:
             plan = Plan.read(self._plan_file)
         except (ValueError, KeyError, TypeError) as error:
@@ -201,13 +206,13 @@ class _Preparation:
             plan = Plan()
             self._plan_file.unlink(missing_ok=True)
             shutil.rmtree(self._tokenizer_directory, ignore_errors=True)
-        # Tasks of little text are smaller than a part, so that all processes get some of it. Their
+        # For a small text, tasks are smaller than a part, so that all processes get some. Their
         # size does not depend on the number of processes, which the next start may change.
         total = sum(path.stat().st_size for _, path in self._paths if path.exists())
         span_bytes = min(self._options.part_bytes, max(total // _MIN_TASKS, _MIN_TASK_BYTES))
         if self._options.vocab_size and not self._tokenizer_directory.exists():
-            # The sample that a tokenizer is trained on depends on the tasks: make them as a first
-            # start would.
+            # The training sample of a tokenizer depends on the tasks: make the tasks of a first
+            # start.
             self._remove_other_parts([])
             plan = plan if plan.span_bytes == span_bytes else Plan()
             plan.starts = ()
@@ -215,7 +220,7 @@ class _Preparation:
         return plan
 
     def _survey(self, plan, workers):
-        """FileInfo by name: that of the plan for files that have not been written to since."""
+        """Returns FileInfo by name, from the plan for files that have not changed since."""
         options, found = self._options, dict(plan.inputs)
         new = {n: p for n, p in self._paths if not (n in found and found[n].is_current(p))}
         jobs = ((p, options.text_field, plan.span_bytes, options.skip_bad) for p in new.values())
@@ -228,7 +233,7 @@ class _Preparation:
         modified = {name for name, path in self._paths if not inputs[name].is_current(path)}
         if not modified:
             return
-        for task in tasks:  # a file may have its old content again at the next start
+        for task in tasks:  # the old content may be back at the next start
             if modified & {span.name for span in task.spans}:
                 task.remove_parts(self._parts, 0)
         if self.is_trained():
@@ -236,7 +241,7 @@ class _Preparation:
         raise self._refusal(f'{min(modified)} was written to while it was read', _KEPT)
 
     def _check_skipped(self, tasks):
-        """Raises ValueError if an earlier start skipped bad rows, which this one must not."""
+        """Raises ValueError if an earlier start skipped bad rows and this one may not."""
         for task in tasks if not self._options.skip_bad else ():
             for part in task.parts(self._parts):
                 if bad := part.header['skipped'].keys() - {'empty'}:
@@ -245,14 +250,14 @@ class _Preparation:
                     raise self._start_again(f'{was}; add --skip_bad')
 
     def _remove_other_parts(self, tasks: list[Task]):
-        """Removes files that a kill left half written, and parts of files with other content."""
+        """Removes half-written files of a killed start, and parts of files that have changed."""
         keys = {task.key for task in tasks}
         for path in self._parts.iterdir():
             if path != self._plan_file and (path.suffix != '.part' or path.stem[:-6] not in keys):
                 path.unlink()
 
     def _save_tokenizer(self):
-        """Saves a tokenizer that is not trained; this comes first, since it needs no text."""
+        """Saves a tokenizer that is given; this comes first, because it needs no text."""
         if tokenizer := self._tokenizer or _given_tokenizer(self._options):
             if not self._tokenizer_directory.exists():
                 save_atomically(tokenizer, self._tokenizer_directory)
@@ -261,7 +266,7 @@ class _Preparation:
         options, directory = self._options, self._tokenizer_directory
         if directory.exists():
             return
-        # Another process: the library keeps the number of threads that it began with.
+        # In another process, because the library cannot change its number of threads later.
         with Workers(1, threads=options.processes) as worker:
             total = min(options.bpe_bytes, sum(task.bytes for task in tasks))
             with self._phase('tokenizer', total) as advance:
@@ -269,7 +274,7 @@ class _Preparation:
 
 
 def _is_stored_file(path, entry):
-    """Whether a file is still an input of the store; it is read if its time has changed."""
+    """Returns whether a file is as it was prepared; it is read if its time has changed."""
     try:
         status = path.stat()
         if status.st_size != entry['bytes']:

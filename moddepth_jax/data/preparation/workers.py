@@ -1,4 +1,4 @@
-"""Processes that share work; none of them outlives the process that started them."""
+"""Worker processes, which never outlive the process that started them."""
 
 import contextlib
 import itertools
@@ -13,18 +13,18 @@ from multiprocessing import resource_tracker
 
 
 class Workers(contextlib.ExitStack):
-    """`count` processes, each doing one job at a time; a context manager.
+    """`count` processes, each of which does one job at a time; a context manager.
 
-    They end with the `with`, or with the process that started them, which alone receives Ctrl-C.
-    The tokenizer library may use `threads` threads in each.
+    They end with the `with` block, or with the process that started them; only that process reacts
+    to Ctrl-C. The tokenizer library may use `threads` threads in each.
     """
 
     def __init__(self, count: int, threads: int = 1):
         super().__init__()
-        # Forking would copy locks that threads of the parent may hold.
+        # Not by fork, which copies locks that threads of the parent may hold.
         context = multiprocessing.get_context('spawn')
         self._workers = []
-        # A child that is still starting would print a traceback on Ctrl-C; it inherits the mask.
+        # A starting child would print a traceback on Ctrl-C, so it inherits a mask.
         resource_tracker.ensure_running()  # starting it later would lift the mask
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -45,9 +45,10 @@ class Workers(contextlib.ExitStack):
     def run(
         self, function: Callable, jobs: Iterable[tuple], advance: Callable[[int], None]
     ) -> list:
-        """Returns `function(*job, advance)` of each job; the processes start them in order.
+        """Returns `function(*job, advance)` of each job; jobs start in order.
 
-        `advance` is called here. Raises what `function` raises; ValueError if a process is lost.
+        `advance` is called in this process. Raises the errors of `function`, and ValueError if a
+        process is lost.
         """
         waiting, busy, results = iter(enumerate(jobs)), {}, {}
 
@@ -89,7 +90,7 @@ def _lost(process):
 
 
 def _work(connection, threads):
-    """Does one job after the other, until the other end of the pipe is gone."""
+    """Does one job after another until the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ['RAYON_NUM_THREADS'] = str(threads)

@@ -1,4 +1,4 @@
-"""The tokenizer of a tokenizer.json, the file of the library tokenizers; also trained here."""
+"""Tokenizers of a tokenizer.json, the file of the library tokenizers, and training of BPE."""
 
 import os
 import pathlib
@@ -17,9 +17,9 @@ _BYTE = re.compile('<0x([0-9A-Fa-f]{2})>')  # of byte fallback
 class JsonTokenizer(PieceTokenizer):
     """A Tokenizer of a tokenizer.json; see `make_tokenizer`.
 
-    Text that spells a special token is encoded as plain text; the file's template is left out.
-    Byte-level BPE without a normalizer restores every UTF-8 text byte for byte. Raises ValueError,
-    one line, for a file that is no tokenizer, or without a separator.
+    Text that spells a special token is encoded as plain text. The template of the file is not
+    applied. Byte-level BPE without a normalizer restores every UTF-8 text byte for byte. Raises
+    ValueError, one line, for a file that is not a tokenizer or has no separator.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class JsonTokenizer(PieceTokenizer):
 
 
 def _import_library():
-    """The library; it would warn in processes that are forked while it has threads."""
+    """Imports the library so that it does not warn in forked processes."""
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
     import tokenizers
 
@@ -64,7 +64,7 @@ def _load(content, file):
     try:
         library = tokenizers.Tokenizer.from_str(content.decode())
         library.encode('a')  # with the file's template
-    except BaseException as error:  # of the library; its panics are no Exception
+    except BaseException as error:  # panics of the library are not an Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         reason = ' '.join(str(error).split())
@@ -77,7 +77,10 @@ def _load(content, file):
 
 
 def _check_affixes(model, file, right):
-    """Refuses affixes that no token has: the library panics of a prefix, a suffix loses text."""
+    """Raises ValueError for affixes that no token has.
+
+    With such a prefix the library panics, and with such a suffix it loses text.
+    """
     model = model if isinstance(model, dict) and model.get('type', 'BPE') == 'BPE' else {}
     merges, vocab = model.get('merges'), model.get('vocab')
     if not (isinstance(merges, list) and isinstance(vocab, dict)):
@@ -96,7 +99,7 @@ def _check_affixes(model, file, right):
 
 
 def byte_characters() -> dict[str, int]:
-    """The byte of each character of byte-level BPE: `bytes_to_unicode` of Radford et al. 2019."""
+    """Returns {character: byte} of byte-level BPE: `bytes_to_unicode` of Radford et al. 2019."""
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
     return {chr(code): code for code in own} | {
@@ -105,7 +108,7 @@ def byte_characters() -> dict[str, int]:
 
 
 def _pieces(library, parsed, special, file):
-    """The bytes that each id, from 0 to the highest, stands for; b'' for special ids and gaps."""
+    """Returns the bytes of each id, from 0 to the highest; b'' for special ids and gaps."""
     ids = library.get_vocab(with_added_tokens=True)
     highest = max(ids.values(), default=-1)
     if highest >= _MAX_IDS:
@@ -128,7 +131,7 @@ def _bytes_of_token(library, parsed, ids):
 
         def byte_level(token):
             known = all(character in table for character in token)
-            # Otherwise as the library's decoder.
+            # Otherwise like the library's decoder.
             return bytes(table[c] for c in token) if known else token.encode()
 
         return byte_level
@@ -146,7 +149,7 @@ def _bytes_of_token(library, parsed, ids):
             return bytes.fromhex(found[1])
         if mark:
             return token.replace(mark, ' ').encode()
-        # What the file's own decoder adds for the token after another one.
+        # The text that the file's decoder adds for the token after another one.
         both = library.decode([anchor, ids[token]], skip_special_tokens=False)
         return both.removeprefix(alone).encode()
 
@@ -163,13 +166,13 @@ def _parts(stage):
 def train_bpe(documents: Iterator[bytes], vocab_size: int) -> JsonTokenizer:
     """Trains a byte-level BPE tokenizer of `vocab_size` ids, including the bytes and the separator.
 
-    Sennrich et al. 2016, arXiv 1508.07909, on bytes and by the word pattern of GPT-2. The order of
-    the UTF-8 documents and the number of threads do not matter. Raises ValueError, one line, if the
-    size is too small or the text has too few pieces that occur twice.
+    BPE (Sennrich et al. 2016, arXiv 1508.07909) on bytes, with the word pattern of GPT-2. The
+    result does not depend on the order of the UTF-8 documents or the number of threads. Raises
+    ValueError, one line, if the size is too small, or if too few pieces occur twice in the text.
     """
     name = f'bpe:{vocab_size}'
     if vocab_size < MIN_BPE_IDS:
-        raise ValueError(f'{name}: must be {MIN_BPE_IDS} ids or more, 256 bytes and a separator')
+        raise ValueError(f'{name}: must be {MIN_BPE_IDS} ids or more: 256 bytes and a separator')
     tokenizers = _import_library()
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     byte_level = tokenizers.pre_tokenizers.ByteLevel
@@ -185,7 +188,7 @@ def train_bpe(documents: Iterator[bytes], vocab_size: int) -> JsonTokenizer:
     library.train_from_iterator(map(bytes.decode, documents), trainer)
     found = library.get_vocab_size()
     if found < vocab_size:
-        right = f'take bpe:{found} or give more text'
+        right = f'use bpe:{found} or give more text'
         raise ValueError(f'{name}: the text has pieces for {found} ids only; {right}')
     content = library.to_str().encode()
     return JsonTokenizer(content, pathlib.Path(name), BPE_SEPARATOR, name=name)

@@ -1,4 +1,4 @@
-"""What all tokenizers from files share: ids that each stand for some bytes, and a saved folder."""
+"""The base class of tokenizers from files: each id stands for some bytes."""
 
 import abc
 import hashlib
@@ -15,13 +15,13 @@ from moddepth_jax.data.tokenizers.separators import find_separator
 
 METADATA_FILE = 'tokenizer_about.json'
 _METADATA_FIELDS = {'kind': str, 'name': str, 'separator': int, 'stops': list, 'sha256': str}
-CHUNK_LENGTH = 1 << 19  # characters; a chunk continues to the next place where it may end
+CHUNK_LENGTH = 1 << 19  # characters; a chunk ends at the next place where it may
 _BEFORE_WORD = re.compile(r'(?<=\S)(?= \S)|(?<=\S\n)(?=\S)')
 _SPACE = re.compile(r'(?<=\S) (?=\S)')
 
 
 def write_metadata(directory: str | os.PathLike, kind: str, tokenizer) -> None:
-    """Writes what the file `kind` of a tokenizer does not say into `directory`, made if missing."""
+    """Writes what a tokenizer's own file, `kind`, does not contain; makes `directory`."""
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     metadata = {'kind': kind}
@@ -33,13 +33,13 @@ def write_metadata(directory: str | os.PathLike, kind: str, tokenizer) -> None:
 
 
 def read_metadata(directory: str | os.PathLike) -> dict | None:
-    """What `write_metadata` wrote into `directory`, or None; raises ValueError, one line."""
-    right = 'save the tokenizer again, or take its own file'
+    """Reads the file of `write_metadata`, or None; raises ValueError, one line, if damaged."""
+    right = 'save the tokenizer again, or use its own file'
     return read_json(pathlib.Path(directory) / METADATA_FILE, right, _METADATA_FIELDS)
 
 
 def check_ids(ids, vocab_size: int) -> np.ndarray:
-    """`ids` as one row; raises ValueError for one that is outside [0, vocab_size)."""
+    """Flattens `ids`; raises ValueError for an id outside [0, vocab_size)."""
     ids = np.asarray(ids).reshape(-1)
     unknown = ids[(ids < 0) | (ids >= vocab_size)]
     if unknown.size:
@@ -48,11 +48,12 @@ def check_ids(ids, vocab_size: int) -> np.ndarray:
 
 
 def chunk_text(text: str, prefixed: bool) -> Iterator[str]:
-    """Splits a long text into chunks which, encoded one by one, have the tokens of the whole.
+    """Splits a long text into chunks that encode, one by one, to the tokens of the text.
 
-    Libraries of tokenizers need dozens of bytes for each byte of a text. Chunks end where the usual
-    tokenizers end a token: before a single space or between two lines; those of a tokenizer that
-    puts a space before its text (`prefixed`) at single spaces only, which are left out.
+    This saves memory: tokenizer libraries need dozens of bytes for each byte of text. Chunks end
+    where common tokenizers end a token: before a single space or between two lines. If the
+    tokenizer puts a space before its text (`prefixed`), they end at single spaces, which are
+    dropped.
     """
     place, start = _SPACE if prefixed else _BEFORE_WORD, 0
     while found := place.search(text, start + CHUNK_LENGTH):
@@ -62,14 +63,19 @@ def chunk_text(text: str, prefixed: bool) -> Iterator[str]:
 
 
 class PieceTokenizer(abc.ABC):
-    """A Tokenizer whose text is its ids' bytes, one after another; subclasses encode.
+    """A Tokenizer whose text is the concatenated bytes of its ids; subclasses encode.
 
-    If its library puts a space before a document, `decode` removes the first space of each
-    document. Its `token_bytes_V` counts that space: one byte per document too many.
+    If the library puts a space before a document, `decode` removes the first space of each
+    document. `token_bytes_V` counts that space, which is one byte too many per document.
 
-    `save` writes the `content` of `file` to a file named `kind`. `pieces` are the bytes of each id
-    within a text, b'' for special ids and gaps. `special`, `first` and `separator` are as
-    `find_separator` takes them, `metadata` is what `read_metadata` found next to the file.
+    Args:
+      kind: name of the file that `save` writes.
+      content: content of that file.
+      file: path that the tokenizer was read from.
+      pieces: bytes of each id within a text, b'' for special ids and gaps.
+      special, first, separator: as in `find_separator`.
+      metadata: result of `read_metadata` for the folder of the file, or None.
+      name: name of the tokenizer, by default that of the file.
     """
 
     def __init__(self, kind, content, file, pieces, special, first, separator, metadata, name=None):
@@ -90,27 +96,27 @@ class PieceTokenizer(abc.ABC):
         ids = self._ids('a')
         self._prefixed = bool(ids) and pieces[ids[0]].startswith(b' ')
         if metadata is not None and metadata['sha256'] != self.sha256:
-            right = 'put the file back, or prepare the text or train the model again'
-            found = f'is not the file that {METADATA_FILE} next to it was written for'
+            right = 'restore the file, or prepare the text or train the model again'
+            found = f'is not the file that {METADATA_FILE} next to it belongs to'
             raise ValueError(f'{file}: {found}, its sha256 is {self.sha256}; {right}')
         if not all(stop in range(self.vocab_size) for stop in self.stops):
             right = f'must be ids below {self.vocab_size}'
             raise ValueError(f'{file}: stops {self.stops} of {METADATA_FILE}: {right}')
 
     def encode(self, data: bytes) -> np.ndarray:
-        """As `Tokenizer.encode`; raises ValueError for text not in UTF-8 or like the separator."""
+        """As `Tokenizer.encode`; raises ValueError for invalid UTF-8, or if a separator results."""
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
-            right = 'save the text as UTF-8, or take data.tokenizer=bytes'
+            right = 'save the text as UTF-8, or use data.tokenizer=bytes'
             found = f'byte {error.start} of the text is {data[error.start]:#04x}, which'
             raise ValueError(f'{found} is not UTF-8 there; {right}') from None
         chunks = chunk_text(text, self._prefixed) if text else ()
         empty = np.array([], self.dtype)
         ids_N = np.concatenate([empty, *(np.array(self._ids(c), self.dtype) for c in chunks)])
         if (ids_N == self.separator).any():
-            right = 'take another separator or tokenizer'
-            found = f'cannot tell a text from its separator, id {self.separator}'
+            right = 'use another separator or tokenizer'
+            found = f'encodes a text to its separator, id {self.separator}'
             raise ValueError(f'{self.name}: {found}; {right}')
         return ids_N
 
@@ -136,4 +142,4 @@ class PieceTokenizer(abc.ABC):
 
     @abc.abstractmethod
     def _ids(self, text: str) -> list[int]:
-        """Ids of text that is not long."""
+        """Encodes one chunk of text."""

@@ -1,4 +1,4 @@
-"""The tokenizer of a SentencePiece .model."""
+"""Tokenizers of a SentencePiece .model."""
 
 import pathlib
 
@@ -10,9 +10,9 @@ _SPACE = '\u2581'  # how the library writes a space
 class SentencePieceTokenizer(PieceTokenizer):
     """A Tokenizer of a SentencePiece .model; see `make_tokenizer`.
 
-    Exact for text that the model's normalizer does not change, if the model has byte fallback, but
-    for the sign U+2581, which is decoded as a space. Raises ValueError, one line, for a file that
-    is no model, or without sentencepiece.
+    With byte fallback, it restores all text that the model's normalizer does not change, except the
+    character U+2581, which becomes a space. Raises ValueError, one line, for a file that is not a
+    model, or if sentencepiece is not installed.
     """
 
     def __init__(self, content: bytes, file: pathlib.Path, separator=None, metadata=None):

@@ -1,11 +1,11 @@
-"""Finds the special token of a tokenizer's file that starts a document, and those that end one."""
+"""Finds the special tokens of a tokenizer that start and end a document."""
 
 import pathlib
 
 from moddepth_jax.data.directory import read_json
 
 _CONFIG = 'tokenizer_config.json'
-_ENDS = {  # known names of tokens that start a document, and what then ends one
+_ENDS = {  # known tokens that start a document, and the token that then ends one
     '<|endoftext|>': None,
     '<|begin_of_text|>': '<|end_of_text|>',
     '<s>': '</s>',
@@ -21,11 +21,12 @@ _SHOWN = 8  # special tokens in an error
 def find_separator(
     file: pathlib.Path, special: dict[str, int], first: str | None, given: str | None
 ) -> tuple[int, tuple[int, ...]]:
-    """The separator of a tokenizer, and its stops: the separator and perhaps an end-of-text id.
+    """Returns the separator of a tokenizer, and its stops: the separator, perhaps an end of text.
 
-    The first of these: `given` by the user; the bos_token of the tokenizer_config.json next to the
-    file, if add_bos_token is true or its template puts it `first`; its eos_token; `first`; a known
-    name in `special`, ids by text. Raises ValueError, one line, without any or for one not special.
+    The separator is the first of these: `given` by the user; the bos_token of the
+    tokenizer_config.json next to the file, if add_bos_token is true or the template puts it
+    `first`; the eos_token there; `first`; a known name in `special`, which is {text: id}. Raises
+    ValueError, one line, if there is none, or if it is not special.
     """
     config = _read(file.parent / _CONFIG)
     bos, eos = config.get('bos_token'), config.get('eos_token')
@@ -41,9 +42,9 @@ def find_separator(
     if name is None:
         right = (
             f'mark one as special in the file, name it as eos_token in a {_CONFIG} next to it, or '
-            'give it to launch.prepare as --separator=TOKEN'
+            'use launch.prepare with --separator=TOKEN'
         )
-        problem = f'no special token known to start a document{_some(special)}'
+        problem = f'no special token is known to start a document{_some(special)}'
         raise ValueError(f'{file}: {problem}; {right}')
     if name not in special:
         right = f'must be one{_some(special)}; mark it as special in the file or name another'
@@ -60,7 +61,7 @@ def _some(special):
 
 
 def _read(path):
-    """The config, with tokens as their text; empty if there is no file."""
+    """Reads the config, with tokens as text; empty if there is no file."""
     config = read_json(path, 'correct or remove it') or {}
     for name in ('bos_token', 'eos_token'):
         if isinstance(config.get(name), dict):

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes to ids and back; by name, from a file, of a run or of a prepared text."""
+"""Tokenizers: the protocol, the byte tokenizer, and how a tokenizer is found."""
 
 import os
 import pathlib
@@ -11,7 +11,7 @@ from moddepth_jax.data.compression import read_small
 from moddepth_jax.data.tokenizers.piece_tokenizer import check_ids, read_metadata, write_metadata
 from moddepth_jax.hparams import DataHparams
 
-DIRECTORY = 'tokenizer'  # of a run or a prepared text, which holds its tokenizer
+DIRECTORY = 'tokenizer'  # folder with the tokenizer of a run or a prepared text
 _MAX_BYTES = 1 << 28  # of a tokenizer's file
 
 
@@ -20,13 +20,13 @@ class Tokenizer(typing.Protocol):
 
     Attributes:
       name: 'bytes', the name of its file, or 'bpe:4096' if it was trained here.
-      sha256: hexadecimal, of what decides its ids; '' for bytes.
-      vocab_size: V, ids lie in [0, V), possibly with gaps.
+      sha256: hex digest of everything that determines its ids; '' for bytes.
+      vocab_size: V; ids lie in [0, V), possibly with gaps.
       separator: the id that starts every document; `encode` never returns it.
       separator_text: the name of that token, '' for bytes.
       stops: ids that end a document in generation: the separator, perhaps an end-of-text id.
-      token_bytes_V: int32 [V], the number of bytes of each id, 0 for special ids and for gaps.
-      dtype: of ids: np.uint16 if it can hold them, otherwise np.uint32.
+      token_bytes_V: int32 [V], the number of bytes of each id, 0 for special ids and gaps.
+      dtype: dtype of ids, np.uint16 if that can hold them, otherwise np.uint32.
     """
 
     name: str
@@ -39,19 +39,19 @@ class Tokenizer(typing.Protocol):
     dtype: type
 
     def encode(self, data: bytes) -> np.ndarray:
-        """Ids of `data`, `dtype` [N], none of them special, even if the text spells one."""
+        """Encodes `data` to ids, `dtype` [N]; none is special, even if the text spells one."""
 
     def decode(self, ids) -> bytes:
-        """The bytes of `ids`, integers of any shape read in order; special ids are skipped.
+        """Decodes `ids`, integers of any shape, to bytes; special ids are skipped.
 
-        Raises ValueError for an id outside [0, vocab_size), as `pieces` does.
+        Like `pieces`, raises ValueError for an id outside [0, vocab_size).
         """
 
     def pieces(self, ids) -> list[bytes]:
-        """The bytes of each of `ids`, b'' for special ones; joined they are `decode`."""
+        """Returns the bytes of each id, b'' for special ones; joined, they equal `decode`."""
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes what `make_tokenizer(directory)` needs to make this tokenizer again."""
+        """Writes the files from which `make_tokenizer(directory)` makes this tokenizer again."""
 
 
 class ByteTokenizer(Tokenizer):
@@ -85,21 +85,22 @@ class ByteTokenizer(Tokenizer):
 
 
 def is_bytes(name: str | os.PathLike) -> bool:
-    """Whether `name`, as `make_tokenizer` takes it, is bytes; raises ValueError as that does."""
+    """Returns whether `name`, as in `make_tokenizer`, is bytes; raises ValueError like that."""
     path = pathlib.Path(os.path.expanduser(name))
     metadata = read_metadata(path) if name != 'bytes' and path.is_dir() else None
     return name == 'bytes' or (metadata is not None and metadata['kind'] == 'bytes')
 
 
 def make_tokenizer(name: str | os.PathLike, separator: str | None = None) -> Tokenizer:
-    """The tokenizer `name`: bytes, a tokenizer.json, a SentencePiece .model, or a folder of one.
+    """Makes the tokenizer `name`.
 
-    `separator` is the text of the special token that starts every document, by default that of
-    `separators.find_separator`. Raises ValueError, one line with the file and what would be right.
+    That is bytes, a tokenizer.json, a SentencePiece .model, or a folder with one. `separator` is
+    the text of the special token that starts every document, by default that of `find_separator`.
+    Raises ValueError, one line with the file and what would be right.
     """
     if is_bytes(name):
         if name == 'bytes' and separator is not None:
-            right = 'leave it out: bytes have a separator of their own, id 256'
+            right = 'leave it out: bytes have their own separator, id 256'
             raise ValueError(f'separator={separator!r}: {right}')
         return ByteTokenizer()
     file, metadata = pathlib.Path(os.path.expanduser(name)), None
@@ -118,7 +119,7 @@ def make_tokenizer(name: str | os.PathLike, separator: str | None = None) -> Tok
     except OSError as error:
         right = 'must be the file of a tokenizer'
         raise ValueError(f'{file}: cannot be read ({error.strerror}); {right}') from None
-    # The libraries of these are imported only if needed; sentencepiece is an extra.
+    # Imported here, since their libraries are not always needed; sentencepiece is an extra.
     if file.suffix.lower() == '.model':
         from moddepth_jax.data.tokenizers.sentence_piece import SentencePieceTokenizer as kind
     else:
@@ -127,7 +128,7 @@ def make_tokenizer(name: str | os.PathLike, separator: str | None = None) -> Tok
 
 
 def save_atomically(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
-    """Saves it to `directory`, which must not exist, completely or not at all."""
+    """Saves a tokenizer, all or nothing, to `directory`, which must not exist."""
     temporary = directory.with_name(directory.name + '.tmp')
     shutil.rmtree(temporary, ignore_errors=True)
     tokenizer.save(temporary)
@@ -135,9 +136,9 @@ def save_atomically(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
 
 
 def tokenizer_of(data: DataHparams, workdir: str | os.PathLike | None = None) -> Tokenizer:
-    """The tokenizer of a run: the one saved in its `workdir`, if any, or the one `data` names.
+    """Returns the tokenizer of a run: the one in its `workdir`, if any, or the one of `data`.
 
-    Raises ValueError, one line, as `make_tokenizer`, or for a text that was not prepared.
+    Raises ValueError, one line, like `make_tokenizer`, or for text that was not prepared.
     """
     if data.tokenizer == 'bytes':
         return ByteTokenizer()
@@ -154,5 +155,5 @@ def tokenizer_of(data: DataHparams, workdir: str | os.PathLike | None = None) ->
         prepared = pathlib.Path(os.path.expanduser(folder)) / DIRECTORY
         if prepared.is_dir():
             return make_tokenizer(prepared)
-    right = 'must be the folder that launch.prepare wrote; or name the tokenizer'
+    right = 'must be a folder that launch.prepare wrote; or name the tokenizer'
     raise ValueError(f"data.tokenizer='prepared': data.source={data.source!r} {right}")

@@ -32,7 +32,7 @@ FRACTION = 0.25
 
 
 class _InProcess:
-    """Does the jobs here, one by one: processes take half a second to start."""
+    """Does the jobs in this process, since others take half a second to start."""
 
     def __init__(self, count, threads=1):
         pass
@@ -152,9 +152,7 @@ def test_prepared_text_is_that_of_the_raw_files(folder, store):
     )
 
 
-def test_neither_processes_nor_parts_nor_place_change_the_result(
-    folder, store, tmp_path, monkeypatch
-):
+def test_processes_parts_and_place_do_not_change_the_result(folder, store, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_module, 'Workers', workers.Workers)
     (tmp_path / 'moved').symlink_to(folder)
     other = _prepare(tmp_path / 'moved', tmp_path / 'out', processes=2, part_bytes=10**6)
@@ -163,8 +161,8 @@ def test_neither_processes_nor_parts_nor_place_change_the_result(
 
 
 @pytest.mark.parametrize('fraction', [1e-6, 1 - 1e-6])
-def test_no_side_stays_empty(tmp_path, fraction):
-    """Where the hash takes all or none, the same document crosses as for the raw files."""
+def test_no_split_is_empty(tmp_path, fraction):
+    """If the hash holds out all documents or none, the same one moves as for the raw files."""
     (tmp_path / 'in').mkdir()
     for i in range(4):
         (tmp_path / f'in/{i}.txt').write_text(f'text {i}')
@@ -176,7 +174,7 @@ def test_no_side_stays_empty(tmp_path, fraction):
 
 
 def test_a_single_document_gives_its_tail(tmp_path):
-    """As the raw file gives it: as bytes at the byte, as BPE without cutting a character."""
+    """As with the raw file: bytes are cut anywhere, BPE does not cut a character."""
     (tmp_path / 'in').mkdir()
     (tmp_path / 'in/book.txt').write_text('to be or nöt ' * 20 + 'x' + 'ö' * 81)
     cuts = {}
@@ -217,7 +215,7 @@ BAD = {
     'field': (
         'b.jsonl',
         _with_line(NO_FIELD),
-        ["line 7: no field 'text'; set data.text_field to one of its own: 'body'"],
+        ["line 7: no field 'text'; set data.text_field to one that it has: 'body'"],
     ),
     'txt': ('b.txt', b'caf\xe9', [': byte 3 is 0xe9, which is not UTF-8', 'or save it as UTF-8']),
     'gz': ('b.jsonl.gz', gzip.compress(LONG)[:100_000], ['after row ', 'cut off (Truncated']),
@@ -225,7 +223,7 @@ BAD = {
 
 
 def _plant(folder, kind=None):
-    """A good file of 20 rows and, after it, one that is bad; returns its path."""
+    """Writes a good file of 20 rows and then a bad one; returns the path of the bad one."""
     folder.mkdir()
     (folder / 'a.jsonl').write_bytes(_jsonl(TEXTS))
     name, content, _ = BAD.get(kind, ('b.jsonl', _jsonl(TEXTS), None))
@@ -234,7 +232,7 @@ def _plant(folder, kind=None):
 
 
 @pytest.mark.parametrize('kind', BAD)
-def test_bad_text_is_named_and_skipped_if_wanted(tmp_path, kind):
+def test_bad_text_is_named_and_can_be_skipped(tmp_path, kind):
     path = _plant(tmp_path / 'in', kind)
     message = _error(tmp_path / 'in', tmp_path / 'out', part_bytes=200)
     assert message.startswith(str(path)) and all(part in message for part in BAD[kind][2])
@@ -248,7 +246,7 @@ def test_bad_text_is_named_and_skipped_if_wanted(tmp_path, kind):
 
 
 def test_parts_after_a_damaged_one_are_done_again(tmp_path):
-    """A file in many parts of which the third is lost: no row is twice in the result, or missing.
+    """The third of many parts of a file is lost: no row is repeated or missing in the result.
 
     Those after it are removed first: the parts that replace them may end at other rows.
     """
@@ -270,10 +268,8 @@ def test_parts_after_a_damaged_one_are_done_again(tmp_path):
     content = parts[1].read_bytes()
     parts[1].write_bytes(content[:-40] + bytes([content[-40] ^ 1]) + content[-39:])
     message = _error(tmp_path / 'in', tmp_path / 'out', **knobs)
-    assert (
-        message
-        == f'{parts[1]}: was changed after it was written; remove it: the same command continues'
-    )
+    remedy = 'remove it, and the same command continues'
+    assert message == f'{parts[1]}: was changed after it was written; {remedy}'
     parts[1].unlink()
     store = _prepare(tmp_path / 'in', tmp_path / 'out', **knobs)
     assert _texts(store) == sorted(text.encode() for text in texts)
@@ -313,14 +309,14 @@ def test_another_preparation_is_refused(folder, store, tmp_path):
 
 
 class _Backwards(_InProcess):
-    """Does the last job first, as other processes may be faster."""
+    """Does the last job first, as if other processes were faster."""
 
     def run(self, function, jobs, advance):
         return [function(*job, advance) for job in reversed(list(jobs))][::-1]
 
 
 def _four_files(folder, bad_line=6, bad_file=2):
-    """Four files of 60 rows; returns (path, lines) of one that holds a row without the field."""
+    """Writes four files of 60 rows; returns (path, lines) of one with a row without the field."""
     folder.mkdir()
     for i in range(4):
         lines = _jsonl(f'text {i} {row} ' * 4 for row in range(60)).splitlines(keepends=True)
@@ -339,7 +335,7 @@ def _correct(path, lines, text):
 @pytest.mark.parametrize(('order', 'length'), [(_InProcess, 40), (_Backwards, 1)])
 def test_only_a_corrected_file_is_done_again(tmp_path, monkeypatch, order, length):
     """Only rows in the same part may be done twice; the result is that of a fresh start."""
-    # A span of 210 bytes is longer than they are on average, so that parts hold two, of two files.
+    # A span of 210 bytes is longer than an average row, so that parts have two rows, of two files.
     monkeypatch.setattr(prepare_module, 'Workers', order)
     begun, add = [], PartWriter.add
 
@@ -363,7 +359,7 @@ def test_only_a_corrected_file_is_done_again(tmp_path, monkeypatch, order, lengt
 
 
 def test_a_tokenizer_is_trained_on_the_corrected_text(tmp_path, monkeypatch):
-    """Its sample is that of a fresh start, though the text is longer and split elsewhere now."""
+    """Its sample is that of a fresh start, although the text is longer and split elsewhere."""
     monkeypatch.setattr(prepare_module, '_MIN_TASK_BYTES', 100)
     knobs = dict(tokenizer='bpe:300', bpe_bytes=3000, part_bytes=10**6)
     path, lines = _four_files(tmp_path / 'in', bad_line=0)
@@ -376,12 +372,12 @@ def test_a_tokenizer_is_trained_on_the_corrected_text(tmp_path, monkeypatch):
 
 
 def test_text_that_a_tokenizer_was_trained_on_must_not_change(tmp_path):
-    """A row after its sample is bad: it may be skipped, and corrected only in a new start."""
+    """A bad row after the sample may be skipped, but corrected only in a new start."""
     knobs = dict(tokenizer='bpe:260', bpe_bytes=1000, part_bytes=10**6)
     path, lines = _four_files(tmp_path / 'in', bad_line=59)
     out = tmp_path / 'out'
     message = _error(tmp_path / 'in', out, **knobs)
-    right = f'start again (rm -r {out}): bpe:260 was trained on the text as it is'
+    right = f'start again (rm -r {out}): bpe:260 was trained on the current text'
     assert message.endswith(f'--skip_bad leaves it out; to correct it, {right}')
     _correct(path, lines, 'corrected')
     message = _error(tmp_path / 'in', out, **knobs)
@@ -446,7 +442,7 @@ def test_killed_anywhere_it_ends_with_the_same_bytes(
 
 
 def test_a_changed_input_of_a_finished_text_is_noticed(tmp_path, monkeypatch):
-    """Of equal size, its time newer or older; only a file of another time is read."""
+    """Its size is equal, its time newer or older; only files with another time are read."""
     path, out = _plant(tmp_path / 'in'), tmp_path / 'out'
     content, time = path.read_bytes(), path.stat().st_mtime_ns
     store = _prepare(tmp_path / 'in', out)
@@ -464,7 +460,7 @@ def test_a_directory_of_something_else_is_refused(folder, tmp_path):
     (tmp_path / 'other').mkdir()
     (tmp_path / 'other/thesis.tex').write_text('x')
     message = _error(folder, tmp_path / 'other')
-    assert "holds 'thesis.tex', so it is no directory of launch.prepare" in message
+    assert "holds 'thesis.tex', so it is not a directory of launch.prepare" in message
     assert (tmp_path / 'other/thesis.tex').exists()
     message = _error(folder, tmp_path / 'other/thesis.tex')
     assert 'must be a directory that can be written' in message

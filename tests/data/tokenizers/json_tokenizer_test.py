@@ -85,7 +85,7 @@ def test_a_tokenizer_that_cannot_tell_its_separator_is_refused(tmp_path):
         model={'type': 'WordLevel', 'unk_token': 'a', 'vocab': {'<|endoftext|>': 0, 'a': 1}},
         pre_tokenizer={'type': 'WhitespaceSplit'},
     )
-    assert 'cannot tell a text from its separator, id 0' in refusal(of, tmp_path, file)
+    assert 'encodes a text to its separator, id 0' in refusal(of, tmp_path, file)
 
 
 EMPTY = {'type': 'BPE', 'vocab': {}, 'merges': []}
@@ -104,7 +104,7 @@ EMPTY = {'type': 'BPE', 'vocab': {}, 'merges': []}
             "continuing_subword_prefix='Ġ': must begin the second part of each merge",
         ),
         (content(model=content()['model'] | {'end_of_word_suffix': '#<'}), "end_of_word_suffix='#"),
-        (content(added_tokens=[]), 'no special token known to start a document (it has none)'),
+        (content(added_tokens=[]), 'no special token is known to start a document (it has none)'),
     ],
 )
 def test_what_is_no_tokenizer_is_refused(tmp_path, file, words):
@@ -142,7 +142,7 @@ def test_neither_threads_nor_the_order_of_documents_matter(monkeypatch):
     ('texts', 'vocab_size', 'words'),
     [
         ([b'abc'], 256, 'bpe:256: must be 257 ids or more'),
-        ([b'a b'], 300, 'bpe:300: the text has pieces for 257 ids only; take bpe:257'),
+        ([b'a b'], 300, 'bpe:300: the text has pieces for 257 ids only; use bpe:257'),
         ([], 258, 'bpe:258: the text has pieces for 257 ids only'),
     ],
 )

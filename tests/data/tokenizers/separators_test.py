@@ -45,7 +45,7 @@ def test_the_first_that_says_it_decides(tmp_path, config, how, separator, stops)
     [
         (None, {'given': 'a'}, "tokenizer.json: separator 'a' is not a special token of it"),
         ({'eos_token': 'a'}, {}, "eos_token of tokenizer_config.json 'a' is not a special token"),
-        (None, {'special': {}}, 'no special token known to start a document (it has none)'),
+        (None, {'special': {}}, 'no special token is known to start a document (it has none)'),
         (None, {'special': {f'<{i}>': i for i in range(200)}}, "'<7>' and 192 more"),
         ('{', {}, 'tokenizer_config.json: cannot be read'),
         (
