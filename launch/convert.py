@@ -231,7 +231,7 @@ def _from_run():
         note['dtype'] = dtype
     files = sorted((pathlib.Path(source) / first_checkpoint.SOURCE_FILES).glob('*'))
     first_checkpoint.write_new_run(WORKDIR.value, hparams, params, averages, dataset, note, files)
-    print(f'{source}, step {run.step}, {note["held_out_batches"]} held-out batches, nats a token')
+    print(f'{source}, step {run.step}, {note["held_out_batches"]} held-out batches, nats per token')
     print(f'  before      {note["dense_loss"]:.4f}')
     print(f'  first step  {note["first_loss"]:.4f}  {note["difference"]:+.4f}: {note["why"]}')
     if 'loss_at_last_capacity' in note:

@@ -147,7 +147,7 @@ def _describe(out, data):
     windows = f'{about["windows"]} window{"s" * (about["windows"] > 1)}'
     parts = [f'{totals["tokens"]:,} tokens of {about["text"]} in {windows}']
     if totals['loss'] is not None:
-        parts.append(f'loss {totals["loss"]:.4f} nats a token')
+        parts.append(f'loss {totals["loss"]:.4f} nats per token')
     if about['routed']:
         looks = ', which looks at the future' * about['looks_ahead']
         parts.append(f'by {about["routing"]}{looks}')
@@ -205,10 +205,10 @@ def _describe_importance(out, about, found):
         costs = [f'{row[part]["cost"]:+.4f}' for part in ('block', 'attention', 'mlp')]
         routed = 'routed' if row['routed'] else ''
         rows[str(layer)] = [costs[0], f'{row["block"]["cost_bits"]:+.4f}', *costs[1:], routed]
-    heads = ['without layer', 'nats a token', 'bits/byte', 'only attention', 'only mlp', '']
+    heads = ['without layer', 'nats per token', 'bits/byte', 'only attention', 'only mlp', '']
     cli.show(to_rich(Table(None, heads, rows)))
     targets = f'{found["targets"]:,} targets of held-out text in {about["batches"]} batches'
-    cli.show(f'loss {found["loss"]:.4f} nats a token by {about["routing"]}, {targets}')
+    cli.show(f'loss {found["loss"]:.4f} nats per token by {about["routing"]}, {targets}')
     cheapest = sorted(found['ranking'][: len(rows) // 2])
     if cheapest:
         layers = ','.join(map(str, cheapest))

@@ -114,7 +114,7 @@ def _print_summary(store, seconds, tokenized):
         num_bytes, documents, tokens = (counts[key] for key in ('bytes', 'documents', 'tokens'))
         share = f'{num_bytes / max(1, tokens - documents):.2f}'
         rows[side] = [f'{documents:,}', f'{tokens:,}', f'{num_bytes:,}', share]
-    heads = ['', 'documents', 'tokens', 'bytes', 'bytes a token']
+    heads = ['', 'documents', 'tokens', 'bytes', 'bytes per token']
     cli.show(to_rich(Table(None, heads, rows)))
     for reason, entry in store.skipped.items():
         _show(f'left out, {reason}: {entry["count"]:,}, such as {entry["first"][0]}')

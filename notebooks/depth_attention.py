@@ -145,8 +145,8 @@ for workdir, name, colour in ((BESIDE, 'dense', '#1d1f21'), (WORKDIR, 'MoDA', '#
 if len(curves) == 2 and curves['MoDA'][0] == curves['dense'][0]:
     right.plot(steps, curves['MoDA'][1] - curves['dense'][1], '.-', color='#0072b2')
 right.axhline(0, color='#1d1f21', linewidth=1)
-left.set(xlabel='steps', ylabel='training loss (nats a token)')
-right.set(xlabel='steps', ylabel='difference (nats a token)')
+left.set(xlabel='steps', ylabel='training loss (nats per token)')
+right.set(xlabel='steps', ylabel='difference (nats per token)')
 left.legend(frameon=False)
 plt.show()
 

@@ -152,7 +152,7 @@ def test_the_run_of_an_installed_package_works_anywhere(installed, tmp_path):
     assert there('generate', '--prompt=to be', '--max_tokens=3').stdout.startswith('to be')
     there('inspect', '--text=to be or not', '--out=page')
     assert (copy.parent / 'page/routing.html').exists()
-    assert 'bits a byte' in there('evaluate', '--data=other/0.txt', '--num_batches=1').stdout
+    assert 'bits per byte' in there('evaluate', '--data=other/0.txt', '--num_batches=1').stdout
     with pytest.raises(AssertionError, match=r'matches no file; .* name a text: --data=TEXT\n'):
         there('evaluate')
 

@@ -265,7 +265,7 @@ def plot_importance(importance: dict, title: str, path):
         axes.bar_label(bars, fmt='%+.3f', padding=2, fontsize=7)
     axes.margins(x=0.12)
     axes.set_ylabel('skipped layer')
-    axes.set_xlabel('loss increase, nats a token')
+    axes.set_xlabel('loss increase, nats per token')
     axes.set_title(title, loc='left', fontsize=10, parse_math=False)
     figure.legend(loc='outside lower right', ncols=3, frameon=False, fontsize=8)
     figure.savefig(path)

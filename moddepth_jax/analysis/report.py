@@ -93,7 +93,7 @@ def loss_table(evaluation: dict, rule: str | None, title: str | None = None) -> 
     bits_per_nat = evaluation['bits_per_byte'] / evaluation['loss']
     losses = {name: evaluation[key] for name, key in rows.items()}
     lines = {n: [f'{loss:.4f}', f'{loss * bits_per_nat:.4f}'] for n, loss in losses.items()}
-    return to_rich(Table(title, ['routing', 'nats a token', 'bits a byte'], lines))
+    return to_rich(Table(title, ['routing', 'nats per token', 'bits per byte'], lines))
 
 
 def describe_gap(gap: float) -> str:
@@ -198,7 +198,7 @@ def _draw_routing(run, path):
     row = np.argmin([sum(map(bytes.isspace, tokens)) for tokens in pieces])
     grid_LT = heatmaps.routing_grid(record.top_c_BT[:, row], record.selected_BT[:, row], hparams)
     loops = f'{length} to ' * hparams.model.routing.routes_loops
-    capacity = f'{loops}{hparams.model.routing.num_selected(length)} of {length} tokens a row'
+    capacity = f'{loops}{hparams.model.routing.num_selected(length)} of {length} tokens per row'
     rule = causal_routing(hparams)
     title = f'{run.workdir.name}: routing by {rule}, trained at {capacity}'
     names = hparams.model.block_names

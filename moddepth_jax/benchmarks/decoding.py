@@ -151,8 +151,8 @@ def decoding_table(title: str, result: dict, other: str, dense: str = 'dense'):
     """Return a table of `bench_decoding` with a column for each batch and the given model names."""
     first = ', '.join(f'{1e3 * seconds:.1f}' for seconds in result['first_token_seconds'].values())
     lines = {
-        f'{dense}, ms a step': ('dense_seconds', fixed(2, 1e3)),
-        f'{other}, ms a step': ('other_seconds', fixed(2, 1e3)),
+        f'{dense}, ms per step': ('dense_seconds', fixed(2, 1e3)),
+        f'{other}, ms per step': ('other_seconds', fixed(2, 1e3)),
         f'{dense}, tokens/s': ('dense_tokens_per_second', fixed(0)),
         f'{other}, tokens/s': ('other_tokens_per_second', fixed(0)),
         f'{other} / {dense}, tokens/s': ('speedup', fixed(2)),

@@ -64,7 +64,7 @@ def _tables(result):
     lines = dict(_collective_line(row) for row in result['collectives'])
     yield Table('Collectives of a step by mesh axes', heads, lines)
     for name, estimate in result['estimates'].items():
-        heads = [f'source: {estimate["source"]}', 'ms a step', 'over products']
+        heads = [f'source: {estimate["source"]}', 'ms per step', 'over products']
         yield Table(f'Estimate for {name}, not measured', heads, _estimate(estimate))
 
 
@@ -124,7 +124,7 @@ def markdown(results: list[dict]) -> str:
     Each result also has the `command` that launch.train was given.
     """
     heads = (
-        *('config', '`--mesh`', 'devices', 'tokens a device', 'state, GiB', 'peak, GiB'),
+        *('config', '`--mesh`', 'devices', 'tokens per device', 'state, GiB', 'peak, GiB'),
         *('TFLOP', 'GB sent', 'products, ms', 'collectives, ms', 'of these over'),
     )
     rows = []

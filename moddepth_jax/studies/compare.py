@@ -160,7 +160,7 @@ def warnings(variants: list[Variant]) -> list[str]:
         ratio = max(flops) / min(flops)
         found.append(f'training FLOPs differ by a factor of {ratio:.3g}: more training, less loss')
     devices = [run.summary['versions']['device'] for run in runs]
-    differ('devices', devices, 'tokens a second do not compare the models')
+    differ('devices', devices, 'tokens per second do not compare the models')
     for run in runs:
         if run.value('routing_gap') >= INVALID_GAP:
             gap = run.value('routing_gap')
@@ -220,15 +220,15 @@ def _cells(row):
     spread = '' if len(row['seeds']) < 2 else f' ± {row["std_bits_per_byte"]:.4f}'
     return {
         'seeds': ', '.join(map(str, row['seeds'])),
-        'bits a byte, held out': _number(row['mean_bits_per_byte'], '.4f', 'n/a') + spread,
+        'bits per byte, held out': _number(row['mean_bits_per_byte'], '.4f', 'n/a') + spread,
         'difference (95%)': _difference(row),
-        'nats a token': _number(row['loss'], '.4f', 'n/a'),
+        'nats per token': _number(row['loss'], '.4f', 'n/a'),
         'routing gap (nats)': _number(row['routing_gap'], '+.4f'),
         'parameters': format_count(row['parameters']),
         'training FLOPs': f'{row["total_flops"]:.4g}'.replace('e+', 'e'),
         'forward FLOPs a batch': format_count(row['flops_per_forward']),
         'steps': f'{row["steps"]:,}',
-        'tokens a second': _number(row['tokens_per_second'], ',.0f'),
+        'tokens per second': _number(row['tokens_per_second'], ',.0f'),
     }
 
 
@@ -266,7 +266,7 @@ def draw_curves(variants: list[Variant], path: pathlib.Path):
                 steps, bits = run.curve('eval/bits_per_byte')
                 panels[1].plot(run.flops_at(steps), bits, marker='o', markersize=2.5, **look)
         for axes, what in zip(
-            panels, ('training loss (nats a token)', 'held-out (bits a byte)'), strict=True
+            panels, ('training loss (nats per token)', 'held-out (bits per byte)'), strict=True
         ):
             axes.set_xlabel('training FLOPs')
             axes.set_ylabel(what)

@@ -216,7 +216,7 @@ def _by_steps(study):
         form = '{:,.0f}'.format if unit == 'steps' else form
         axes.xaxis.set_major_formatter(lambda value, _, form=form: form(value) if value else '0')
     label = study['variants'][base]['label']
-    left.set(xlabel='steps', ylabel='training loss (nats a token)')
+    left.set(xlabel='steps', ylabel='training loss (nats per token)')
     right.set_xlabel('steps' if unit == 'steps' else 'training FLOPs')
     right.set_ylabel(f'training loss minus that of "{label}" (nats)')
     left.set_title(f'{budget_name(study, budget)}, each at its best size', loc='left')

@@ -179,7 +179,7 @@ def _split(sharding, ndim):
 
 
 def sharding_lines(mesh: Mesh, params) -> list[str]:
-    """Returns a table of parameters, summed over layers: how they are split, and bytes a device."""
+    """Returns a table of parameters, summed over layers: how they are split, and bytes per device."""
     sizes, bytes_held = collections.Counter(), collections.Counter()
     for name, leaf, sharding, held in _placed(mesh, params):
         name = re.sub(r'stack/run_\d+/layer_\d+/(block/)?', '', name)
@@ -191,7 +191,7 @@ def sharding_lines(mesh: Mesh, params) -> list[str]:
     rows.sort(key=lambda row: row[1] == 'replicated')
     rows.append(('all parameters', '', sizes.total(), bytes_held.total()))
     name_width, split_width = (max(len(row[i]) for row in rows) for i in (0, 1))
-    heads = 'split over', 'parameters', 'MB a device'
+    heads = 'split over', 'parameters', 'MB per device'
     text = [f'{"":{name_width}}  {heads[0]:{split_width}}  {heads[1]:>13}  {heads[2]:>11}']
     for name, split, size, held in rows:
         numbers = f'{size:>13,}  {held / 1e6:>11.3f}'

@@ -16,7 +16,7 @@ def hard_mask(tokens):
 
 
 def entropy_floor(language, labels):
-    """Mean nats a target that the ideal predictor scores on exactly these labels."""
+    """Mean nats per target that the ideal predictor scores on exactly these labels."""
     surprisal_V = np.zeros(257)
     surprisal_V[[word[0] for word in language.words]] = -np.log(language.probabilities)
     return surprisal_V[labels[labels >= 0]].mean()

@@ -121,7 +121,7 @@ def test_a_diverged_run_is_shown(make_run):
     lost = make_run('lost', 2.0, eval={'loss': None, 'bits_per_byte': None})
     (variant,) = read([lost])
     (table,) = compare.tables([variant], compare.describe([variant]))
-    assert table.lines['bits a byte, held out'] == ['n/a']
+    assert table.lines['bits per byte, held out'] == ['n/a']
 
 
 def test_refusals_are_one_line(make_run, paths, tmp_path):
