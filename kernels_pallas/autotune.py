@@ -37,7 +37,7 @@ _spent = 0.0  # seconds
 
 
 def fastest(candidates, shapes, device) -> tuple:
-    """Returns the fastest of the candidates (`backends.Parts`), from the file or measured now.
+    """Return the fastest of the candidates (`backends.Parts`), from the file or measured now.
 
     Returns:
       (candidate, text for the log, {name: reason} of those that fail, whether to warn).
@@ -74,13 +74,13 @@ def fastest(candidates, shapes, device) -> tuple:
 
 
 def _without_first(candidates):
-    """Returns depth kernels with XLA's sequence, tried if all with the first sequence part fail."""
+    """Return depth kernels with XLA's sequence, tried if all with the first sequence part fail."""
     found = [p._replace(sequence='xla') for p in candidates if 'xla' not in (p.sequence, p.depth)]
     return list(dict.fromkeys(found))
 
 
 def key_of(shapes, device) -> dict:
-    """Returns the key of a stored measurement; sizes are rounded up to powers of two."""
+    """Return the key of a stored measurement; sizes are rounded up to powers of two."""
 
     def power(size):
         return 1 << (size - 1).bit_length() if size else 0
@@ -98,7 +98,7 @@ def key_of(shapes, device) -> dict:
 
 @functools.cache
 def _versions():
-    """Returns the versions of JAX and cuDNN, and a hash of the kernels' sources."""
+    """Return the versions of JAX and cuDNN, and a hash of the kernels' sources."""
     sources = b''.join(path.read_bytes() for path in sorted(PACKAGE.rglob('*.py')))
     found = {'kernels': hashlib.sha256(sources).hexdigest()[:16]}
     for name in ('jax', 'jaxlib', 'nvidia-cudnn-cu12', 'nvidia-cudnn-cu13'):
@@ -108,13 +108,13 @@ def _versions():
 
 
 def cache_folder() -> pathlib.Path:
-    """Returns this project's folder under XDG_CACHE_HOME, or under ~/.cache."""
+    """Return this project's folder under XDG_CACHE_HOME, or under ~/.cache."""
     cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
     return pathlib.Path(cache, 'moddepth_jax')
 
 
 def _read(path, key):
-    """Returns the results in a file; None if it is missing, damaged or has another key."""
+    """Return the results in a file; None if it is missing, damaged or has another key."""
     try:
         kept = json.loads(path.read_text(encoding='utf-8'))
         results = kept['results'] if kept['key'] == key else {}
@@ -137,7 +137,7 @@ def _write(path, contents):
 
 @contextlib.contextmanager
 def _exclusive(path):
-    """Waits for other processes that measure the same, which would disturb the times."""
+    """Wait for other processes that measure the same, which would disturb the times."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def _exclusive(path):
 
 
 def _measure(path, key, candidates, shapes, device):
-    """Returns results by label, and writes them to a file if every candidate was tried."""
+    """Return results by label, and writes them to a file if every candidate was tried."""
     global _spent
     logging.warning(
         'depth_attention on %s: measuring %d candidates for %d x %d queries, once: at most %g s '
@@ -174,7 +174,7 @@ def _measure(path, key, candidates, shapes, device):
 
 
 def run_trial(parts, shapes, device, limit: float) -> dict:
-    """Checks and times one candidate in a child process, which is killed after `limit` seconds.
+    """Check and times one candidate in a child process, which is killed after `limit` seconds.
 
     Returns {'milliseconds': time} or {'failed': reason}.
 
@@ -211,7 +211,7 @@ def _environment(device):
 
 
 def _result(out, err, status, limit):
-    """Returns a child's result from its output; status None: it was killed at the limit."""
+    """Return a child's result from its output; status None: it was killed at the limit."""
     said = {}
     for line in out.splitlines():
         with contextlib.suppress(ValueError, TypeError):

@@ -14,7 +14,7 @@ from kernels_pallas.decode import decode_attention
 
 
 def check_shapes(shapes: Shapes) -> Shapes:
-    """Returns the shapes of the check: three rows, two key/value heads, a short cache."""
+    """Return the shapes of the check: three rows, two key/value heads, a short cache."""
     rows, kv_heads = 3, min(2, shapes.k[2])
     _, tokens, heads, width = shapes.q
     return shapes._replace(
@@ -25,7 +25,7 @@ def check_shapes(shapes: Shapes) -> Shapes:
 
 
 def array_shapes(shapes: Shapes, cached_rows: int) -> dict:
-    """Returns the shapes of the float arrays, by their names in decode_attention."""
+    """Return the shapes of the float arrays, by their names in decode_attention."""
     rows, tokens, kv_heads, width = shapes.k
     cache, slots = (cached_rows, kv_heads, width, shapes.places), (shapes.num_slots, *shapes.k)
     found = {'q_CTNH': shapes.q, 'k_CTKH': shapes.k, 'v_CTKH': shapes.k}
@@ -36,13 +36,13 @@ def array_shapes(shapes: Shapes, cached_rows: int) -> dict:
 
 
 def program(implementation: str, shapes: Shapes):
-    """Returns a jitted f(arrays and masks by name) -> {'o': o_CTNH}."""
+    """Return a jitted f(arrays and masks by name) -> {'o': o_CTNH}."""
     run = functools.partial(decode_attention, implementation=implementation)
     return jax.jit(lambda given: {'o': run(**given)})
 
 
 def make_masks(shapes: Shapes, lengths_C) -> dict:
-    """Returns the masks by name; lengths_C: number of visible places in each row of the cache."""
+    """Return the masks by name; lengths_C: number of visible places in each row of the cache."""
     (rows, tokens), index_S = shapes.q[:2], np.arange(shapes.places)
     visible_CTS = np.tile((index_S < np.asarray(lengths_C)[:, None])[:, None], (1, tokens, 1))
     masks = {'visible_CTS': visible_CTS}
@@ -54,7 +54,7 @@ def make_masks(shapes: Shapes, lengths_C) -> dict:
 
 
 def check(parts: Parts, shapes: Shapes) -> str | None:
-    """Returns what is wrong with a candidate on a small case, in one line; None: nothing.
+    """Return what is wrong with a candidate on a small case, in one line; None: nothing.
 
     An empty row, a full one, and one of which some places are hidden: these hold NaN.
     """
@@ -90,7 +90,7 @@ def check(parts: Parts, shapes: Shapes) -> str | None:
 
 
 def milliseconds(parts: Parts, shapes: Shapes) -> float:
-    """Returns the median time of a call over full caches, with the rows that fit TIMED_BYTES."""
+    """Return the median time of a call over full caches, with the rows that fit TIMED_BYTES."""
     dtype = jnp.dtype(shapes.dtypes[0])
     per_row = 2 * math.prod(shapes.k[2:]) * shapes.places * dtype.itemsize
     rows = min(shapes.q[0], max(1, TIMED_BYTES // per_row))

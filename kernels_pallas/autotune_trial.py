@@ -30,7 +30,7 @@ TIMED_BYTES = 4 << 30
 
 
 def check_shapes(shapes: Shapes) -> Shapes:
-    """Returns the shapes of the check: few rows, heads and tokens, with equal remainders of 128."""
+    """Return the shapes of the check: few rows, heads and tokens, with equal remainders of 128."""
     most = 256
     length, keys, rows = (
         size if size <= most + 128 else most + size % 128
@@ -47,7 +47,7 @@ def check_shapes(shapes: Shapes) -> Shapes:
 
 
 def timed_shapes(shapes: Shapes) -> Shapes:
-    """Returns the shapes that are timed, with the batch rows that fit TIMED_BYTES, at least one."""
+    """Return the shapes that are timed, with the batch rows that fit TIMED_BYTES, at least one."""
     sizes = {name: math.prod(shape) for name, shape in array_shapes(shapes).items()}
     # Each is an input and a gradient; the output and its cotangent have q's size.
     needed = (sum(sizes.values()) + sizes['q']) * 2 * jnp.dtype(shapes.dtypes[0]).itemsize
@@ -58,7 +58,7 @@ def timed_shapes(shapes: Shapes) -> Shapes:
 
 
 def array_shapes(shapes: Shapes) -> dict:
-    """Returns the shapes of the differentiated arrays, by name."""
+    """Return the shapes of the differentiated arrays, by name."""
     found = {'q': shapes.q, 'k': shapes.k, 'v': shapes.k}
     if shapes.slot_queries:
         found['q_depth'] = shapes.q
@@ -70,7 +70,7 @@ def array_shapes(shapes: Shapes) -> dict:
 
 
 def make_sums(shapes: Shapes, value: float, dtype: str = ''):
-    """Returns two arrays to which the slots' gradients are added, or None for fresh gradients.
+    """Return two arrays to which the slots' gradients are added, or None for fresh gradients.
 
     dtype '': `shapes.sums`.
     """
@@ -81,7 +81,7 @@ def make_sums(shapes: Shapes, value: float, dtype: str = ''):
 
 
 def make_masks(shapes: Shapes, count: int) -> dict:
-    """Returns the arguments without gradients, by name; count: long documents in a row."""
+    """Return the arguments without gradients, by name; count: long documents in a row."""
     (batch, length), tokens = shapes.q[:2], shapes.slot_rows
     index, step = np.arange(length), 1 if shapes.consecutive else 2  # gaps, as in a routed block
     keys, by_token = np.arange(shapes.k[1]) * length // max(1, shapes.k[1]), {}
@@ -105,7 +105,7 @@ def make_masks(shapes: Shapes, count: int) -> dict:
 
 
 def program(implementation: str | Parts, shapes: Shapes):
-    """Returns f(arrays, cotangents, sums, masks, num_slots) -> (results by name, new sums)."""
+    """Return f(arrays, cotangents, sums, masks, num_slots) -> (results by name, new sums)."""
 
     def attend(masks, num_slots, arrays, slot_sums):
         slots = {}
@@ -143,7 +143,7 @@ def program(implementation: str | Parts, shapes: Shapes):
 
 
 def check(parts: Parts, shapes: Shapes) -> str | None:
-    """Returns what is wrong with a candidate on a small case, in one line, or None."""
+    """Return what is wrong with a candidate on a small case, in one line, or None."""
     shapes = check_shapes(shapes)
     random, masks = np.random.default_rng(1), make_masks(shapes, 4)
     num_slots = min(shapes.num_slots, shapes.num_slots // 2 + 1)
@@ -180,7 +180,7 @@ def check(parts: Parts, shapes: Shapes) -> str | None:
 
 
 def find_wrong(right, plain, first, second, hidden, dtype, unordered) -> str | None:
-    """Returns what is wrong with two runs of a candidate, in one line, or None.
+    """Return what is wrong with two runs of a candidate, in one line, or None.
 
     Args:
       right: exact results by name; gradients are d....
@@ -207,14 +207,14 @@ def find_wrong(right, plain, first, second, hidden, dtype, unordered) -> str | N
 
 
 def median_milliseconds(seconds_of) -> float:
-    """Returns the median time of a call; seconds_of(calls) is the mean time of that many calls."""
+    """Return the median time of a call; seconds_of(calls) is the mean time of that many calls."""
     seconds_of(1)  # compiles
     calls = max(1, min(100, int(SAMPLE_SECONDS / seconds_of(1))))
     return 1e3 * statistics.median(seconds_of(calls) for _ in range(SAMPLES))
 
 
 def milliseconds(parts: Parts, shapes: Shapes) -> float:
-    """Returns the median time of both passes; with segments the mean for one and more documents."""
+    """Return the median time of both passes; with segments the mean for one and more documents."""
     shapes = timed_shapes(shapes)
 
     def filled(shape, dtype=shapes.dtypes[0]):
@@ -244,7 +244,7 @@ def milliseconds(parts: Parts, shapes: Shapes) -> float:
 
 
 def describe_error(error: Exception) -> str:
-    """Returns an error as one line, for the log."""
+    """Return an error as one line, for the log."""
     text = str(error)
     if 'RESOURCE_EXHAUSTED' in text or 'OUT_OF_MEMORY' in text:
         return OUT_OF_MEMORY

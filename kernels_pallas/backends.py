@@ -63,7 +63,7 @@ class Parts(NamedTuple):
     interpret: bool = False  # run kernels in their interpreter
 
     def label(self, shapes) -> str:
-        """Returns a name such as cudnn+mosaic_gpu; without slots only the sequence's backend."""
+        """Return a name such as cudnn+mosaic_gpu; without slots only the sequence's backend."""
         two = shapes.num_slots and not shapes.places
         return f'{self.sequence}+{self.depth}' if two else self.sequence
 
@@ -101,12 +101,12 @@ class Device(NamedTuple):
 
 
 def load_module(path: str):
-    """Imports a module of a backend. Lazily, because Pallas takes a second to import."""
+    """Import a module of a backend. Lazily, because Pallas takes a second to import."""
     return importlib.import_module(f'kernels_pallas.{path}')
 
 
 def unsupported(backend: Backend, shapes: Shapes, device: Device) -> str | None:
-    """Returns why a backend does not support shapes on a device, in one line; None: it does."""
+    """Return why a backend does not support shapes on a device, in one line; None: it does."""
     if not backend.needs:
         return None
     if backend.part == 'depth' or backend.needs == 'hopper':
@@ -126,21 +126,21 @@ def unsupported(backend: Backend, shapes: Shapes, device: Device) -> str | None:
 
 
 def _supported(rows, shapes, device):
-    """Returns the names of the backends that support shapes, and {name: reason} of the others."""
+    """Return the names of the backends that support shapes, and {name: reason} of the others."""
     reasons = {name: unsupported(row, shapes, device) for name, row in rows.items()}
     supported = [name for name, reason in reasons.items() if reason is None]
     return supported, {name: reason for name, reason in reasons.items() if reason}
 
 
 def fused_backward_module(depth: str, group: int, width: int, own_query: bool):
-    """Returns the depth part's module with a backward pass for both parts, or None."""
+    """Return the depth part's module with a backward pass for both parts, or None."""
     path = DEPTH[depth].fused_backward
     module = load_module(path) if path else None
     return module if module and module.supports(group, width, own_query) else None
 
 
 def plan(shapes: Shapes, device: Device) -> tuple[list[Parts], dict[str, str]]:
-    """Returns the candidates on a GPU, the default first, and {name: reason} of the others."""
+    """Return the candidates on a GPU, the default first, and {name: reason} of the others."""
     if shapes.places:
         names, refused = _supported(DECODING, shapes, device)
         return [Parts(name) for name in names], refused
@@ -164,7 +164,7 @@ def plan(shapes: Shapes, device: Device) -> tuple[list[Parts], dict[str, str]]:
 
 
 def not_measured(shapes: Shapes, device: Device) -> str:
-    """Returns why `implementation=None` measures nothing here; '': it measures."""
+    """Return why `implementation=None` measures nothing here; '': it measures."""
     if device.not_measured:
         return device.not_measured
     if shapes.q[0] * max(shapes.q[1], shapes.places) < MIN_QUERIES:
@@ -173,7 +173,7 @@ def not_measured(shapes: Shapes, device: Device) -> str:
 
 
 def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | None = None):
-    """Returns the Parts that compute an attention on a device (None: that of this process).
+    """Return the Parts that compute an attention on a device (None: that of this process).
 
     `implementation=None` chooses XLA on a CPU. On a GPU it chooses the fastest backends that pass a
     check (autotune.py), or cuDNN and XLA if nothing can be measured. The choice is logged once,
@@ -231,7 +231,7 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
 
 
 def this_device() -> Device:
-    """Returns the first device of this process, and whether it can be measured from this trace."""
+    """Return the first device of this process, and whether it can be measured from this trace."""
     platform, first = jax.default_backend(), jax.devices()[0]
     found = re.fullmatch(r'(\d+)\.(\d+)', str(getattr(first, 'compute_capability', '')))
     capability = tuple(map(int, found.groups())) if found else None
@@ -255,7 +255,7 @@ _log_lines, _recorders = [], []
 
 
 def _log_once(device, parts, shapes, how, refused, warn):
-    """Logs a choice once in a process; refused: {name: reason} of the other backends."""
+    """Log a choice once in a process; refused: {name: reason} of the other backends."""
     depth = f', depth by {parts.depth}' if shapes.num_slots else ''
     chosen = f'sequence by {parts.sequence}{depth}' + ', interpreted' * parts.interpret
     if shapes.places:
@@ -268,13 +268,13 @@ def _log_once(device, parts, shapes, how, refused, warn):
 
 
 def log_lines() -> list[str]:
-    """Returns the log lines of this process's choices, oldest first."""
+    """Return the log lines of this process's choices, oldest first."""
     return list(_log_lines)
 
 
 @contextlib.contextmanager
 def recorded():
-    """Yields a list that receives the Shapes of every choice in this context."""
+    """Yield a list that receives the Shapes of every choice in this context."""
     _recorders.append([])
     try:
         yield _recorders[-1]

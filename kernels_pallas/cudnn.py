@@ -25,14 +25,14 @@ KNOWN_JAX = (0, 10, 2), (0, 13)  # versions whose private module is known: first
 
 
 def changed() -> str | None:
-    """Returns why the private module of this JAX version cannot be used, in one line, or None."""
+    """Return why the private module of this JAX version cannot be used, in one line, or None."""
     if KNOWN_JAX[0] <= jax.__version_info__ < KNOWN_JAX[1]:
         return None
     return f'jax {jax.__version__}: kernels_pallas/cudnn.py knows 0.10.2 to 0.12, before 0.13'
 
 
 def unsupported(shapes, device) -> str | None:
-    """Returns why cuDNN does not support `backends.Shapes` on a device, in one line, or None."""
+    """Return why cuDNN does not support `backends.Shapes` on a device, in one line, or None."""
     length, num_keys, width = shapes.q[1], shapes.k[1], shapes.q[3]
     capability = device.capability
     number = f'{capability[0]}.{capability[1]}'
@@ -66,7 +66,7 @@ def unsupported(shapes, device) -> str | None:
 
 
 def packed_sizes(batch: int, length: int, heads: int, width: int) -> tuple[int, int]:
-    """Returns (most documents in a row, rows of a call): dq takes a workspace of 4 B M N T H."""
+    """Return (most documents in a row, rows of a call): dq takes a workspace of 4 B M N T H."""
     one = 4 * heads * length * width
     documents = min(MAX_DOCUMENTS, WORKSPACE // one)
     most = max(1, WORKSPACE // (one * max(documents, 1)))
@@ -87,7 +87,7 @@ def _packed_unsupported(shapes):
 
 
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
-    """Computes `xla.sequence.sequence_forward` for supported shapes."""
+    """Compute `xla.sequence.sequence_forward` for supported shapes."""
 
     def by_cudnn(operands, index_BT=None, starts=None):
         o, stats = _call('fwd', operands, static, starts, is_training=True)
@@ -100,7 +100,7 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
 
 
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
-    """Computes `xla.sequence.sequence_backward` without dlse, since cuDNN computes delta itself."""
+    """Compute `xla.sequence.sequence_backward` without dlse, since cuDNN computes delta itself."""
     del delta_BNT  # as an operand of lax.cond it would be computed for cuDNN too
 
     def by_cudnn(operands, index_BT=None, starts=None):
@@ -147,7 +147,7 @@ def _call(way, operands, static, starts, **options):
 
 
 def _documents(segment_ids_BT, most):
-    """Finds the packed documents of each batch row, at most M = `most`.
+    """Find the packed documents of each batch row, at most M = `most`.
 
     Returns (document of each token [B, T], first token of each document [B, M + 1], T for absent
     ones, bool: there are at most M in each row, and all are contiguous).
@@ -165,7 +165,7 @@ def _documents(segment_ids_BT, most):
 
 
 def _lse_of_tokens(stats, index_BT, starts):
-    """Returns lse_BNT of the logsumexps by document, [B * M, N, T]."""
+    """Return lse_BNT of the logsumexps by document, [B * M, N, T]."""
     batch, most = starts.shape[0], starts.shape[1] - 1
     start_BT = jnp.take_along_axis(starts, jnp.minimum(index_BT, most), axis=1)
     places_BT = jnp.arange(index_BT.shape[1])[None] - start_BT
@@ -178,7 +178,7 @@ def _lse_of_tokens(stats, index_BT, starts):
 
 
 def _lse_of_documents(lse_BNT, starts):
-    """Returns the logsumexps by document, [B * M, N, T]; UNUSED beyond the end of each."""
+    """Return the logsumexps by document, [B * M, N, T]; UNUSED beyond the end of each."""
     batch, heads, length = lse_BNT.shape
     document = functools.partial(lax.dynamic_slice_in_dim, slice_size=length, axis=1)
     padded = jnp.pad(lse_BNT, ((0, 0), (0, 0), (0, length)))
@@ -188,7 +188,7 @@ def _lse_of_documents(lse_BNT, starts):
 
 
 def _dispatch(operands, mask, by_cudnn, by_xla):
-    """Computes by cuDNN. Documents: in groups of rows; by XLA for groups that do not fit."""
+    """Compute by cuDNN. Documents: in groups of rows; by XLA for groups that do not fit."""
     if mask.segment_ids_BT is None:
         return by_cudnn(operands)
     batch = operands[0].shape[0]

@@ -15,7 +15,7 @@ _IN_PLACE = 16  # up to so many tokens read all places at once, since blocks wou
 
 
 def check_slot_sides(slot_window: int, **sides):
-    """Raises a ValueError if only one side of the slots is given, or the window is negative."""
+    """Raise a ValueError if only one side of the slots is given, or the window is negative."""
     absent = [name for name, side in sides.items() if side is None]
     if len(absent) == 1:
         raise ValueError(f'depth slots need keys and values, and {absent[0]} is None')
@@ -39,7 +39,7 @@ def decode_attention(
     q_depth_CTNH=None,
     implementation: str | None = None,
 ):
-    """Computes softmax([q . k_cached, q . k_new, q_depth . k_depth] H^-1/2) times all values.
+    """Compute softmax([q . k_cached, q . k_new, q_depth . k_depth] H^-1/2) times all values.
 
     The result [C, T, N, H] has q's dtype; the softmax is in float32. The cached keys are never
     concatenated with the others, since XLA would copy the cache.
@@ -82,7 +82,7 @@ def decode_attention(
 
 
 def _shapes(arrays, slots, q_depth_CTNH):
-    """Returns the `Shapes` of the arguments of decode_forward."""
+    """Return the `Shapes` of the arguments of decode_forward."""
     (q_CTNH, k_CTKH, *_), k_BKHS = arrays, arrays[3]
     given = [*arrays[:5], *(slots or [])[:2], q_depth_CTNH]
     dtypes = (jnp.dtype(side.dtype).name for side in given if side is not None)
@@ -115,7 +115,7 @@ def decode_forward(
     q_depth_CTNH=None,
     interpret=False,
 ):
-    """Computes `decode_attention` by XLA, on every platform.
+    """Compute `decode_attention` by XLA, on every platform.
 
     Arguments are as there, but `slots` are (k_LCTKH, v_LCTKH, mask_LCT or None), those in the
     window, or None without slots. `interpret` is for kernels and has no effect here.
@@ -150,7 +150,7 @@ def _block():
 
 
 def _attend(k_BKHS, v_BKHS, k_BKHT, v_BKHT, *by_query):
-    """Computes `_attend_block` for a block of the T tokens at a time."""
+    """Compute `_attend_block` for a block of the T tokens at a time."""
     keys, length, (size, _) = (k_BKHS, v_BKHS, k_BKHT, v_BKHT), k_BKHT.shape[-1], _block()
     if length <= size or length % size:
         return _attend_block(*keys, *by_query)
@@ -173,7 +173,7 @@ class _Softmax(NamedTuple):
     o_BKHTG: jax.Array  # sum of exp(score - highest) value
 
     def join(self, scores_BKTGX, weigh):
-        """Returns the softmax with more keys; weigh(weights): weighted sum of their values."""
+        """Return the softmax with more keys; weigh(weights): weighted sum of their values."""
         highest_BKTG = jnp.maximum(self.highest_BKTG, jnp.max(scores_BKTGX, axis=-1))
         weights_BKTGX = jnp.exp(scores_BKTGX - highest_BKTG[..., None])
         keep_BKTG = jnp.exp(self.highest_BKTG - highest_BKTG)
@@ -185,7 +185,7 @@ class _Softmax(NamedTuple):
 def _attend_block(
     k_BKHS, v_BKHS, k_BKHX, v_BKHX, q_BTNH, visible_BTS, visible_BTX, q_depth_BTNH=None, *slots
 ):
-    """Computes one softmax over a row's cache, its new tokens X and the slots of T tokens.
+    """Compute one softmax over a row's cache, its new tokens X and the slots of T tokens.
 
     slots: keys [B, L, T, K, H], values, and, if there is one, a mask [B, L, T].
     """
@@ -225,7 +225,7 @@ def _hide(scores_BKTGX, visible_BTX):
 
 
 def _join_places(softmax, q_BKTGH, k_BKHS, v_BKHS, visible_BTS):
-    """Returns the _Softmax with the keys of the places S, read in blocks unless T is small.
+    """Return the _Softmax with the keys of the places S, read in blocks unless T is small.
 
     Blocks before the first visible place, and after the last one, are not read.
 

@@ -10,7 +10,7 @@ from kernels_pallas.reference import reference_attention
 
 
 def _check(arrays, num_slots, slot_sums, window, slot_window, implementation):
-    """Raises a ValueError of one line if `arrays`, by name, or other arguments do not fit."""
+    """Raise a ValueError of one line if `arrays`, by name, or other arguments do not fit."""
     if window < 0:
         raise ValueError(f'window={window} must be 0 (no limit) or more')
     if not isinstance(implementation, Parts | None) and implementation not in IMPLEMENTATIONS:
@@ -42,7 +42,7 @@ def _check(arrays, num_slots, slot_sums, window, slot_window, implementation):
 
 
 def _sizes_by_letter(arrays):
-    """Returns the size of each axis letter of the arrays' names; R = T without slot_rows_BT."""
+    """Return the size of each axis letter of the arrays' names; R = T without slot_rows_BT."""
     sizes = {}
     for name, array in arrays.items():
         if array is None:
@@ -96,7 +96,7 @@ def depth_attention(
     thread_slots: bool = False,
     slot_sums=None,
 ):
-    """Computes one softmax of each query over the sequence and the depth slots of its own token.
+    """Compute one softmax of each query over the sequence and the depth slots of its own token.
 
     Mixture-of-Depths Attention (Zhu et al. 2026, arXiv 2603.15619).
 
@@ -206,7 +206,7 @@ def depth_attention(
 
 
 def _sums_dtype(slots_LBRKH, threaded, sums):
-    """Returns the dtype of the sums to which the slots' gradients are added, or '' without sums."""
+    """Return the dtype of the sums to which the slots' gradients are added, or '' without sums."""
     if sums is None and not threaded:
         return ''
     return (slots_LBRKH if sums is None else sums[0]).dtype.name
@@ -214,7 +214,7 @@ def _sums_dtype(slots_LBRKH, threaded, sums):
 
 @jax.custom_vjp
 def _through(slot, total):
-    """Returns the slot, at least as wide as `total`, which receives its cotangent."""
+    """Return the slot, at least as wide as `total`, which receives its cotangent."""
     return slot.astype(jnp.promote_types(slot.dtype, total.dtype))
 
 

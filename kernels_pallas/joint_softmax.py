@@ -50,7 +50,7 @@ class Static(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def joint_attention(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sums):
-    """Computes `reference_attention` by the backends of `static.parts`.
+    """Compute `reference_attention` by the backends of `static.parts`.
 
     Returns o_BTNH, lse_BNT, the slots' keys and values (None unless `static.threads`), slot_sums.
 
@@ -63,7 +63,7 @@ def joint_attention(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, s
 
 
 def _depth(static, way):
-    """Returns the depth part's function for the pass `way`: forward or backward."""
+    """Return the depth part's function for the pass `way`: forward or backward."""
     module = load_module(getattr(DEPTH[static.parts.depth], way))
     options = {'window': static.slot_window, 'scale': static.scale}
     options['interpret'] = static.parts.interpret
@@ -71,7 +71,7 @@ def _depth(static, way):
 
 
 def _fused_backward(static, q_BTNH, k_BSKH, q_depth_BTNH):
-    """Returns the module that computes both parts in one backward pass, or None."""
+    """Return the module that computes both parts in one backward pass, or None."""
     if static.parts.sequence != 'mosaic_gpu':
         return None
     group, width = q_BTNH.shape[2] // k_BSKH.shape[2], q_BTNH.shape[3]

@@ -9,7 +9,7 @@ _MOST = {'bfloat16': 0.02, 'float16': 0.02, 'float32': 4e-3}
 
 
 def allowed_error(dtype: str, gradient: bool, plain_error: float, largest: float) -> float:
-    """Returns the largest error that a kernel's result may have.
+    """Return the largest error that a kernel's result may have.
 
     Args:
       dtype: of the kernel's inputs: bfloat16, float16 or float32.
@@ -23,7 +23,7 @@ def allowed_error(dtype: str, gradient: bool, plain_error: float, largest: float
 
 
 def visibility(positions_BT, key_positions_BS, segment_ids_BT, key_segment_ids_BS, window):
-    """Returns bool [B, T, S]: the key is not later, in the same segment and inside the window."""
+    """Return bool [B, T, S]: the key is not later, in the same segment and inside the window."""
     distance_BTS = positions_BT[:, :, None] - key_positions_BS[:, None, :]
     visible_BTS = distance_BTS >= 0
     if window:
@@ -34,7 +34,7 @@ def visibility(positions_BT, key_positions_BS, segment_ids_BT, key_segment_ids_B
 
 
 def slot_visibility(shape_LBR, num_slots, slot_window, slot_mask_LBR, slot_rows_BT):
-    """Returns bool [B, T, L]: the query's own slot is visible; `shape_LBR` is (L, B, R)."""
+    """Return bool [B, T, L]: the query's own slot is visible; `shape_LBR` is (L, B, R)."""
     slots, batch, tokens = shape_LBR
     index_L = jnp.arange(slots)
     visible_L = index_L < num_slots
@@ -49,7 +49,7 @@ def slot_visibility(shape_LBR, num_slots, slot_window, slot_mask_LBR, slot_rows_
 
 
 def _own(x_LBR, slot_rows_BT):
-    """Returns x_LBT..., each query's token along axis R; without a token, the last one."""
+    """Return x_LBT..., each query's token along axis R; without a token, the last one."""
     if slot_rows_BT is None:
         return x_LBR
     rows_LBT = jnp.minimum(slot_rows_BT, x_LBR.shape[2] - 1)[None]
@@ -59,7 +59,7 @@ def _own(x_LBR, slot_rows_BT):
 def reference_attention(
     q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, window, slot_window, scale
 ):
-    """Computes one softmax over visible keys and visible slots; head h reads key/value head h // G.
+    """Compute one softmax over visible keys and visible slots; head h reads key/value head h // G.
 
     With k, v, k_depth, v_depth repeated G times along the heads, and hidden scores at -inf,
 

@@ -107,7 +107,7 @@ def _unexpected(word, before):
 
 
 def _known():
-    """Names of the flags, and of the knobs of --config."""
+    """Name of the flags, and of the knobs of --config."""
     names = [flag.name for flag in own_flags()]
     if 'config' in FLAGS and FLAGS['config'].value:
         from launch import config_file  # launch.gpu does not need it

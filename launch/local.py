@@ -168,7 +168,7 @@ def _environment(index, port):
 
 
 def _die_with(parent):
-    """Runs in a child before exec, so that the kernel ends it with its parent."""
+    """Run in a child before exec, so that the kernel ends it with its parent."""
     _LIBC.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended in between
         os._exit(1)

@@ -66,7 +66,7 @@ def _tiny_config(**overrides):
 
 
 def pytest_collection_finish(session):
-    """Collects less often: the modules never die, and traces make millions of objects that do."""
+    """Collect less often: the modules never die, and traces make millions of objects that do."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

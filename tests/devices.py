@@ -14,7 +14,7 @@ COLLECTIVE = re.compile(
 
 
 def on_devices(count: int, code: str, *arguments: str):
-    """Runs Python code on `count` fake devices that prints JSON in its last line; returns that."""
+    """Run Python code on `count` fake devices that prints JSON in its last line; returns that."""
     environment = os.environ | {
         'PYTHONPATH': str(ROOT),
         'XLA_FLAGS': f'{os.environ["XLA_FLAGS"]} --xla_force_host_platform_device_count={count}',
@@ -27,7 +27,7 @@ def on_devices(count: int, code: str, *arguments: str):
 
 
 def collectives(text: str) -> dict[str, set[str]]:
-    """Returns {kind: shapes such as f32[2,8]} of the collectives of a compiled program."""
+    """Return {kind: shapes such as f32[2,8]} of the collectives of a compiled program."""
     found = {}
     for result, kind in COLLECTIVE.findall(text):
         found.setdefault(kind, set()).update(re.findall(r'\w+\[[\d,]*\]', result))

@@ -40,7 +40,7 @@ NOT_HERE = {
 
 
 def _parsed(lists, folder):
-    """Returns what is wrong with each list of words [NAME, ARGUMENT, ...], or ''."""
+    """Return what is wrong with each list of words [NAME, ARGUMENT, ...], or ''."""
     config = dataclasses.asdict(from_config(tiny.get_config()))
     for name in {word.removeprefix('--config=') for words in lists for word in words}:
         if name.endswith('/config.json'):
@@ -70,7 +70,7 @@ def _write(folder, contents):
 
 
 def _parts(command):
-    """Splits a command of ours into lists of words: launch.local contains another command."""
+    """Split a command of ours into lists of words: launch.local contains another command."""
     words = [command.launched, *command.words[3:]]
     if words[0] != 'local' or '--' not in words:
         return [words]
@@ -232,7 +232,7 @@ PARSED_ONLY = (
 
 
 def _rule(command):
-    """Returns (appended, reason) of a command; None if it is only parsed; raises without a rule."""
+    """Return (appended, reason) of a command; None if it is only parsed; raises without a rule."""
     text = ' '.join(command.words)
     if any(all(part in text for part in what.split(' ')) for what, _ in PARSED_ONLY):
         return None
@@ -294,7 +294,7 @@ class Reader:
         return self._shell(f'{command.text} {_rule(command)[0]}')
 
     def _train(self, command):
-        """Trains runs/NAME by configs/NAME.py if the command reads it and none has made it."""
+        """Train runs/NAME by configs/NAME.py if the command reads it and none has made it."""
         reads = r'(?:--(?:from_workdir|workdir|branch|config)=|compare )(runs/(\w+))'
         named = re.search(reads, command.text)
         makes = command.launched == 'isoflop' or '--from_hf' in command.text
@@ -317,7 +317,7 @@ class Reader:
         return self.run(['bash', '-o', 'pipefail', '-c', text], environment)
 
     def run(self, words, environment=None):
-        """Runs a command; returns what was wrong, or ''."""
+        """Run a command; returns what was wrong, or ''."""
         pipes = {'capture_output': True, 'text': True}
         env = environment or self.environment
         done = subprocess.run(words, cwd=self.folder, env=env, **pipes)

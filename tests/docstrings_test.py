@@ -24,7 +24,7 @@ def section(docstring: str, title: str) -> list[str]:
 
 
 def faults(tree, elsewhere=()) -> list[str]:
-    """Returns a line per fault in the docstrings of a module; `elsewhere` has other classes."""
+    """Return a line per fault in the docstrings of a module; `elsewhere` has other classes."""
     classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     found = [fault for node in classes.values() for fault in _of_class(node)]

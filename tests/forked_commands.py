@@ -42,7 +42,7 @@ class Finished(NamedTuple):
 def run_commands(
     lines, folder, preload=LIBRARY, parse_only=False, at_a_time=AT_A_TIME, **environment
 ):
-    """Runs command lines in `folder`, some at a time; returns a Finished for each.
+    """Run command lines in `folder`, some at a time; returns a Finished for each.
 
     `lines` are lists [NAME, ARGUMENT, ...] of `python -m launch.NAME`; or of a script, NAME.py.
     Modules of `preload` are imported once, before the forks. If `parse_only`, main is not called;
@@ -59,7 +59,7 @@ def run_commands(
 
 
 def _only_parse():
-    """Makes `cli.run` check the config where it would call main."""
+    """Make `cli.run` check the config where it would call main."""
     from absl import flags
 
     from launch import cli

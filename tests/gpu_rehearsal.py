@@ -26,13 +26,13 @@ DEADLINE, MOST_ROUNDS = 150, 20
 
 
 def run(words):
-    """Runs a command that must succeed; its output is shown if it does not."""
+    """Run a command that must succeed; its output is shown if it does not."""
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def install(folder):
-    """Makes the environment and the folder of carried wheels; returns (packages, wheels)."""
+    """Make the environment and the folder of carried wheels; returns (packages, wheels)."""
     lines = (ROOT / 'docs/gpu_machine.txt').read_text().splitlines()
     names = {line.partition('==')[0].replace('_', '-') for line in lines if line[0] != '#'}
     held = []
@@ -51,14 +51,14 @@ def install(folder):
 
 
 def without_network():
-    """Returns the prefix of a command that runs without a network; [] if that is not allowed."""
+    """Return the prefix of a command that runs without a network; [] if that is not allowed."""
     words = ['unshare', '--map-root-user', '--net']
     allowed = shutil.which('unshare') and not subprocess.run([*words, 'true']).returncode
     return words if allowed else []
 
 
 def gpu(folder, *arguments):
-    """Runs launch.gpu --toy in the environment; returns (status, output, seconds)."""
+    """Run launch.gpu --toy in the environment; returns (status, output, seconds)."""
     env = os.environ | {'PYTHONPATH': str(folder / 'site')}
     words = [*without_network(), folder / 'venv/bin/python', '-m', 'launch.gpu', '--toy']
     begin = time.monotonic()
@@ -67,7 +67,7 @@ def gpu(folder, *arguments):
 
 
 def rehearse(folder):
-    """Runs in as many rounds as the deadline requires."""
+    """Run in as many rounds as the deadline requires."""
     out = folder / 'out'
     total, said, number = 0.0, 'not done', 0
     while 'not done' in said and number < MOST_ROUNDS:

@@ -32,7 +32,7 @@ def read_mutations() -> list[dict]:
 
 
 def mutated(mutation: dict) -> str:
-    """Returns the file with the mistake; raises ValueError unless each `old` occurs once."""
+    """Return the file with the mistake; raises ValueError unless each `old` occurs once."""
     text = (ROOT / mutation['file']).read_text()
     for change in [mutation, *mutation.get('more', ())]:
         if (found := text.count(change['old'])) != 1:
@@ -42,7 +42,7 @@ def mutated(mutation: dict) -> str:
 
 
 def run_tests(mutation: dict) -> str:
-    """Plants a mistake and runs its tests; returns 'caught by TEST' or another result."""
+    """Plant a mistake and runs its tests; returns 'caught by TEST' or another result."""
     python = NEXT_PYTHON if mutation.get('next') else sys.executable
     if not os.path.exists(python):
         return f'NO RESULT: `make test-next` makes {python}'

@@ -25,7 +25,7 @@ SETTINGS = {
 
 @pytest.fixture
 def execute(tmp_path, monkeypatch):
-    """Runs a notebook in a kernel of this Python that keeps its own files in `tmp_path`."""
+    """Run a notebook in a kernel of this Python that keeps its own files in `tmp_path`."""
     for folder in ('CONFIG', 'DATA', 'RUNTIME'):
         monkeypatch.setenv(f'JUPYTER_{folder}_DIR', str(tmp_path / folder.lower()))
     monkeypatch.setenv('JUPYTER_PLATFORM_DIRS', '1')

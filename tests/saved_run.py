@@ -11,7 +11,7 @@ from moddepth_jax.training.train_step import init_state
 
 
 def save_run(path, hparams):
-    """Writes the run of 4 steps whose state is the one that training begins with."""
+    """Write the run of 4 steps whose state is the one that training begins with."""
     state = jax.jit(functools.partial(init_state, hparams, 4))()
     open_workdir(path, dataclasses.asdict(hparams))
     with Checkpoints(path / 'checkpoints', keep=1) as checkpoints:

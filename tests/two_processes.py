@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def start_two(*arguments: str, devices: int = 2, cwd=ROOT, **variables) -> list[subprocess.Popen]:
-    """Starts `python ARGUMENTS` as process 0 and 1 of one run; both pipes of each are text."""
+    """Start `python ARGUMENTS` as process 0 and 1 of one run; both pipes of each are text."""
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         address = f'127.0.0.1:{free.getsockname()[1]}'
@@ -34,7 +34,7 @@ def start_two(*arguments: str, devices: int = 2, cwd=ROOT, **variables) -> list[
 
 
 def finish_two(processes, seconds: float = 300) -> list[tuple[int, str, str]]:
-    """Waits for both; returns (status, stdout, stderr) of each. No process outlives this."""
+    """Wait for both; returns (status, stdout, stderr) of each. No process outlives this."""
     try:
         texts = [process.communicate(timeout=seconds) for process in processes]
     finally:
@@ -45,7 +45,7 @@ def finish_two(processes, seconds: float = 300) -> list[tuple[int, str, str]]:
 
 
 def on_two_processes(code: str, *arguments: str, devices: int = 2) -> list:
-    """Runs code on both processes; returns the JSON in the last line of each."""
+    """Run code on both processes; returns the JSON in the last line of each."""
     code = f'from moddepth_jax.training import multihost\nmultihost.initialize()\n{code}'
     done = finish_two(start_two('-c', code, *arguments, devices=devices))
     for status, _, error in done:

@@ -24,7 +24,7 @@ INFO = 'moddepth_jax-0.1.0.dist-info/'
 
 
 def _run(command, **options):
-    """Runs a command, which must succeed."""
+    """Run a command, which must succeed."""
     done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done

@@ -27,13 +27,13 @@ CAN_INTERPRET = _INTERPRETER is not None
 
 
 def load(ref, layout, optimized=True):
-    """Loads a whole reference in a layout. From global memory `optimized` must be False."""
+    """Load a whole reference in a layout. From global memory `optimized` must be False."""
     index = ((),) if _LOAD_NEEDS_INDEX else ()
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
 
 def store_scattered(ref, x):
-    """Writes to a reference in global memory whose numbers are not contiguous."""
+    """Write to a reference in global memory whose numbers are not contiguous."""
     if hasattr(plgpu, 'store'):  # JAX 0.12: an assignment must fill sectors of 32 bytes
         plgpu.store(ref, x, optimized=False)
     else:
@@ -41,12 +41,12 @@ def store_scattered(ref, x):
 
 
 def compiler_params(**options):
-    """Returns CompilerParams for kernels with explicit layouts, the default only on 0.10.2."""
+    """Return CompilerParams for kernels with explicit layouts, the default only on 0.10.2."""
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **options)
 
 
 def interpret_params(interpret: bool, detect_races: bool = False):
-    """Returns the `interpret` argument of pl.kernel. Memory that was never written reads as NaN."""
+    """Return the `interpret` argument of pl.kernel. Memory that was never written reads as NaN."""
     if not interpret:
         return None
     if not CAN_INTERPRET:
@@ -57,7 +57,7 @@ def interpret_params(interpret: bool, detect_races: bool = False):
 def one_warpgroup_kernel(
     body, name, blocks: int, out_type, scratch_types, interpret: bool, reduction_bytes: int = 2048
 ):
-    """Makes a Hopper kernel whose blocks are one warpgroup each, along the axis 'block'.
+    """Make a Hopper kernel whose blocks are one warpgroup each, along the axis 'block'.
 
     Args:
       body: function of the references of inputs and results, and of scratch by name.
@@ -83,12 +83,12 @@ def one_warpgroup_kernel(
 
 
 def round_up(number, multiple):
-    """Rounds a number up to a multiple."""
+    """Round a number up to a multiple."""
     return -(-number // multiple) * multiple
 
 
 def pad(x, axis, size):
-    """Pads an array with zeros at the end of an axis, up to a size."""
+    """Pad an array with zeros at the end of an axis, up to a size."""
     if x.shape[axis] == size:
         return x
     widths = [(0, 0)] * x.ndim
@@ -97,7 +97,7 @@ def pad(x, axis, size):
 
 
 def swizzle_of(width, dtype):
-    """Returns the bytes of the widest swizzle whose tiles divide a row of `width` numbers, or 0."""
+    """Return the bytes of the widest swizzle whose tiles divide a row of `width` numbers, or 0."""
     for swizzle in (128, 64, 32):
         minor = swizzle // jnp.dtype(dtype).itemsize
         if width % minor == 0 or width < minor:
@@ -106,24 +106,24 @@ def swizzle_of(width, dtype):
 
 
 def tiled(shape, dtype, swizzle):
-    """Returns shared memory in the tiles that matrix products read; TMA clips each dimension."""
+    """Return shared memory in the tiles that matrix products read; TMA clips each dimension."""
     minor = swizzle // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((OCTET, minor)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def full_slice(size):
-    """Returns a slice from a traced 0. It may exceed the array: TMA reads zeros, drops writes."""
+    """Return a slice from a traced 0. It may exceed the array: TMA reads zeros, drops writes."""
     return pl.ds(jnp.int32(0), size)
 
 
 def product(shape, a, b):
-    """Returns a @ b in float32."""
+    """Return a @ b in float32."""
     return sum_products(shape, [(a, b)])
 
 
 def sum_products(shape, pairs):
-    """Returns the sum of a @ b over pairs, in float32."""
+    """Return the sum of a @ b over pairs, in float32."""
 
     def run(total):
         for a, b in pairs:
@@ -149,7 +149,7 @@ def matrix(ref, sizes):
 
 
 def accumulate(initial, shape, add_products, sizes):
-    """Returns `initial` (None: zeros) plus products, float32 of `shape`.
+    """Return `initial` (None: zeros) plus products, float32 of `shape`.
 
     add_products(add) calls add(a, b, transpose) for each product a @ b, or a @ b.T.
     """
@@ -180,7 +180,7 @@ def accumulate(initial, shape, add_products, sizes):
 
 
 def add_product(total, a, b, sizes, shape=None, transpose=False):
-    """Returns total + a @ b, or total + a @ b.T, in float32; total None: zeros of `shape`."""
+    """Return total + a @ b, or total + a @ b.T, in float32; total None: zeros of `shape`."""
     shape = total.shape if shape is None else shape
     return accumulate(total, shape, lambda add: add(a, b, transpose), sizes)
 
@@ -197,5 +197,5 @@ def soften_columns(scores, highest):
 
 
 def iota(shape, dimension, layout=LAYOUT):
-    """Returns the index along a dimension, int32."""
+    """Return the index along a dimension, int32."""
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)

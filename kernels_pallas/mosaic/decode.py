@@ -38,7 +38,7 @@ SHARED_BYTES = 112 * 1024  # of 227 KiB, so that two blocks share a processor
 
 
 def unsupported(shapes, device=None) -> str | None:
-    """Returns why the kernel does not support `backends.Shapes`, in one line; None: it does."""
+    """Return why the kernel does not support `backends.Shapes`, in one line; None: it does."""
     if reason := depth.unsupported(shapes, device):
         return reason
     tokens, columns = shapes.q[1], shapes.q[1] * shapes.q[2] // shapes.k[2]
@@ -66,12 +66,12 @@ class Sizes:
 
     @property
     def chunks(self):
-        """Chunks of a row's cache."""
+        """Chunk of a row's cache."""
         return -(-self.places // CHUNK)
 
     @property
     def slot_chunks(self):
-        """Chunks of a token's slots."""
+        """Chunk of a token's slots."""
         return -(-self.slots // CHUNK)
 
     @property
@@ -113,7 +113,7 @@ class Sizes:
 
     @property
     def stages(self):
-        """Chunks in shared memory at once."""
+        """Chunk in shared memory at once."""
         size, wide = self.dtype.itemsize, self.columns * self.padded_width
         fixed = (1 + self.own_query) * wide * size + wide * 4 + self.columns * CHUNK * size + 4096
         room = (SHARED_BYTES - fixed) // (2 * self.padded_width * CHUNK * size)
@@ -136,7 +136,7 @@ class _Cache:
         self.ready = s.k_ready, s.v_ready
 
     def load(self, chunk, stage):
-        """Starts the copies of a chunk."""
+        """Start the copies of a chunk."""
         refs, s, places = self.refs, self.s, pl.ds((self.first + chunk) * CHUNK, CHUNK)
         words = refs.words.at[self.row, places]
         plgpu.copy_gmem_to_smem(words, s.words.at[stage], self.ready[0].at[stage])
@@ -146,16 +146,16 @@ class _Cache:
             plgpu.copy_gmem_to_smem(source, target.at[stage], ready.at[stage])
 
     def score_products(self, chunk, stage):
-        """Returns pairs of factors whose products add up to the scores [64, columns]."""
+        """Return pairs of factors whose products add up to the scores [64, columns]."""
         del chunk
         return [(self.s.k.at[stage].T, self.s.q.at[0].T)]
 
     def values(self, stage):
-        """Returns references to the values, one for each part of the width."""
+        """Return references to the values, one for each part of the width."""
         return [self.s.v.at[stage]]
 
     def is_complete(self, chunk):
-        """Returns whether no place of a chunk is hidden."""
+        """Return whether no place of a chunk is hidden."""
         chunk += self.first
         return (chunk >= self.inside) & (chunk < self.outside)
 
@@ -175,7 +175,7 @@ class _New:
         self.pieces = [(pl.ds(i, CHUNK), pl.ds(zero + i, CHUNK)) for i in starts]
 
     def load(self, chunk, stage):
-        """Starts the copies of a chunk."""
+        """Start the copies of a chunk."""
         refs, s, sizes = self.refs, self.s, self.sizes
         words = refs.new_words.at[self.row, pl.ds(chunk * CHUNK, CHUNK)]
         plgpu.copy_gmem_to_smem(words, s.words.at[stage], self.ready[0].at[stage])
@@ -207,12 +207,12 @@ class _New:
         return [self.s.v.at[stage, piece] for piece, _ in self.pieces]
 
     def is_complete(self, chunk):
-        """Returns False: slots rarely fill a chunk."""
+        """Return False: slots rarely fill a chunk."""
         return chunk < 0
 
 
 def _attend(keys, s, sizes, scale):
-    """Computes the softmax over `keys`, a `_Cache` or `_New`.
+    """Compute the softmax over `keys`, a `_Cache` or `_New`.
 
     Returns the highest score [columns] in base 2, the total of the weights [columns], and the
     weighted sums of values, each [a part of the width, columns].
@@ -306,13 +306,13 @@ def _decode(*refs, names, sizes, scale, **shared):
 
 
 def _words(visible_CTX):
-    """Returns int32 [C, X]; bit t: token t sees the place."""
+    """Return int32 [C, X]; bit t: token t sees the place."""
     bits_T = jnp.left_shift(1, jnp.arange(visible_CTX.shape[1], dtype=jnp.int32))
     return jnp.sum(jnp.where(visible_CTX, bits_T[:, None], 0), axis=1, dtype=jnp.int32)
 
 
 def _bounds(words_CS):
-    """Returns int32 [C, 4]: first and end of chunks with visible places, and of complete chunks.
+    """Return int32 [C, 4]: first and end of chunks with visible places, and of complete chunks.
 
     Complete chunks have no hidden place. If they are not one run, the second range is empty.
     """
@@ -329,7 +329,7 @@ def _bounds(words_CS):
 
 
 def _new_words(visible_CTT, slots, sizes):
-    """Returns `_words` of the new tokens and of their slots: int32 [C, chunks of `_New` * 64]."""
+    """Return `_words` of the new tokens and of their slots: int32 [C, chunks of `_New` * 64]."""
     words = [pad(_words(visible_CTT), 1, CHUNK)]
     if sizes.slots:
         k_LCTKH, _, mask_LCT = slots
@@ -342,7 +342,7 @@ def _new_words(visible_CTT, slots, sizes):
 
 
 def _operands(q_CTNH, new, cache, visible_CTS, visible_CTT, rows_C, slots, q_depth_CTNH, sizes):
-    """Returns the kernel's arrays by name."""
+    """Return the kernel's arrays by name."""
     words_CS = _words(visible_CTS)
     bounds_C4 = _bounds(words_CS)
     if rows_C is None:
@@ -356,7 +356,7 @@ def _operands(q_CTNH, new, cache, visible_CTS, visible_CTT, rows_C, slots, q_dep
         return pad(q, 1, sizes.heads)
 
     def by_key(side_XYKH, size):
-        """Returns [keys padded to eights, other axes as one, H]."""
+        """Return [keys padded to eights, other axes as one, H]."""
         size = round_up(size, OCTET) if size > OCTET else size
         return pad(side_XYKH, 0, size).reshape(size, -1, sizes.width)
 
@@ -380,7 +380,7 @@ def _operands(q_CTNH, new, cache, visible_CTS, visible_CTT, rows_C, slots, q_dep
 
 
 def _join(o, stats, sizes):
-    """Merges the softmaxes of the blocks of each row and key/value head: float32 [C, K, T G, H]."""
+    """Merge the softmaxes of the blocks of each row and key/value head: float32 [C, K, T G, H]."""
     shape = sizes.rows, sizes.kv_heads, sizes.splits + 1
     o = o.reshape(*shape, sizes.heads, sizes.width)[:, :, :, : sizes.queries]
     stats = stats.reshape(*shape, 2, sizes.columns)[..., : sizes.queries]
@@ -405,7 +405,7 @@ def decode_forward(
     q_depth_CTNH=None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes `decode.decode_forward` for bfloat16 or float16; the cache is read in place."""
+    """Compute `decode.decode_forward` for bfloat16 or float16; the cache is read in place."""
     rows, tokens, heads, width = q_CTNH.shape
     _, kv_heads, _, places = k_BKHS.shape
     held = 0 if slots is None else slots[0].shape[0]

@@ -28,7 +28,7 @@ REDUCTION_BYTES = 1024  # backward, half of JAX's default: three blocks of H = 6
 
 
 def unsupported(shapes, device=None) -> str | None:
-    """Returns why these kernels do not support `backends.Shapes`, in one line; None: they do."""
+    """Return why these kernels do not support `backends.Shapes`, in one line; None: they do."""
     del device
     batch, length, heads, width = shapes.q
     kv_heads = shapes.k[2]
@@ -112,7 +112,7 @@ def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes
 
 
 def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False):
-    """Computes `xla.depth.depth_forward` for bfloat16 or float16 slots."""
+    """Compute `xla.depth.depth_forward` for bfloat16 or float16 slots."""
     sizes = Sizes.of(q_BTNH, slots, window)
     swizzle = common.swizzle_of(sizes.width, sizes.dtype)
     shared = {
@@ -150,7 +150,7 @@ class Buffers(NamedTuple):
 
     @classmethod
     def of(cls, sizes, sum_dtype):
-        """Returns the most that let two blocks share a processor, or else that fit one."""
+        """Return the most that let two blocks share a processor, or else that fit one."""
         chunk, head = CHUNK * sizes.padded_width, sizes.columns * sizes.padded_width
         size, wide = sizes.dtype.itemsize, jnp.dtype(sum_dtype).itemsize
         fixed = 5 * head * size + 3 * CHUNK * sizes.columns * size
@@ -164,7 +164,7 @@ class Buffers(NamedTuple):
 
 
 def _column_parts(loader):
-    """Returns (number, slice) of each 64 columns of the width; the last may exceed it."""
+    """Return (number, slice) of each 64 columns of the width; the last may exceed it."""
     zero = loader.start * 0  # with a constant start the slice could not exceed the array
     return [(i, pl.ds(zero + i * CHUNK, CHUNK)) for i in range(loader.sizes.padded_width // CHUNK)]
 
@@ -174,7 +174,7 @@ def _zeros(dtype):
 
 
 def _write_zeros(s, loader, totals):
-    """Starts writing zeros to the gradients of slots that are in no chunk."""
+    """Start writing zeros to the gradients of slots that are in no chunk."""
     zeros, slots = s.sums.at[0, 0], loader.sizes.slots
     zeros[...] = _zeros(zeros.dtype)
     plgpu.commit_smem()
@@ -195,7 +195,7 @@ def _write_zeros(s, loader, totals):
 
 
 def _add(s, loader, chunk, place, has_token, side, total, weights, heads, factor, shown, fresh):
-    """Adds weights @ heads * factor to the sums of a chunk, and starts writing them.
+    """Add weights @ heads * factor to the sums of a chunk, and starts writing them.
 
     Args:
       s: shared memory by name.
@@ -262,7 +262,7 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
         stage, buffer = lax.rem(step, buffers.chunks), lax.rem(item, buffers.heads)
 
         def start_sums(sides):
-            """Waits until the sums' memory is free, and starts loading them unless fresh."""
+            """Wait until the sums' memory is free, and starts loading them unless fresh."""
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for side, (i, part) in itertools.product(() if fresh else sides, _column_parts(loader)):
                 target, ready = s.sums.at[side % buffers.sums, i], s.sums_ready.at[side]
@@ -344,7 +344,7 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
 
 
 def _shared(sizes, buffers, sum_dtype, names):
-    """Returns the shared memory and barriers of the backward kernel, by name."""
+    """Return the shared memory and barriers of the backward kernel, by name."""
     dtype, parts = sizes.dtype, sizes.padded_width // CHUNK
     # The narrowest swizzle: the depth of these products is 16 or 32 heads, too few for a wider one.
     flat = tiled((parts, sizes.columns, CHUNK), dtype, 32)
@@ -375,7 +375,7 @@ def _shared(sizes, buffers, sum_dtype, names):
 def depth_backward(
     q_BTNH, o_BTNH, do_BTNH, lse_BNT, dlse_BNT, slots, sums, dq_BTNH, window, scale, interpret=False
 ):
-    """Computes `xla.depth.depth_backward` for bfloat16 or float16 slots, without atomics."""
+    """Compute `xla.depth.depth_backward` for bfloat16 or float16 slots, without atomics."""
     sizes, fresh = Sizes.of(q_BTNH, slots, window), sums is None
     heads = {'q': q_BTNH, 'o': o_BTNH, 'do': do_BTNH, 'dq': dq_BTNH}
     operands = {

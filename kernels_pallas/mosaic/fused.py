@@ -26,7 +26,7 @@ SHARED_BYTES = 220 * 1024  # of 227 KiB; the rest is for barriers, logsumexps an
 
 
 def unsupported(shapes, device=None) -> str | None:
-    """Returns why the kernel does not support `backends.Shapes`, in one line; None: it does."""
+    """Return why the kernel does not support `backends.Shapes`, in one line; None: it does."""
     if reason := depth.unsupported(shapes, device):
         return reason
     if not shapes.ordered or (shapes.window and not shapes.consecutive):
@@ -39,7 +39,7 @@ def unsupported(shapes, device=None) -> str | None:
 
 
 def _documents(ids_BT, sizes):
-    """Returns the operands that hide other documents, int32, by name.
+    """Return the operands that hide other documents, int32, by name.
 
     first: the first visible key of each query, where the run of its id begins. In a batch row whose
     ids do not ascend an id may come back; there it is -1, and keys are compared by ids.
@@ -58,14 +58,14 @@ def _documents(ids_BT, sizes):
 
 
 def _by_row(x_BT, sizes):
-    """Returns [B, tiles, ROWS], a number of each token repeated for the rows of its tile."""
+    """Return [B, tiles, ROWS], a number of each token repeated for the rows of its tile."""
     x = pad(x_BT, 1, sizes.blocks * TILES * sizes.tokens)
     x = x.reshape(x.shape[0], -1, sizes.tokens)
     return jnp.tile(x, (1, 1, ROWS // sizes.tokens))
 
 
 def _words(slots, slot_window, sizes):
-    """Returns int32 words of a chunk's visible slots as bits, by row of a tile and of a stage."""
+    """Return int32 words of a chunk's visible slots as bits, by row of a tile and of a stage."""
     held, batch, places = slots.k_LBRKH.shape[:3]
     masks = slots.mask_LBR, slots.rows_BT
     visible_BTL = slot_visibility((held, batch, places), slots.num, slot_window, *masks)
@@ -84,7 +84,7 @@ def _words(slots, slot_window, sizes):
 
 
 def make_operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, sizes):
-    """Returns the kernel's arrays by name; None for those that the call does not have."""
+    """Return the kernel's arrays by name; None for those that the call does not have."""
     batch, even = q_BTNH.shape[0], round_up(sizes.length, OCTET)
     # Shared memory has tiles of 8 rows, so tokens come in octets.
     k, v = (pad(x, 1, even).reshape(batch, -1, OCTET, *x.shape[2:]) for x in (k_BSKH, v_BSKH))
@@ -102,7 +102,7 @@ def make_operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, s
 
 
 def split_slots(x_LBRKH, sizes):
-    """Splits tokens into octets; if each token is copied by itself, splits slots into octets."""
+    """Split tokens into octets; if each token is copied by itself, splits slots into octets."""
     if not sizes.copy_by_token:
         return x_LBRKH.reshape(*x_LBRKH.shape[:2], -1, OCTET, *x_LBRKH.shape[3:])
     x_LBRKH = pad(x_LBRKH, 0, round_up(x_LBRKH.shape[0], OCTET))
@@ -110,7 +110,7 @@ def split_slots(x_LBRKH, sizes):
 
 
 def slot_operands(slots, static, sizes):
-    """Returns the kernel's arrays of slots and their visibility, by name."""
+    """Return the kernel's arrays of slots and their visibility, by name."""
     k, v = (split_slots(x, sizes) for x in slots[:2])
     slot_window = static.slot_window
     end = jnp.asarray(slots.num, jnp.int32)
@@ -121,7 +121,7 @@ def slot_operands(slots, static, sizes):
 
 
 def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, reserved=0):
-    """Returns the `Sizes` of a call; reserved: bytes of shared memory for something else."""
+    """Return the `Sizes` of a call; reserved: bytes of shared memory for something else."""
     _, length, heads, width = q_BTNH.shape
     size, swizzle = q_BTNH.dtype.itemsize, swizzle_of(width, q_BTNH.dtype)
     width, own_query = round_up(width, swizzle // size), q_depth_BTNH is not None
@@ -147,7 +147,7 @@ def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, rese
 
 
 def make_scratch(sizes, dtype, swizzle):
-    """Returns `Shared` with the memory and barriers to allocate."""
+    """Return `Shared` with the memory and barriers to allocate."""
     minor = swizzle // dtype.itemsize
     rows = common.tiled((TILES, ROWS, sizes.width), dtype, swizzle)
     # Copies write octets of rows; products read a stage as one matrix.
@@ -168,7 +168,7 @@ def make_scratch(sizes, dtype, swizzle):
 
 
 def run_kernel(name, compute, fill, operands, results, scratch, sizes, blocks):
-    """Runs a Hopper kernel of two warpgroups that compute and one that copies.
+    """Run a Hopper kernel of two warpgroups that compute and one that copies.
 
     Args:
       name: name of the kernel.
@@ -217,7 +217,7 @@ def run_kernel(name, compute, fill, operands, results, scratch, sizes, blocks):
 
 
 def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):
-    """Computes o_BTNH and lse_BNT of `joint_attention` in one kernel, for supported shapes.
+    """Compute o_BTNH and lse_BNT of `joint_attention` in one kernel, for supported shapes.
 
     slots may be None, for attention over the sequence only.
     """

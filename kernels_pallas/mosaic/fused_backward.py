@@ -36,14 +36,14 @@ SPARE_BYTES = 4 * 1024  # taken from the 7 KiB that fused.SHARED_BYTES leaves fo
 
 
 def supports(group, width, own_query) -> bool:
-    """Returns whether one tile has all query heads of a slot, and the width fits the registers."""
+    """Return whether one tile has all query heads of a slot, and the width fits the registers."""
     return group <= HEADS and width <= MAX_WIDTH and not own_query
 
 
 def fused_backward(
     q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, slots, sums, static, do_BTNH, lse_BNT, delta_BNT
 ):
-    """Returns dq, dk and dv in q's dtype, and the two sums, if `supports`.
+    """Return dq, dk and dv in q's dtype, and the two sums, if `supports`.
 
     Args:
       q_BTNH: queries for sequence and slots.
@@ -92,14 +92,14 @@ def fused_backward(
 
 
 def _joined(total, sizes, shape):
-    """Inverts `fused.split_slots` for a sum."""
+    """Invert `fused.split_slots` for a sum."""
     if sizes.copy_by_token:
         return total.reshape(-1, *shape[1:])[: shape[0]]
     return total.reshape(shape)
 
 
 def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, do_BTNH, slots, static, sum_dtype):
-    """Returns (`Sizes` of the kernel of dq, number of buffers for sums of each tile)."""
+    """Return (`Sizes` of the kernel of dq, number of buffers for sums of each tile)."""
     arguments = q_BTNH, k_BSKH, segment_ids_BT, do_BTNH, slots, static
     columns = min(CHUNK, fused.make_sizes(*arguments).width)
     for buffers in (2, 1):
@@ -127,7 +127,7 @@ def _make_scratch(sizes, dtype, sum_dtype, width, buffers):
 
 
 def _compute(refs, shared, warpgroup, sizes, fresh):
-    """Computes one tile of queries: a compute warpgroup."""
+    """Compute one tile of queries: a compute warpgroup."""
     # Queries and cotangents are one array, since `_Sums.add` indexes it by side.
     shared = shared._replace(q_depth=shared.q.at[pl.ds(TILES, TILES)])
     if fresh and refs.rows is None:
@@ -137,7 +137,7 @@ def _compute(refs, shared, warpgroup, sizes, fresh):
 
 
 def _write_zeros(refs, shared, warpgroup, sizes):
-    """Starts writing zeros to the gradients of a tile's slots in chunks with no visible slot."""
+    """Start writing zeros to the gradients of a tile's slots in chunks with no visible slot."""
     tile = tiles.tile_of(refs, sizes)
     first = lax.div(tile.token + warpgroup * sizes.tokens, OCTET)
     held = -(-refs.k_depth.shape[0] // (1 if sizes.copy_by_token else SLOTS))
@@ -160,7 +160,7 @@ def _zeros(buffer):
 
 
 def _clear_unused(rows, sizes):
-    """Zeroes the rows of a tile without a head, which may hold NaN."""
+    """Zero the rows of a tile without a head, which may hold NaN."""
     used = sizes.heads * sizes.tokens
     if used < ROWS:
         x = load(rows, LAYOUT)
@@ -181,7 +181,7 @@ class _Sums:
         self.buffers, self.pieces = shared.sums.shape[0] // TILES, -(-sizes.width // CHUNK)
 
     def start(self):
-        """Waits until the buffers are free, and starts loading the first pieces into them."""
+        """Wait until the buffers are free, and starts loading the first pieces into them."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for number in range(self.buffers):
             self._load(jnp.int32(0), number)
@@ -203,7 +203,7 @@ class _Sums:
             pl.when(side == i)(functools.partial(tiles.for_slots, move, *places))
 
     def _load(self, side, number):
-        """Starts loading the piece that is `number` after the first piece of a side."""
+        """Start loading the piece that is `number` after the first piece of a side."""
         if self.fresh:
             return
         side, piece = side + number // self.pieces, number % self.pieces
@@ -218,7 +218,7 @@ class _Sums:
         self._for_places(side, piece, move)
 
     def write(self, side, piece, buffer):
-        """Starts writing a piece."""
+        """Start writing a piece."""
         buffer = buffer.at[:, :, pl.ds(0, self._columns(piece)[1])]
 
         def move(target, octets, exist):
@@ -228,7 +228,7 @@ class _Sums:
         self._for_places(side, piece, move)
 
     def add(self, side, _):
-        """Adds the gradients of a side to its pieces, whose loads have begun, and writes them."""
+        """Add the gradients of a side to its pieces, whose loads have begun, and writes them."""
         sizes, number = self.sizes, side * TILES + self.warpgroup
         left = self.shared.scores.at[number]
         left = left[...].T if sizes.interpret else left.T
@@ -257,7 +257,7 @@ class _Sums:
 
 
 def _over_slots(refs, shared, place, warpgroup, sizes, dq, fresh):
-    """Returns dq plus the slots' part, and adds to the slots' sums, 8 slots of 8 tokens at a time.
+    """Return dq plus the slots' part, and adds to the slots' sums, 8 slots of 8 tokens at a time.
 
     Of the 64 columns of scores a row uses those whose slot belongs to its own token.
     """
@@ -272,7 +272,7 @@ def _over_slots(refs, shared, place, warpgroup, sizes, dq, fresh):
         return by_row(load(ref.at[at], LAYOUT.reduce(1), optimized=False), shape)
 
     def visible(chunk, part):
-        """Returns whether a column's slot is visible and belongs to the row's token."""
+        """Return whether a column's slot is visible and belongs to the row's token."""
         words = None
         if sizes.masked:
             words = by_row(load(refs.row_words.at[*at[::2], chunk], LAYOUT.reduce(1), False), shape)

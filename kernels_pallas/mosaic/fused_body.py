@@ -37,7 +37,7 @@ def _soften(scores, acc, highest, total, factor):
 
 
 def load_queries(refs, shared, tile, token, warpgroup, sizes):
-    """Copies the queries of a tile to shared memory, and q_depth if there are any, and waits."""
+    """Copy the queries of a tile to shared memory, and q_depth if there are any, and waits."""
     sides = [(refs.q, shared.q)]
     if sizes.own_query:
         sides.append((refs.q_depth, shared.q_depth))
@@ -54,7 +54,7 @@ def load_queries(refs, shared, tile, token, warpgroup, sizes):
 
 
 def _first_keys(refs, tile, token, sizes):
-    """Returns the first key that each row sees, counted from the tile's base; None: no limit."""
+    """Return the first key that each row sees, counted from the tile's base; None: no limit."""
     first = None
     if sizes.documents:
         group = lax.div(token, sizes.tokens)
@@ -67,7 +67,7 @@ def _first_keys(refs, tile, token, sizes):
 
 
 def _hide_by_place(scores, tile, token, start, sizes, first=None):
-    """Hides keys after each row's token, or before its first visible key."""
+    """Hide keys after each row's token, or before its first visible key."""
     shape = scores.shape
     keys = start + iota(shape, 1)
     visible = token - tile.base + (iota(shape, 0) & (sizes.tokens - 1)) >= keys
@@ -76,7 +76,7 @@ def _hide_by_place(scores, tile, token, start, sizes, first=None):
 
 
 def _hide_by_id(scores, refs, tile, token, start, sizes):
-    """Hides keys after each row's token, outside its window or with another id."""
+    """Hide keys after each row's token, outside its window or with another id."""
     shape, group = scores.shape, lax.div(token, sizes.tokens)
     distance = token - tile.base + (iota(shape, 0) & (sizes.tokens - 1))
     distance -= start + iota(shape, 1)
@@ -90,7 +90,7 @@ def _hide_by_id(scores, refs, tile, token, start, sizes):
 
 
 def over_keys(refs, place, sizes, one, carry, halves=1):
-    """Folds carry = one(block, carry, hide, halves) over the blocks of keys that a tile sees.
+    """Fold carry = one(block, carry, hide, halves) over the blocks of keys that a tile sees.
 
     Args:
       refs: arrays by name.
@@ -120,13 +120,13 @@ def over_keys(refs, place, sizes, one, carry, halves=1):
 
 
 def half_of(shared, stage, half, halves, sizes):
-    """Returns the rows of a stage, or half of them, as a matrix."""
+    """Return the rows of a stage, or half of them, as a matrix."""
     octets = KEYS // OCTET // halves
     return matrix(shared.ring.at[stage, pl.ds(half * octets, octets)], sizes)
 
 
 def _attend_keys(refs, shared, place, warpgroup, sizes, carry):
-    """Adds the keys of the sequence to the softmax; warpgroups take turns at the tensor core."""
+    """Add the keys of the sequence to the softmax; warpgroups take turns at the tensor core."""
     dtype = shared.ring.dtype
 
     def turn():
@@ -170,13 +170,13 @@ def _attend_keys(refs, shared, place, warpgroup, sizes, carry):
 
 
 def slot_and_token(row, sizes):
-    """Returns the slot and the token, 0 to 7 each, of a row of a stage."""
+    """Return the slot and the token, 0 to 7 each, of a row of a stage."""
     pair = row >> 3, row & (OCTET - 1)
     return pair[::-1] if sizes.copy_by_token else pair
 
 
 def visible_slots(tile, words, slot, chunk, sizes):
-    """Returns whether slots of a chunk are visible, by their bits in `words` or by their number."""
+    """Return whether slots of a chunk are visible, by their bits in `words` or by their number."""
     if sizes.masked:
         return lax.shift_right_logical(words, slot) & 1 != 0
     slot += chunk * SLOTS
@@ -184,7 +184,7 @@ def visible_slots(tile, words, slot, chunk, sizes):
 
 
 def shown_rows(refs, tile, octet, chunk, sizes):
-    """Returns 1 for each row of a stage that is a visible slot of its token, else 0."""
+    """Return 1 for each row of a stage that is a visible slot of its token, else 0."""
     words, layout = None, LAYOUT.reduce(1)
     if sizes.masked:
         words = load(refs.slot_words.at[tile.batch, octet, chunk], layout, optimized=False)
@@ -193,18 +193,18 @@ def shown_rows(refs, tile, octet, chunk, sizes):
 
 
 def load_rows(place, sizes):
-    """Loads what `matrix` returns into registers."""
+    """Load what `matrix` returns into registers."""
     return place[...].reshape(ROWS, -1) if sizes.interpret else load(place, LAYOUT)
 
 
 def store_matrix(place, x, sizes):
-    """Writes what `load_rows` reads, and makes it visible to products and copies."""
+    """Write what `load_rows` reads, and makes it visible to products and copies."""
     place[...] = x.reshape(place.shape) if sizes.interpret else x
     plgpu.commit_smem()
 
 
 def clear_hidden(place, refs, tile, octet, chunk, sizes):
-    """Zeroes the hidden slots of a stage, which may hold NaN: 0 times NaN is NaN."""
+    """Zero the hidden slots of a stage, which may hold NaN: 0 times NaN is NaN."""
 
     def clear():
         shown = shown_rows(refs, tile, octet, chunk, sizes)
@@ -220,13 +220,13 @@ def clear_hidden(place, refs, tile, octet, chunk, sizes):
 
 
 def own_slots(shared, stage, warpgroup, sizes):
-    """Returns a warpgroup's half of a stage, 8 slots of 8 of its tokens, as a matrix."""
+    """Return a warpgroup's half of a stage, 8 slots of 8 of its tokens, as a matrix."""
     start = pl.multiple_of(warpgroup * SLOTS, SLOTS)
     return matrix(shared.ring.at[stage, pl.ds(start, SLOTS)], sizes)
 
 
 def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
-    """Adds the slots of a tile's tokens to the softmax, a chunk of 8 slots at a time."""
+    """Add the slots of a tile's tokens to the softmax, a chunk of 8 slots at a time."""
     dtype, (tile, token) = shared.ring.dtype, place()
     queries = (shared.q_depth if sizes.own_query else shared.q).at[warpgroup]
 
@@ -292,7 +292,7 @@ def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
 
 
 def store_rows(refs, result, tile, token, sizes):
-    """Starts copying a tile's results from shared memory to o."""
+    """Start copying a tile's results from shared memory to o."""
     for i in range(sizes.heads):
         exists = token < sizes.length
         if sizes.group % sizes.heads:
@@ -307,7 +307,7 @@ def store_rows(refs, result, tile, token, sizes):
 
 
 def compute(refs, shared, warpgroup, sizes):
-    """Computes one tile of queries, from loading them to storing results: a compute warpgroup."""
+    """Compute one tile of queries, from loading them to storing results: a compute warpgroup."""
 
     def place():
         tile = tile_of(refs, sizes)

@@ -36,12 +36,12 @@ unsupported = fused.unsupported
 
 
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
-    """Computes `xla.sequence.sequence_forward` for supported shapes."""
+    """Compute `xla.sequence.sequence_forward` for supported shapes."""
     return fused.fused_forward(q_BTNH, k_BSKH, v_BSKH, mask.segment_ids_BT, None, None, static)
 
 
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
-    """Computes `xla.sequence.sequence_backward` without atomics, all gradients in q's dtype."""
+    """Compute `xla.sequence.sequence_backward` without atomics, all gradients in q's dtype."""
     del o_BTNH
     ids_BT, do_BTNH = mask.segment_ids_BT, do_BTNH.astype(q_BTNH.dtype)
     sizes = fused.make_sizes(q_BTNH, k_BSKH, ids_BT, do_BTNH, None, static)
@@ -54,7 +54,7 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
 
 
 def joint_operands(q_BTNH, k_BSKH, v_BSKH, ids_BT, do_BTNH, lse_BNT, delta_BNT, static, sizes):
-    """Returns the kernels' arrays by name, without slots; `q_depth` holds do."""
+    """Return the kernels' arrays by name, without slots; `q_depth` holds do."""
     operands = fused.make_operands(q_BTNH, k_BSKH, v_BSKH, ids_BT, do_BTNH, None, static, sizes)
     # Unused rows get weights of 0.
     operands['lse'] = _by_tile(lse_BNT * LOG2E, sizes, jnp.inf)
@@ -80,7 +80,7 @@ def _gradient_of_queries(operands, sizes, swizzle):
 
 
 def gradients_of_keys(operands, ids_BT, sizes, swizzle):
-    """Returns dk and dv, from `joint_operands`."""
+    """Return dk and dv, from `joint_operands`."""
     operands = _by_octet(operands, ids_BT, sizes)
     k = operands['k']
     # Wide heads take 32 queries at a time, which a wider swizzle does not allow.
@@ -102,7 +102,7 @@ def gradients_of_keys(operands, ids_BT, sizes, swizzle):
 
 
 def _by_tile(x_BNT, sizes, fill):
-    """Returns a number of each query as float32 [B, K * pieces, tiles, ROWS]; unused rows: fill."""
+    """Return a number of each query as float32 [B, K * pieces, tiles, ROWS]; unused rows: fill."""
     batch, _, length = x_BNT.shape
     x = x_BNT.astype(jnp.float32).reshape(batch, sizes.kv_heads, sizes.group, length)
     tokens = sizes.blocks * TILES * sizes.tokens
@@ -113,14 +113,14 @@ def _by_tile(x_BNT, sizes, fill):
 
 
 def _extend(x, axis, size, fill):
-    """Pads an array with `fill` at the end of an axis, up to a size."""
+    """Pad an array with `fill` at the end of an axis, up to a size."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, size - x.shape[axis])
     return jnp.pad(x, widths, constant_values=fill)
 
 
 def compute_dq(refs, shared, warpgroup, sizes, over_slots=None):
-    """Computes dq of a tile of queries, over blocks of keys: a compute warpgroup.
+    """Compute dq of a tile of queries, over blocks of keys: a compute warpgroup.
 
     over_slots(refs, shared, place, warpgroup, sizes, dq) returns dq plus the slots' part.
     """
@@ -168,7 +168,7 @@ def compute_dq(refs, shared, warpgroup, sizes, over_slots=None):
 
 
 def _by_octet(operands, ids_BT, sizes):
-    """Returns the operands of `_compute_dkv`: queries in octets, and the ends of documents."""
+    """Return the operands of `_compute_dkv`: queries in octets, and the ends of documents."""
     split = {key: operands[key] for key in ('q', 'q_depth')}
     split = {key: x.reshape(x.shape[0], -1, OCTET, *x.shape[2:]) for key, x in split.items()}
     joined = {key: operands[key] for key in ('k', 'v')}
@@ -187,7 +187,7 @@ def _by_octet(operands, ids_BT, sizes):
 
 
 def _keys_of(refs, sizes):
-    """Returns what a block of the grid computes: its first key, and the tiles of queries."""
+    """Return what a block of the grid computes: its first key, and the tiles of queries."""
     item, batches = lax.optimization_barrier(lax.axis_index('item')), refs.q.shape[0]
     kv_head, rest = lax.rem(item, sizes.kv_heads), lax.div(item, sizes.kv_heads)
     batch, key = lax.rem(rest, batches), lax.div(rest, batches) * KEYS
@@ -223,7 +223,7 @@ def _keys_of(refs, sizes):
 
 
 def _fill_queries(refs, shared, sizes):
-    """Copies tiles of queries and cotangents of o, one of each a stage: the memory warpgroup."""
+    """Copy tiles of queries and cotangents of o, one of each a stage: the memory warpgroup."""
     keys, octets = _keys_of(refs, sizes), sizes.tokens // OCTET
 
     @pl.loop(keys.begin * sizes.pieces, keys.end * sizes.pieces)
@@ -248,11 +248,11 @@ def _fill_queries(refs, shared, sizes):
 
 
 def _compute_dkv(refs, shared, warpgroup, sizes):
-    """Computes dk and dv of 64 keys, over tiles of queries: a compute warpgroup."""
+    """Compute dk and dv of 64 keys, over tiles of queries: a compute warpgroup."""
     dtype, width = shared.ring.dtype, full_slice(sizes.width)
 
     def place():
-        """Returns (`_keys_of`, the warpgroup's first key), again for each phase of the kernel."""
+        """Return (`_keys_of`, the warpgroup's first key), again for each phase of the kernel."""
         keys = _keys_of(refs, sizes)
         return keys, keys.key + warpgroup * ROWS
 

@@ -45,7 +45,7 @@ class Sizes:
 
     @classmethod
     def of(cls, q_BTNH, slots, window):
-        """Returns the sizes of a call of depth_forward."""
+        """Return the sizes of a call of depth_forward."""
         batch, length, heads, width = q_BTNH.shape
         held, _, tokens, kv_heads, _ = slots.k_LBRKH.shape
         sizes = batch, length, kv_heads, heads // kv_heads, width, round_up(held, OCTET), tokens
@@ -88,12 +88,12 @@ class Sizes:
         return round_up(self.width, CHUNK)
 
     def heads_tile(self, dtype, *leading):
-        """Returns shared memory for an item's heads [columns, padded width]."""
+        """Return shared memory for an item's heads [columns, padded width]."""
         shape = (*leading, self.columns, self.padded_width)
         return common.tiled(shape, dtype, common.swizzle_of(self.width, dtype))
 
     def slots_memory(self, stages):
-        """Returns the shared memory and barriers of `SlotLoader.load_slots`, by name."""
+        """Return the shared memory and barriers of `SlotLoader.load_slots`, by name."""
         shape = stages, CHUNK, self.padded_width
         slots = common.tiled(shape, self.dtype, common.swizzle_of(self.width, self.dtype))
         return {
@@ -105,25 +105,25 @@ class Sizes:
         }
 
     def by_item(self, x_BTNH):
-        """Returns [items, heads, H], with zeros after G."""
+        """Return [items, heads, H], with zeros after G."""
         return pad(x_BTNH.reshape(self.items, self.group, self.width), 1, self.heads)
 
     def pad_scalars(self, x_BNT):
-        """Returns [B, K scalars, T], float32: the array itself if 8 divides G."""
+        """Return [B, K scalars, T], float32: the array itself if 8 divides G."""
         x = x_BNT.astype(jnp.float32).reshape(-1, self.group, self.length)
         return pad(x, 1, self.scalars).reshape(self.batch, -1, self.length)
 
     def cut_scalars(self, x):
-        """Inverts `pad_scalars`: returns [B, N, T]."""
+        """Invert `pad_scalars`: returns [B, N, T]."""
         x = x.reshape(-1, self.scalars, self.length)[:, : self.group]
         return x.reshape(self.batch, -1, self.length)
 
     def by_place(self, x_LBRKH):
-        """Returns [slots, B R K, H]."""
+        """Return [slots, B R K, H]."""
         return pad(x_LBRKH, 0, self.slots).reshape(self.slots, -1, self.width)
 
     def slot_operands(self, slots):
-        """Returns num_slots, rows int32 [B T], mask float32 [B R, slots], k and v."""
+        """Return num_slots, rows int32 [B T], mask float32 [B R, slots], k and v."""
         # Dummies of one number are constants; XLA would run a kernel to fill larger ones.
         rows, mask = jnp.zeros(1, jnp.int32), jnp.zeros((1, 1), jnp.float32)
         if self.mapped:
@@ -149,7 +149,7 @@ class SlotLoader:
         self.steps = self.items * self.chunks
 
     def token(self, item):
-        """Returns (index of the item in B R K, of its token in B R, whether it has a token)."""
+        """Return (index of the item in B R K, of its token in B R, whether it has a token)."""
         sizes = self.sizes
         if not sizes.mapped:
             item += self.start
@@ -162,14 +162,14 @@ class SlotLoader:
         return token * sizes.kv_heads + head, token, row < sizes.tokens
 
     def scalars(self, ref, item):
-        """Returns the reference to an item's logsumexps in an array of `Sizes.pad_scalars`."""
+        """Return the reference to an item's logsumexps in an array of `Sizes.pad_scalars`."""
         item = self.start + item
         token, head = (f(item, jnp.int32(self.sizes.kv_heads)) for f in (lax.div, lax.rem))
         batch, token = (f(token, jnp.int32(self.sizes.length)) for f in (lax.div, lax.rem))
         return ref.at[batch, pl.ds(head * self.sizes.scalars, self.sizes.scalars), token]
 
     def load_scalars(self, ref, stage):
-        """Copies the logsumexps of all items to shared memory [run, columns], padded with zeros."""
+        """Copy the logsumexps of all items to shared memory [run, columns], padded with zeros."""
         layout, scalars = SCALARS, self.sizes.scalars
         # Unrolled, so that all loads are in flight at once. Missing items repeat the last one.
         items = [jnp.minimum(item, self.items - 1) for item in range(self.sizes.run)]
@@ -182,7 +182,7 @@ class SlotLoader:
         plgpu.commit_smem()
 
     def store_scalars(self, stage, ref):
-        """Writes logsumexps from shared memory to where `load_scalars` reads."""
+        """Write logsumexps from shared memory to where `load_scalars` reads."""
 
         @pl.loop(0, self.items)
         def _(item):
@@ -191,7 +191,7 @@ class SlotLoader:
             common.store_scattered(self.scalars(ref, item), row)
 
     def for_rows(self, chunk, move, hidden=False):
-        """Calls move(first slot, rows) once, for the written rows of a chunk in blocks of 16.
+        """Call move(first slot, rows) once, for the written rows of a chunk in blocks of 16.
 
         hidden: also those that are not written.
         """
@@ -206,7 +206,7 @@ class SlotLoader:
         choose()
 
     def load_chunk(self, chunk, place, part, ref, stage, barrier):
-        """Starts the copy of some columns of a chunk of slots, or of sums, to shared memory."""
+        """Start the copy of some columns of a chunk of slots, or of sums, to shared memory."""
 
         def move(slot, size):
             source = ref.at[pl.ds(slot, size), place, part]
@@ -215,7 +215,7 @@ class SlotLoader:
         self.for_rows(chunk, move)
 
     def load_slots(self, step, k, v, mask, s):
-        """Starts the copies of step item * chunks + chunk to its stage of s, if the step exists."""
+        """Start the copies of step item * chunks + chunk to its stage of s, if the step exists."""
 
         def start():
             item = lax.div(step, self.chunks)
@@ -231,7 +231,7 @@ class SlotLoader:
         pl.when(step < self.steps)(start)
 
     def shown(self, chunk, has_token, s, stage):
-        """Returns float32 [64], 1 for visible slots of a chunk; has_token: the item has a token."""
+        """Return float32 [64], 1 for visible slots of a chunk; has_token: the item has a token."""
         layout = LAYOUT.reduce(1)
         slot = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout)
         slot += self.base + chunk * CHUNK
@@ -240,7 +240,7 @@ class SlotLoader:
         return ones * common.load(s.shown.at[stage], layout) if self.sizes.masked else ones
 
     def hide_rows(self, chunk, has_token, stage, shown):
-        """Zeroes the hidden rows of a chunk, which may hold NaN: 0 times NaN is NaN."""
+        """Zero the hidden rows of a chunk, which may hold NaN: 0 times NaN is NaN."""
 
         def hide():
             for i in range(0, stage.shape[1], CHUNK):

@@ -81,7 +81,7 @@ class Sizes:
 
 
 def tile_of(refs, sizes):
-    """Returns what a block of the grid computes: first query, blocks of keys, chunks of slots."""
+    """Return what a block of the grid computes: first query, blocks of keys, chunks of slots."""
     # The grid has one axis, since CUDA limits the others to 65,535. With the barrier each phase
     # computes these numbers again; otherwise the compiler keeps all of them in registers.
     item, batches = lax.optimization_barrier(lax.axis_index('item')), refs.q.shape[0]
@@ -130,19 +130,19 @@ def tile_of(refs, sizes):
 
 
 def stage_of(step, sizes):
-    """Returns the stage of the ring that a step fills and uses."""
+    """Return the stage of the ring that a step fills and uses."""
     return lax.rem(step, jnp.int32(sizes.stages))
 
 
 def next_stage(shared, step, sizes):
-    """Waits until the stage of a step is free, and returns it."""
+    """Wait until the stage of a step is free, and returns it."""
     stage = stage_of(step, sizes)
     pl.when(step >= sizes.stages)(lambda: plgpu.barrier_wait(shared.used.at[stage]))
     return stage
 
 
 def finish(shared, steps, sizes):
-    """Waits until the stages of the last steps have been used."""
+    """Wait until the stages of the last steps have been used."""
 
     @pl.loop(jnp.maximum(steps - sizes.stages, 0), steps)
     def _(step):
@@ -150,7 +150,7 @@ def finish(shared, steps, sizes):
 
 
 def for_slots(move, ref, refs, tile, chunk, octet, columns, sizes):
-    """Calls move(reference, octets, exist) for each piece of 8 slots of 8 tokens in global memory.
+    """Call move(reference, octets, exist) for each piece of 8 slots of 8 tokens in global memory.
 
     octets is the slice of a stage's octets of rows that the piece fills. exist is whether its
     tokens exist; if not, the reference is to the slots of another token.
@@ -174,7 +174,7 @@ def for_slots(move, ref, refs, tile, chunk, octet, columns, sizes):
 
 
 def fill(refs, shared, sizes, in_pairs=False):
-    """Copies keys, values and slots into the ring, in the order of their use: the memory warpgroup.
+    """Copy keys, values and slots into the ring, in the order of their use: the memory warpgroup.
 
     in_pairs: the keys and values of 8 tokens' slots alternate. False: all keys of a chunk come
     first, then all values.

@@ -30,7 +30,7 @@ class Traffic(NamedTuple):
 
 
 def _rows_of_slots(sizes: slot_loader.Sizes, num_slots: int) -> int:
-    """Returns the rows of slots that are copied for an item: in chunks of 64, by blocks of 16."""
+    """Return the rows of slots that are copied for an item: in chunks of 64, by blocks of 16."""
     first = max(num_slots - sizes.window, 0) if sizes.window else 0
     base, most = first // OCTET * OCTET, min(CHUNK, round_up(sizes.slots, 16))
     starts = range(base, num_slots, CHUNK)
@@ -39,7 +39,7 @@ def _rows_of_slots(sizes: slot_loader.Sizes, num_slots: int) -> int:
 
 
 def depth_forward(sizes: slot_loader.Sizes, num_slots: int, o_bytes: int = 2) -> Traffic:
-    """Returns the bytes of `depth.depth_forward`; o_bytes: item size of the sequence's output."""
+    """Return the bytes of `depth.depth_forward`; o_bytes: item size of the sequence's output."""
     item_size, heads = sizes.dtype.itemsize, sizes.heads * sizes.width
     slots = 2 * _rows_of_slots(sizes, num_slots) * sizes.width * item_size
     scalars = (sizes.blocks * sizes.run + sizes.items) * sizes.scalars * FLOAT
@@ -48,7 +48,7 @@ def depth_forward(sizes: slot_loader.Sizes, num_slots: int, o_bytes: int = 2) ->
 
 
 def depth_backward(sizes: slot_loader.Sizes, num_slots: int, sum_bytes: int = 0) -> Traffic:
-    """Returns the bytes of `depth.depth_backward`, with dq and without dlse.
+    """Return the bytes of `depth.depth_backward`, with dq and without dlse.
 
     sum_bytes: item size of the sums; 0: fresh gradients.
     """
@@ -61,13 +61,13 @@ def depth_backward(sizes: slot_loader.Sizes, num_slots: int, sum_bytes: int = 0)
 
 
 def _tiles(sizes: TileSizes, batch: int):
-    """Returns (columns of heads in all batch rows, T padded to eights, tiles of all columns)."""
+    """Return (columns of heads in all batch rows, T padded to eights, tiles of all columns)."""
     columns = batch * sizes.kv_heads * sizes.pieces
     return columns, round_up(sizes.length, OCTET), columns * sizes.blocks * TILES
 
 
 def _keys(sizes, batch):
-    """Returns the bytes of keys and values that blocks read, each up to its last query."""
+    """Return the bytes of keys and values that blocks read, each up to its last query."""
     columns, even, _ = _tiles(sizes, batch)
     tokens = TILES * sizes.tokens
     ends = (min(token + tokens, sizes.length) for token in range(0, sizes.length, tokens))
@@ -76,7 +76,7 @@ def _keys(sizes, batch):
 
 
 def _slots(sizes, held, num_slots, slot_window):
-    """Returns the rows of slots that are copied for each token, in eights."""
+    """Return the rows of slots that are copied for each token, in eights."""
     first = max(num_slots - slot_window, 0) if slot_window else 0
     chunks = range(first // SLOTS * SLOTS, num_slots, SLOTS)
     held = round_up(held, OCTET) if sizes.copy_by_token else held
@@ -84,7 +84,7 @@ def _slots(sizes, held, num_slots, slot_window):
 
 
 def fused_forward(sizes: TileSizes, batch: int, held: int, num_slots: int, slot_window: int = 0):
-    """Returns the bytes of `fused.fused_forward` in 16 bits; held: L, 0 for only the sequence."""
+    """Return the bytes of `fused.fused_forward` in 16 bits; held: L, 0 for only the sequence."""
     columns, even, tiles = _tiles(sizes, batch)
     rows = _slots(sizes, held, num_slots, slot_window) * sizes.tokens
     queries = columns * sizes.heads * (1 + sizes.own_query)
@@ -97,7 +97,7 @@ def fused_forward(sizes: TileSizes, batch: int, held: int, num_slots: int, slot_
 
 
 def sequence_backward_q(sizes: TileSizes, batch: int) -> Traffic:
-    """Returns the bytes of the dq kernel of `sequence.sequence_backward`, in 16 bits."""
+    """Return the bytes of the dq kernel of `sequence.sequence_backward`, in 16 bits."""
     columns, even, tiles = _tiles(sizes, batch)
     queries = 2 * columns * sizes.heads + batch * sizes.kv_heads * sizes.group
     scalars = 2 * tiles * ROWS * FLOAT
@@ -113,7 +113,7 @@ def fused_backward_q(
     sum_bytes: int = 0,
     slot_window: int = 0,
 ) -> Traffic:
-    """Returns the bytes of the dq kernel of `fused_backward.fused_backward`, in 16 bits.
+    """Return the bytes of the dq kernel of `fused_backward.fused_backward`, in 16 bits.
 
     sum_bytes: item size of the sums; 0: fresh gradients.
     """
@@ -131,7 +131,7 @@ def fused_backward_q(
 
 
 def sequence_backward_kv(sizes: TileSizes, batch: int) -> Traffic:
-    """Returns the bytes of the kernel of dk and dv, in 16 bits.
+    """Return the bytes of the kernel of dk and dv, in 16 bits.
 
     Each block of keys reads queries and cotangents (`shared`), and each of its two warpgroups the
     logsumexps and deltas.
@@ -147,7 +147,7 @@ def sequence_backward_kv(sizes: TileSizes, batch: int) -> Traffic:
 
 
 def decode_forward(sizes: decode.Sizes, length: int) -> Traffic:
-    """Returns the bytes of `decode.decode_forward` if the first `length` places are visible.
+    """Return the bytes of `decode.decode_forward` if the first `length` places are visible.
 
     `own` is everything but the slots: cache, new tokens, visibility, queries and results.
     """

@@ -28,7 +28,7 @@ SLOTS_PER_ROUND = 4  # loaded together; they share one maximum
 
 
 def unsupported(shapes, device) -> str | None:
-    """Returns why these kernels do not support `backends.Shapes`, in one line; None: they do."""
+    """Return why these kernels do not support `backends.Shapes`, in one line; None: they do."""
     del device
     if unknown := [dtype for dtype in shapes.dtypes if dtype not in DTYPES]:
         return f'dtype={unknown[0]} must be one of {", ".join(DTYPES)}'
@@ -42,14 +42,14 @@ def unsupported(shapes, device) -> str | None:
 
 
 def _tile(length, group, width):
-    """Returns tokens, query heads and width of a program's tile, powers of two."""
+    """Return tokens, query heads and width of a program's tile, powers of two."""
     group, width = pl.next_power_of_2(group), pl.next_power_of_2(width)
     tokens = min(QUERY_TILE // (group * width), SLOT_TILE // width)
     return max(1, min(tokens, pl.next_power_of_2(length))), group, width
 
 
 def _grid(q_shape, kv_heads):
-    """Returns a grid of one axis, since CUDA limits the others to 65,535."""
+    """Return a grid of one axis, since CUDA limits the others to 65,535."""
     batch, length, heads, width = q_shape
     tokens, *_ = _tile(length, heads // kv_heads, width)
     return (batch * pl.cdiv(length, tokens) * kv_heads,)
@@ -101,7 +101,7 @@ class _Program:
 
 
 def _load(place, mask):
-    """Loads in float32. Masked elements are 0 and not read."""
+    """Load in float32. Masked elements are 0 and not read."""
     return plgpu.load(place, mask=mask, other=0).astype(jnp.float32)
 
 
@@ -197,7 +197,7 @@ def _call(kernel, arrays, slots, outputs, interpret, **options):
 
 
 def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False):
-    """Computes `xla.depth.depth_forward`; queries, o and slots in DTYPES, lse in float32."""
+    """Compute `xla.depth.depth_forward`; queries, o and slots in DTYPES, lse in float32."""
     arrays = q_BTNH, o_BTNH, lse_BNT
     kernel = functools.partial(_forward, window=window, scale=scale)
     o_BTNH, lse_BNT = _call(kernel, arrays, slots, arrays[1:], interpret, name='depth_forward')
@@ -207,7 +207,7 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
 def depth_backward(
     q_BTNH, o_BTNH, do_BTNH, lse_BNT, dlse_BNT, slots, sums, dq_BTNH, window, scale, interpret=False
 ):
-    """Computes `xla.depth.depth_backward`; dtypes as in depth_forward, sums in one of DTYPES."""
+    """Compute `xla.depth.depth_backward`; dtypes as in depth_forward, sums in one of DTYPES."""
     sums = [jnp.zeros_like(side) for side in slots[:2]] if sums is None else sums
     arrays = q_BTNH, o_BTNH, do_BTNH, lse_BNT, *sums, dlse_BNT, dq_BTNH
     kernel = functools.partial(_backward, window=window, scale=scale)

@@ -18,7 +18,7 @@ SLOTS_PER_ROUND = 4
 
 
 def order_before_writes(arrays, step):
-    """Returns the arrays; none is available before all are.
+    """Return the arrays; none is available before all are.
 
     Use it in a loop that reads a part of a large array and then adds to the array in place: pass
     both through here after the read. Otherwise XLA on CPUs may read last, and copy the array.
@@ -91,7 +91,7 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
 def depth_backward(
     q_BTNH, o_BTNH, do_BTNH, lse_BNT, dlse_BNT, slots, sums, dq_BTNH, window, scale, interpret=False
 ):
-    """Returns dq_BTNH plus the gradient through the slots, and `sums` plus the slots' gradients.
+    """Return dq_BTNH plus the gradient through the slots, and `sums` plus the slots' gradients.
 
     Args:
       q_BTNH, slots, window, scale, interpret: as in depth_forward.
@@ -139,7 +139,7 @@ def depth_backward(
 
 
 def first_slot(num_slots, window):
-    """Returns the index of the first visible slot."""
+    """Return the index of the first visible slot."""
     return jnp.maximum(num_slots - window, 0) if window else 0
 
 
@@ -169,7 +169,7 @@ def _by_token(x_BNT, kv_heads):
 
 
 def _slot(slots, slot, tile, wide):
-    """Returns (visible [B, T, 1, 1], None for all; key [B, T, K, H]; value) of one slot."""
+    """Return (visible [B, T, 1, 1], None for all; key [B, T, K, H]; value) of one slot."""
     seen = [] if slots.rows_BT is None else [slots.rows_BT < slots.k_LBRKH.shape[2]]
     if slots.mask_LBR is not None:
         seen.append(_read(slots.mask_LBR, slot, slots.rows_BT, tile))
@@ -182,19 +182,19 @@ def _slot(slots, slot, tile, wide):
 
 
 def _box(side_LBR, slot, tile):
-    """Returns (start, sizes) of one slot of a tile of tokens (None: of all)."""
+    """Return (start, sizes) of one slot of a tile of tokens (None: of all)."""
     start, size = tile or (0, side_LBR.shape[2])
     rest = side_LBR.shape[3:]
     return (slot, 0, start, *[0] * len(rest)), (1, side_LBR.shape[1], size, *rest)
 
 
 def _place(slot, rows_BT):
-    """Returns the indices [B, T, 2] of a slot of the queries' tokens."""
+    """Return the indices [B, T, 2] of a slot of the queries' tokens."""
     return jnp.stack([jnp.full_like(rows_BT, slot), rows_BT], axis=-1)
 
 
 def _read(side_LBR, slot, rows_BT, tile):
-    """Returns one slot [B, T, ...] of the queries' tokens; out of range: the last one."""
+    """Return one slot [B, T, ...] of the queries' tokens; out of range: the last one."""
     if rows_BT is None:
         return lax.squeeze(lax.dynamic_slice(side_LBR, *_box(side_LBR, slot, tile)), [0])
     rest = tuple(range(2, side_LBR.ndim - 1))
@@ -205,7 +205,7 @@ def _read(side_LBR, slot, rows_BT, tile):
 
 
 def _add(total_LBRKH, slot, rows_BT, tile, update_BTKH):
-    """Adds to one slot of the queries' tokens; updates of rows out of range are dropped."""
+    """Add to one slot of the queries' tokens; updates of rows out of range are dropped."""
     update_BTKH = update_BTKH.astype(total_LBRKH.dtype)
     if rows_BT is None:
         update_BTKH += _read(total_LBRKH, slot, None, tile)
@@ -218,7 +218,7 @@ def _add(total_LBRKH, slot, rows_BT, tile, update_BTKH):
 
 
 def _by_tiles(shape_BTNH, step, carry):
-    """Folds step(tile, carry) over tiles of tokens, (first, number); tile None: one has all."""
+    """Fold step(tile, carry) over tiles of tokens, (first, number); tile None: one has all."""
     batch, length, heads, width = shape_BTNH
     size = max(1, TILE_NUMBERS // (batch * heads * width))
     if length <= size:

@@ -34,7 +34,7 @@ def static_blocks():
 
 
 def _blocks(sides, static, num_queries, num_keys):
-    """Yields (queries, keys, visibility) of each static block; the first two are slices."""
+    """Yield (queries, keys, visibility) of each static block; the first two are slices."""
     for start in range(0, num_queries, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, num_queries)
         first = max(0, start - static.window + 1) if static.ordered and static.window else 0
@@ -43,7 +43,7 @@ def _blocks(sides, static, num_queries, num_keys):
 
 
 def is_long(q_shape, k_shape) -> bool:
-    """Returns whether static blocks would be too many or too large (on a CPU: for one key head)."""
+    """Return whether static blocks would be too many or too large (on a CPU: for one key head)."""
     batch, length, heads, _ = q_shape
     _, num_keys, kv_heads, _ = k_shape
     at_once = heads // kv_heads if jax.default_backend() == 'cpu' else batch * heads
@@ -53,7 +53,7 @@ def is_long(q_shape, k_shape) -> bool:
 
 
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
-    """Computes causal attention over the sequence.
+    """Compute causal attention over the sequence.
 
     Args:
       q_BTNH, k_BSKH, v_BSKH: queries, keys and values.
@@ -79,12 +79,12 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
 
 
 def output_products(o_BTNH, do_BTNH, wide):
-    """Returns the sum of do o over H, [B, N, T]; delta is this minus the cotangent of lse."""
+    """Return the sum of do o over H, [B, N, T]; delta is this minus the cotangent of lse."""
     return jnp.moveaxis(jnp.sum(do_BTNH.astype(wide) * o_BTNH.astype(wide), axis=-1), 2, 1)
 
 
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
-    """Returns the gradients through the sequence: dq_BTNH in q's dtype, wide dk_BSKH and dv_BSKH.
+    """Return the gradients through the sequence: dq_BTNH in q's dtype, wide dk_BSKH and dv_BSKH.
 
     Args:
       q_BTNH, k_BSKH, v_BSKH, mask, static: as in sequence_forward.
@@ -113,21 +113,21 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
 
 
 def _by_head(x_BTNH, kv_heads):
-    """Returns [X, G, T, H], X = B K, so that products are plain batches of matrices."""
+    """Return [X, G, T, H], X = B K, so that products are plain batches of matrices."""
     batch, length, heads, width = x_BTNH.shape
     x_BTKGH = x_BTNH.reshape(batch, length, kv_heads, heads // kv_heads, width)
     return x_BTKGH.transpose(0, 2, 3, 1, 4).reshape(-1, heads // kv_heads, length, width)
 
 
 def _by_token(x_XGTH, batch):
-    """Inverts `_by_head`."""
+    """Invert `_by_head`."""
     _, group, length, width = x_XGTH.shape
     x_BKGTH = x_XGTH.reshape(batch, -1, group, length, width)
     return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, length, -1, width)
 
 
 def _in_parts(function, q_XGTH, k_XSH, *arrays):
-    """Calls function(q, k, *arrays), on a CPU for few X at a time, so scores stay in its cache."""
+    """Call function(q, k, *arrays), on a CPU for few X at a time, so scores stay in its cache."""
     count, group, length, _ = q_XGTH.shape
     scores = group * min(length, QUERY_BLOCK) * k_XSH.shape[1]
     size = max(1, CPU_BLOCK_SCORES // scores)
@@ -173,7 +173,7 @@ def _backward_in_blocks(static, q_XGTH, k_XSH, v_XSH, sides, do_XGTH, lse_XGT, d
 
 
 def dot(equation, x, y):
-    """Computes an einsum in float32, or in the dtype of x or y if that is wider."""
+    """Compute an einsum in float32, or in the dtype of x or y if that is wider."""
     wide = jnp.promote_types(jnp.promote_types(x.dtype, y.dtype), jnp.float32)
     if jax.default_backend() == 'cpu':
         # XLA on CPU cannot run some bfloat16 products with a float32 result.
@@ -182,7 +182,7 @@ def dot(equation, x, y):
 
 
 def _sides(mask, static, kv_heads):
-    """Returns (order, positions, ids or None), each for queries and keys: int [X or 1, n]."""
+    """Return (order, positions, ids or None), each for queries and keys: int [X or 1, n]."""
     places = order = mask.positions_BT, mask.key_positions_BS
     if static.ordered:
         order = tuple(jnp.arange(side.shape[1])[None] for side in places)
@@ -192,7 +192,7 @@ def _sides(mask, static, kv_heads):
 
 
 def _visible(sides, window, queries, keys):
-    """Returns reference.visibility, [X or 1, queries, keys], of slices or of (start, size)."""
+    """Return reference.visibility, [X or 1, queries, keys], of slices or of (start, size)."""
 
     def cut(x, part):
         return x[:, part] if isinstance(part, slice) else _cut(x, *part)
@@ -210,7 +210,7 @@ def _visible(sides, window, queries, keys):
 
 
 def _rows(x_XGTH):
-    """Returns the queries of all heads of a group as the rows of one matrix, [X, G T, H]."""
+    """Return the queries of all heads of a group as the rows of one matrix, [X, G T, H]."""
     return x_XGTH.reshape(x_XGTH.shape[0], -1, x_XGTH.shape[3])
 
 
@@ -221,13 +221,13 @@ def _scores(q_XGTH, k_XSH, visible_XTS, scale):
 
 
 def _weighted(weights_XGTS, v_XSH):
-    """Returns the weighted sums of values, in float32 or wider."""
+    """Return the weighted sums of values, in float32 or wider."""
     rows = _rows(weights_XGTS.astype(v_XSH.dtype))
     return dot('xrs,xsh->xrh', rows, v_XSH).reshape(*weights_XGTS.shape[:3], -1)
 
 
 def _gradients(q_XGTH, do_XGTH, lse_XGT, delta_XGT, k_XSH, v_XSH, visible_XTS, scale):
-    """Returns (dq, dk, dv) through one block of scores, in float32 or wider.
+    """Return (dq, dk, dv) through one block of scores, in float32 or wider.
 
     Scores are keys by queries, as dk and dv need them. Otherwise XLA on CPUs would transpose them.
     """
@@ -252,7 +252,7 @@ def _add(total_XSH, first, part_XSH):
 
 
 def _limits(ids_BT, size):
-    """Returns the least and the largest number in each tile of `size`, [B, tiles]."""
+    """Return the least and the largest number in each tile of `size`, [B, tiles]."""
     tiles = -(-ids_BT.shape[1] // size)
     padded = jnp.pad(ids_BT, ((0, 0), (0, tiles * size - ids_BT.shape[1])), mode='edge')
     tiled = padded.reshape(-1, tiles, size)
@@ -260,7 +260,7 @@ def _limits(ids_BT, size):
 
 
 def _bounds(order, places, ids, window, sizes):
-    """Returns first and end tile of keys for each tile of queries; others are hidden."""
+    """Return first and end tile of keys for each tile of queries; others are hidden."""
     (_, latest), (earliest, _) = (_limits(x, size) for x, size in zip(order, sizes, strict=True))
     meet = latest[:, :, None] >= earliest[:, None]
     if window:
@@ -285,7 +285,7 @@ def _put(x, tile, start, axis=1):
 
 
 def _flat(x):
-    """Returns x with heads and width as one axis: otherwise XLA transposes it for the tiles."""
+    """Return x with heads and width as one axis: otherwise XLA transposes it for the tiles."""
     return x.reshape(*x.shape[:2], -1)
 
 
@@ -309,7 +309,7 @@ class _Tiles:
         self.first_I, self.end_I = _bounds(*sides, self.window, sizes)
 
     def cut_queries(self, x_BTX, row):
-        """Returns a tile [X, G, queries, H] of a flat array."""
+        """Return a tile [X, G, queries, H] of a flat array."""
         tile = _cut(x_BTX, row, self.queries)
         return _by_head(tile.reshape(self.batch, self.queries, -1, self.width), self.kv_heads)
 
@@ -324,7 +324,7 @@ class _Tiles:
         return _put(x_BTX, _flat(_by_token(tile_XGTH, self.batch)), row)
 
     def over_queries(self, step, carry):
-        """Folds step(index, first row, carry) over the tiles of queries, the last one first."""
+        """Fold step(index, first row, carry) over the tiles of queries, the last one first."""
         tiles = -(-self.length // self.queries)
 
         def body(i, carry):
@@ -334,7 +334,7 @@ class _Tiles:
         return lax.fori_loop(0, tiles, body, carry)
 
     def over_keys(self, index, row, step, carry):
-        """Folds step(first key, visible, carry) over the tiles of keys that queries may see."""
+        """Fold step(first key, visible, carry) over the tiles of keys that queries may see."""
 
         def body(key_index, carry):
             column = jnp.minimum(key_index * self.keys, self.num_keys - self.keys)

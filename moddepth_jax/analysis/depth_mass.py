@@ -58,7 +58,7 @@ def depth_mass(variables, hparams: Hparams, batch, routing: str) -> DepthMass | 
 
 
 def _names(model: ModelHparams):
-    """Names of the layers that read, and of the slots that attention sees."""
+    """Name of the layers that read, and of the slots that attention sees."""
     letters = {'attention': 'a', 'attention+ffn': 'af'}.get(model.depth.slots, 'b')
     if not model.depth.stream_class.attends:  # in `value_residual`, slots only carry values
         letters = ''
@@ -100,7 +100,7 @@ def _calls(sown, segment_ids_BT):
 
 
 def _masses(seen):
-    """Sums over queries of the mass on each slot and on first tokens, and numbers of queries."""
+    """Sum over queries of the mass on each slot and on first tokens, and numbers of queries."""
     if seen.kind.part == 'entry':
         return None
     calls = _calls(seen.sown, seen.tokens.segment_ids_BT)

@@ -111,7 +111,7 @@ def _counted(text):
 
 
 def _along_axes(mesh, device_ids, axes):
-    """Groups along `axes` of a mesh; `'fsdp':(2)4` means 4 parts of each of the first 2 of fsdp."""
+    """Group along `axes` of a mesh; `'fsdp':(2)4` means 4 parts of each of the first 2 of fsdp."""
     sizes = {name: int(size) for name, _, size in _MESH_AXIS.findall(mesh)}
     spans = {name: [] for name in sizes}
     for name, before, size in _MESH_AXIS.findall(axes):

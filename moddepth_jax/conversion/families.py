@@ -90,7 +90,7 @@ _SCALED = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_positi
 
 
 def read_config(folder: pathlib.Path) -> dict:
-    """Reads the config.json of a folder; raises ValueError, one line, if there is none."""
+    """Read the config.json of a folder; raises ValueError, one line, if there is none."""
     config = read_json(folder / CONFIG_FILE, 'download it again')
     if config is None:
         right = 'must be a folder with the config.json and *.safetensors of a Hugging Face model'
@@ -112,13 +112,13 @@ class _Fields:
         raise ValueError(f'{self.file}: {key}={short_repr(self.get(key))}: {right}')
 
     def switch(self, key) -> bool:
-        """Returns a field that may be missing, null, false or true."""
+        """Return a field that may be missing, null, false or true."""
         if self.get(key) not in (None, False, True):
             self.refuse(key, 'must be true or false')
         return bool(self.get(key))
 
     def integer(self, key, maximum=MAX_INT) -> int:
-        """Returns a field that must be a positive integer."""
+        """Return a field that must be a positive integer."""
         size = self.get(key)
         if type(size) is not int or not 0 < size <= maximum:
             right = f'must be a positive integer{f" up to {maximum}" * (maximum < MAX_INT)}'
@@ -127,7 +127,7 @@ class _Fields:
 
 
 def knobs_of(config: dict, file: str) -> dict:
-    """Returns the knobs that a config.json of transformers 4 or 5 determines.
+    """Return the knobs that a config.json of transformers 4 or 5 determines.
 
     Names are those in ModelHparams, with a dot in a group, such as routing.router. Raises
     ValueError that begins with `file` for another architecture or a field without a knob.
@@ -179,7 +179,7 @@ def _own_knobs(config, file):
 
 
 def _biases(fields):
-    """Returns (model.use_bias, model.attention_bias)."""
+    """Return (model.use_bias, model.attention_bias)."""
     family = fields.family
     if len(family.attention_biases) == 1:
         return False, family.attention_biases[0]
@@ -193,7 +193,7 @@ def _biases(fields):
 
 
 def _sizes(fields):
-    """Returns our sizes by name; sizes that depend on others are derived as in transformers."""
+    """Return our sizes by name; sizes that depend on others are derived as in transformers."""
     values = fields.values
     heads, width = fields.get('num_attention_heads'), fields.get('hidden_size')
     if fields.get('num_key_value_heads') is None:
@@ -208,7 +208,7 @@ def _sizes(fields):
 
 
 def _windows(fields, num_layers):
-    """Returns model.windows, one for each layer, or fewer if they repeat."""
+    """Return model.windows, one for each layer, or fewer if they repeat."""
     slides, types = fields.family.slides, fields.get('layer_types')
     if slides is None:
         if types and (not isinstance(types, list) or types != [FULL] * len(types)):
@@ -237,7 +237,7 @@ def _windows(fields, num_layers):
 
 
 def _shortest(windows):
-    """Returns the shortest sequence of windows that repeats to these."""
+    """Return the shortest sequence of windows that repeats to these."""
     for size in range(1, len(windows)):
         if all(window == windows[i % size] for i, window in enumerate(windows)):
             return tuple(windows[:size])
@@ -245,7 +245,7 @@ def _shortest(windows):
 
 
 def _rope(fields):
-    """Returns (model.rope_theta, model.rope_scaling) from the fields of transformers 4 or 5."""
+    """Return (model.rope_theta, model.rope_scaling) from the fields of transformers 4 or 5."""
     if not _is_positive(fields.get('rope_theta')):
         fields.refuse('rope_theta', 'must be a number above 0')
     found = set()
@@ -267,7 +267,7 @@ def _rope(fields):
 
 
 def _rope_of(fields, key, given):
-    """Returns the theta and the scaling of one object of `key`."""
+    """Return the theta and the scaling of one object of `key`."""
     if not isinstance(given, dict):
         fields.refuse(key, "must be an object with rope_type 'default' or 'llama3'")
     given = dict(given)
@@ -293,7 +293,7 @@ def _rope_of(fields, key, given):
 
 
 def _scaling_text(scaling):
-    """Returns model.rope_scaling for a RopeScaling."""
+    """Return model.rope_scaling for a RopeScaling."""
     return ':'.join(['llama3', *(f'{float(n)!r}'.removesuffix('.0') for n in scaling)])
 
 
@@ -302,7 +302,7 @@ def _is_positive(value):
 
 
 def family_of(model: ModelHparams, first: str | None = None) -> str:
-    """Returns the model_type to export a model as: `first` if possible, else the first that fits.
+    """Return the model_type to export a model as: `first` if possible, else the first that fits.
 
     Raises ValueError if no family fits.
     """
@@ -341,7 +341,7 @@ def family_of(model: ModelHparams, first: str | None = None) -> str:
 
 
 def _differences(model, kind):
-    """Returns the knobs that change if a model is exported as `kind` and imported again."""
+    """Return the knobs that change if a model is exported as `kind` and imported again."""
     knobs = knobs_of(_config(kind, model), CONFIG_FILE)
     windows = _shortest([model.window(layer) for layer in range(model.num_layers)])
     ours = {name: getattr(model, name) for name in knobs} | {'windows': windows}
@@ -353,7 +353,7 @@ def _differences(model, kind):
 def config_of(
     model: ModelHparams, dtype: str, positions: int, ids: dict, original: dict | None = None
 ) -> dict:
-    """Makes the config.json of a dense model, for transformers 4 and 5.
+    """Make the config.json of a dense model, for transformers 4 and 5.
 
     `positions` is the context length, and `ids` has bos_token_id and eos_token_id. `original` is
     the config.json of the imported model; it is kept if it describes the same model. Raises
@@ -370,7 +370,7 @@ def config_of(
 
 
 def _config(kind, model):
-    """Returns the config.json of this model_type that is nearest to the model."""
+    """Return the config.json of this model_type that is nearest to the model."""
     family, windows = FAMILIES[kind], [model.window(layer) for layer in range(model.num_layers)]
     config = {
         'architectures': [family.architecture],

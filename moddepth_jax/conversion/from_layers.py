@@ -16,7 +16,7 @@ HOW = ('average', 'first', 'last')
 def with_layers(
     source: Hparams, target: Hparams, how: str
 ) -> tuple[Hparams, list[tuple[int, ...]]]:
-    """Returns the source with the blocks and loops of the target, and the layers of each block.
+    """Return the source with the blocks and loops of the target, and the layers of each block.
 
     Args:
       source: dense model without loops. Unless `how` is a list, it has as many layers as run in the
@@ -39,7 +39,7 @@ def with_layers(
 
 
 def take_layers(source: Hparams, params: dict, target: Hparams, how: str) -> dict:
-    """Makes the parameters of `with_layers` from those of the source.
+    """Make the parameters of `with_layers` from those of the source.
 
     A block of one layer has the bits of that layer; a block of several layers has their mean,
     computed in float64. The norms of a loop are those of the layer that it replaces, or of the
@@ -71,7 +71,7 @@ def take_layers(source: Hparams, params: dict, target: Hparams, how: str) -> dic
 
 
 def _with_norms(block, kind, layers):
-    """Returns a block whose norms are those of a layer for each loop, if each loop has norms."""
+    """Return a block whose norms are those of a layer for each loop, if each loop has norms."""
 
     def leaf(path, mean, *of_layers):
         return np.stack(of_layers) if has_loops(path, kind) else mean
@@ -80,7 +80,7 @@ def _with_norms(block, kind, layers):
 
 
 def _places(model: ModelHparams) -> list[tuple[int, ...]]:
-    """Returns the places in `block_order` at which each block runs."""
+    """Return the places in `block_order` at which each block runs."""
     order = np.array(model.block_order)
     return [tuple(np.flatnonzero(order == n).tolist()) for n in range(model.num_layers)]
 
@@ -135,7 +135,7 @@ def _check_kinds(source, result, layers_of_block, how):
 
 
 def explain_layers(layers_of_block: list[tuple[int, ...]]) -> str:
-    """Describes which layers the blocks are made of."""
+    """Describe which layers the blocks are made of."""
     blocks = [
         f'block {block} is layer {layers[0]}'
         if len(layers) == 1

@@ -55,7 +55,7 @@ class Tensor(NamedTuple):
 
 
 def all_tensors(model: ModelHparams, params: dict, modules: dict[str, str]) -> list[Tensor]:
-    """Lists the tensors of a model's parameters, such as layers.3.mlp.w1.weight.
+    """List the tensors of a model's parameters, such as layers.3.mlp.w1.weight.
 
     `params` may be abstract. `modules` is {our name of a module in a layer, such as mlp.w1: the
     name in the checkpoint} where they differ.
@@ -77,7 +77,7 @@ def all_tensors(model: ModelHparams, params: dict, modules: dict[str, str]) -> l
 
 
 def _tensor(name, shape):
-    """Returns the Tensor of a leaf by its name in its layer.
+    """Return the Tensor of a leaf by its name in its layer.
 
     Kernels are [out, in] in a checkpoint, except those of experts, which keep our shape.
     """
@@ -94,7 +94,7 @@ def _tensor(name, shape):
 
 
 def family_tensors(model: ModelHparams, params: dict) -> list[Tensor]:
-    """Lists the tensors of a dense model of one of the families; `params` may be abstract."""
+    """List the tensors of a dense model of one of the families; `params` may be abstract."""
     norms = ('input_layernorm', 'post_attention_layernorm')
     if model.norm_placement == 'reordered':
         norms = ('post_attention_layernorm', 'post_feedforward_layernorm')
@@ -106,7 +106,7 @@ def family_tensors(model: ModelHparams, params: dict) -> list[Tensor]:
 
 
 def import_params(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, str]:
-    """Reads float32 parameters from the *.safetensors of a folder, and the dtype that is exact.
+    """Read float32 parameters from the *.safetensors of a folder, and the dtype that is exact.
 
     That is the dtype of all tensors, or float32 if they differ. One tensor at a time is in memory.
     `hparams` has the knobs of `families.knobs_of`. Raises ValueError, before reading, if a tensor
@@ -125,7 +125,7 @@ def import_params(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, st
 
 
 def read_leaves(files: TensorFiles, tensors: list[Tensor], wanted):
-    """Reads a float32 tree with the shapes of `wanted`; `check_tensors` has accepted the tensors.
+    """Read a float32 tree with the shapes of `wanted`; `check_tensors` has accepted the tensors.
 
     Memory holds the tree and one tensor at a time.
     """
@@ -145,13 +145,13 @@ def read_leaves(files: TensorFiles, tensors: list[Tensor], wanted):
 
 
 def common_dtype(files: TensorFiles) -> str:
-    """Returns the dtype of all tensors, or float32 if they differ."""
+    """Return the dtype of all tensors, or float32 if they differ."""
     dtypes = set(files.dtypes.values())
     return dtypes.pop() if len(dtypes) == 1 else 'float32'
 
 
 def check_tensors(folder, tensors: list[Tensor], files: TensorFiles, also: tuple[str, ...] = ()):
-    """Raises ValueError if a tensor is missing, has another shape, or is not of the model."""
+    """Raise ValueError if a tensor is missing, has another shape, or is not of the model."""
     wanted = {tensor.name: tensor.shape for tensor in tensors}
     extra = [name for name in files.shapes if name not in wanted and not name.endswith(_BUFFER)]
     missing = [name for name in wanted if name not in files.shapes]
@@ -171,7 +171,7 @@ def check_tensors(folder, tensors: list[Tensor], files: TensorFiles, also: tuple
 def export_params(
     folder: str | os.PathLike, hparams: Hparams, params: dict, dtype: str, **shards
 ) -> None:
-    """Writes the parameters of a dense model of a family as *.safetensors of a folder.
+    """Write the parameters of a dense model of a family as *.safetensors of a folder.
 
     `dtype` is float32, bfloat16 or float16. Raises ValueError like `family_of` and `write_tensors`,
     and for adapters that are not merged.
@@ -182,7 +182,7 @@ def export_params(
 
 
 def check_merged(model: ModelHparams):
-    """Raises ValueError, one line, for a model with adapters, which no format can hold."""
+    """Raise ValueError, one line, for a model with adapters, which no format can hold."""
     if model.adapters.rank:
         right = 'must be 0; merge the adapters before export'
         raise ValueError(f'model.adapters.rank={model.adapters.rank}: {right}')
@@ -191,7 +191,7 @@ def check_merged(model: ModelHparams):
 def write_leaves(
     folder: str | os.PathLike, tensors: list[Tensor], tree: dict, dtype: str, **shards
 ) -> None:
-    """Writes tensors of a tree as *.safetensors of a folder; arguments as in `export_params`."""
+    """Write tensors of a tree as *.safetensors of a folder; arguments as in `export_params`."""
     by_name = {tensor.name: tensor for tensor in tensors}
 
     def read(name):

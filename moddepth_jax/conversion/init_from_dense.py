@@ -43,7 +43,7 @@ class Moments(NamedTuple):
         return value * np.linalg.solve(outer, self.first[..., None])[..., 0]
 
     def error(self, w_D, value: float) -> float:
-        """Returns the root mean square of w . x - value."""
+        """Return the root mean square of w . x - value."""
         square = w_D @ self.outer @ w_D - 2 * value * (w_D @ self.first) + value**2 * self.count
         return float(np.sqrt(max(square, 0.0) / self.count))
 
@@ -68,7 +68,7 @@ class LayerMoments(NamedTuple):
 
 
 def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -> list:
-    """Returns LayerMoments of each block of the dense model `source`, over some batches.
+    """Return LayerMoments of each block of the dense model `source`, over some batches.
 
     Those of a looped block are sums over its loops. `batches` are of `make_dataset`.
     """
@@ -97,7 +97,7 @@ def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -
 
 @functools.partial(jax.jit, static_argnames=('model', 'kind'))
 def _layer(params, x_BTD, tokens, *, model, kind):
-    """Returns the stream after a dense layer, and its LayerMoments of these tokens."""
+    """Return the stream after a dense layer, and its LayerMoments of these tokens."""
     if EMBEDDING in params:
         x_BTD = add_embedding(x_BTD, params[EMBEDDING])
     block = Block(model, kind._replace(slots=1))  # returns the inputs of depth slots
@@ -120,7 +120,7 @@ def _layer(params, x_BTD, tokens, *, model, kind):
 
 
 def _sums(x, real_BT, heads=''):
-    """Returns Moments of x [B, T, *heads, D] over tokens; if `heads` is 'kg', also over g."""
+    """Return Moments of x [B, T, *heads, D] over tokens; if `heads` is 'kg', also over g."""
     x, kept = x.astype(jnp.float32), heads[:1]
     outer = jnp.einsum(f'bt{heads}d,bt{heads}e,bt->{kept}de', x, x, real_BT, **_PRECISE)
     first = jnp.einsum(f'bt{heads}d,bt->{kept}d', x, real_BT, **_PRECISE)
@@ -128,7 +128,7 @@ def _sums(x, real_BT, heads=''):
 
 
 def fit_routers(params: dict, target: ModelHparams, moments: list[LayerMoments]):
-    """Returns the parameters with gates near 1, and the error of each fitted layer.
+    """Return the parameters with gates near 1, and the error of each fitted layer.
 
     `params` are of `transfer_params`. The score w . x has no bias; ridge regression on the dense
     stream fits it to a gate of 1. Scores without a gate keep the direction of w and get a root mean
@@ -149,7 +149,7 @@ def fit_routers(params: dict, target: ModelHparams, moments: list[LayerMoments])
 
 
 def fit_slots(params: dict, target: ModelHparams, moments: list[LayerMoments], strength: float):
-    """Returns the parameters with slots that have values of 0 and keys that get little weight.
+    """Return the parameters with slots that have values of 0 and keys that get little weight.
 
     Only slots with their own projection change. A key is (a . x) k, by ridge regression: a . x is
     near 1 for the slot's inputs, and k . q near -strength for the queries of all later layers. With
@@ -171,7 +171,7 @@ def fit_slots(params: dict, target: ModelHparams, moments: list[LayerMoments], s
 
 
 def _replace(params, target, changes):
-    """Applies `changes`, {name of a leaf in a layer: function (leaf, layer)}, to parameters."""
+    """Apply `changes`, {name of a leaf in a layer: function (leaf, layer)}, to parameters."""
     numbers = layer_numbers(target)
 
     def replace(path, leaf):

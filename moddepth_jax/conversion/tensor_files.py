@@ -46,7 +46,7 @@ class TensorFiles(contextlib.ExitStack):
                 self._files[name] = (file, path)
 
     def read(self, name: str) -> np.ndarray:
-        """Reads a tensor in float32; raises ValueError for infinities and NaNs."""
+        """Read a tensor in float32; raises ValueError for infinities and NaNs."""
         file, path = self._files[name]
         array = file.get_tensor(name).astype(np.float32)
         if not np.isfinite(array).all():
@@ -55,7 +55,7 @@ class TensorFiles(contextlib.ExitStack):
 
 
 def _files(folder):
-    """Returns {file: its tensors in the index} of a folder; None stands for all tensors."""
+    """Return {file: its tensors in the index} of a folder; None stands for all tensors."""
     if (folder / ONE_FILE).exists():
         return {ONE_FILE: None}
     content = read_json(folder / INDEX_FILE, _AGAIN, {'weight_map': dict})
@@ -94,7 +94,7 @@ def write_tensors(
     dtype: str,
     max_bytes: int = 5 * 10**9,  # of a file, which is in memory while it is written
 ) -> None:
-    """Writes tensors to one file, or to several of at most `max_bytes` or one tensor each.
+    """Write tensors to one file, or to several of at most `max_bytes` or one tensor each.
 
     `read` returns a tensor by its name. Raises ValueError for a value that `dtype` cannot hold.
     """

@@ -47,7 +47,7 @@ _KIND_FIELDS = ('window', 'routed', 'experts', 'slots', 'mixes', 'embeds')  # of
 
 
 def kind_of(model: ModelHparams) -> tuple[str, str]:
-    """Returns the model_type to export a model as, and why no family fits; '' if one does.
+    """Return the model_type to export a model as, and why no family fits; '' if one does.
 
     Raises ValueError like `check_expressible`.
     """
@@ -59,7 +59,7 @@ def kind_of(model: ModelHparams) -> tuple[str, str]:
 
 
 def check_expressible(model: ModelHparams):
-    """Raises ValueError, one line, for a model that the modelling file cannot express."""
+    """Raise ValueError, one line, for a model that the modelling file cannot express."""
     file = MODULES[-1]
     for knob, known in CHOICES.items():
         group, name = knob.split('.')
@@ -81,14 +81,14 @@ def check_expressible(model: ModelHparams):
 
 
 def tensors_of(model: ModelHparams, params: dict, averages) -> list[Tensor]:
-    """Lists the tensors of a model and of these averages; paths are those of its variables."""
+    """List the tensors of a model and of these averages; paths are those of its variables."""
     tensors = [one._replace(path=('params', *one.path)) for one in all_tensors(model, params, {})]
     shapes = average_shapes(model)
     return tensors + [Tensor(name, shapes[name], ('averages', name)) for name in averages]
 
 
 def config_of(hparams: Hparams, averages, dtype: str, ids: dict) -> dict:
-    """Makes the config.json of a model; `averages` are the names of its averages.
+    """Make the config.json of a model; `averages` are the names of its averages.
 
     `hparams` are those of the last stage of training. `ids` has bos_token_id, which begins
     documents, and eos_token_id.
@@ -129,7 +129,7 @@ def config_of(hparams: Hparams, averages, dtype: str, ids: dict) -> dict:
 def export_model(
     folder: pathlib.Path, hparams: Hparams, variables: dict, dtype: str, ids: dict
 ) -> None:
-    """Writes config.json, *.safetensors and the modelling file; arguments as in `config_of`.
+    """Write config.json, *.safetensors and the modelling file; arguments as in `config_of`.
 
     Raises ValueError like that, for adapters that are not merged, or if `variables` lack averages
     that the causal rule needs.
@@ -146,7 +146,7 @@ def export_model(
 
 
 def suppress_unknown_ids(folder: pathlib.Path, vocab_size: int, tokenizer, ids: dict):
-    """Writes generation_config.json, so that `generate` draws only ids of text and stops.
+    """Write generation_config.json, so that `generate` draws only ids of text and stops.
 
     Fields of an existing file are kept; `ids` as in `config_of`.
     """
@@ -159,7 +159,7 @@ def suppress_unknown_ids(folder: pathlib.Path, vocab_size: int, tokenizer, ids: 
 
 
 def import_model(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, dict, str]:
-    """Reads float32 parameters and averages of such a folder, and the dtype that is exact.
+    """Read float32 parameters and averages of such a folder, and the dtype that is exact.
 
     Averages that it lacks and does not need are 0, as in a new run. Raises ValueError like
     `check_tensors`, TensorFiles and `layer_args`.

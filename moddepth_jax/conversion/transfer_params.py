@@ -41,7 +41,7 @@ _NEW = {
 
 
 def check_convertible(source: Hparams, target: Hparams):
-    """Raises ValueError, one line, unless `source` can be converted to `target`.
+    """Raise ValueError, one line, unless `source` can be converted to `target`.
 
     The source must be dense, or both models must have the same parameters; and only some knobs may
     differ.
@@ -70,7 +70,7 @@ def check_convertible(source: Hparams, target: Hparams):
 
 
 def keeps_adapters(source: Hparams, target: Hparams) -> bool:
-    """Returns whether a conversion keeps the adapters, which needs the same parameters.
+    """Return whether a conversion keeps the adapters, which needs the same parameters.
 
     Otherwise the adapters of the source are merged, and those of the target are new.
     """
@@ -81,12 +81,12 @@ def keeps_adapters(source: Hparams, target: Hparams) -> bool:
 
 
 def abstract_params(hparams: Hparams):
-    """Returns the shapes and dtypes of the parameters of a model."""
+    """Return the shapes and dtypes of the parameters of a model."""
     return abstract_variables(hparams)['params']
 
 
 def layer_numbers(model: ModelHparams) -> dict[tuple[int, int, int], int]:
-    """Returns {(run, repeat, index in the group): number of the layer}."""
+    """Return {(run, repeat, index in the group): number of the layer}."""
     numbers = enumerate(Stack(model, 'top_c').layer_numbers)
     return {(i, *place): int(n) for i, run in numbers for place, n in np.ndenumerate(run)}
 
@@ -96,7 +96,7 @@ def _keys(path):
 
 
 def in_layer(keys: tuple) -> tuple[int, int, tuple]:
-    """Returns (run, index in the group, name in the layer) of a leaf of the stack.
+    """Return (run, index in the group, name in the layer) of a leaf of the stack.
 
     The name is without 'block', the additional level of routed blocks.
     """
@@ -106,7 +106,7 @@ def in_layer(keys: tuple) -> tuple[int, int, tuple]:
 
 
 def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tuple[dict, list[str]]:
-    """Makes the parameters of the target: leaves of the source bit for bit, new ones initialized.
+    """Make the parameters of the target: leaves of the source bit for bit, new ones initialized.
 
     `check_convertible` must accept the models, and the source has no adapters, or the target has
     the same. Also returns the names of new leaves, such as stack.run_1.layer_0.router.w.
@@ -160,14 +160,14 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
 
 
 def with_new_adapters(params: dict, hparams: Hparams) -> dict:
-    """Adds new adapters of `hparams`, which add 0, to the parameters of a model without them."""
+    """Add new adapters of `hparams`, which add 0, to the parameters of a model without them."""
     key, numbers = jax.random.key(hparams.seed), Stack(hparams.model, 'top_c').layer_numbers
     return params | {'stack': add_adapters(key, params['stack'], hparams.model, numbers)}
 
 
 @functools.partial(jax.jit, static_argnames=('model', 'kind'))
 def _new_leaves(key, number, *, model, kind):
-    """Initializes the leaves of _NEW in one layer; returns them by their path in it."""
+    """Initialize the leaves of _NEW in one layer; returns them by their path in it."""
     x_BTD = jax.random.normal(key, (1, 8, model.d_model), model.dtype)
     x_BTD = model.depth.stream_class.enter(model, x_BTD)
     tokens = random_row_info(model, x_BTD.shape[1])

@@ -25,7 +25,7 @@ _SAME = 1e-3  # nats: a first loss this close to the dense one counts as the sam
 def upcycle(
     run, hparams: Hparams, dataset, measure_loss: Callable, how: str | None = None
 ) -> tuple[dict, dict, dict]:
-    """Makes the parameters and averages of a new run, and the content of convert.json.
+    """Make the parameters and averages of a new run, and the content of convert.json.
 
     Args:
       run: SavedRun to start from.

@@ -18,17 +18,17 @@ _PLAIN_BUFFER = 1 << 16  # plain bytes that are lost in front of a damaged place
 
 
 def is_compressed(path: pathlib.Path) -> bool:
-    """Returns whether the suffix is that of a compressed file."""
+    """Return whether the suffix is that of a compressed file."""
     return path.suffix.lower() in _CODECS
 
 
 def plain_name(path: pathlib.Path) -> str:
-    """Returns the file's name without the suffix of the compression."""
+    """Return the file's name without the suffix of the compression."""
     return path.stem if is_compressed(path) else path.name
 
 
 def open_file(path: str | os.PathLike) -> io.BufferedReader:
-    """Opens a regular file to read its bytes as they are.
+    """Open a regular file to read its bytes as they are.
 
     Raises OSError for anything else without opening it: a pipe would block, and a device may have
     no end.
@@ -41,7 +41,7 @@ def open_file(path: str | os.PathLike) -> io.BufferedReader:
 
 
 def read_small(path: str | os.PathLike, limit: int = 1 << 26) -> bytes:
-    """Reads a regular file of at most `limit` bytes; raises OSError if it is larger."""
+    """Read a regular file of at most `limit` bytes; raises OSError if it is larger."""
     with open_file(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > limit:
             problem = f'{size:,} bytes, more than the {limit:,} that are allowed'
@@ -51,7 +51,7 @@ def read_small(path: str | os.PathLike, limit: int = 1 << 26) -> bytes:
 
 @contextlib.contextmanager
 def open_plain(path: pathlib.Path) -> Iterator[tuple[io.BufferedReader, Callable[[], int]]]:
-    """Opens `path` as (stream of plain bytes, function: bytes of the file that have been read).
+    """Open `path` as (stream of plain bytes, function: bytes of the file that have been read).
 
     Reading raises OSError; its errno is None if compressed data are truncated or damaged.
     """
@@ -68,7 +68,7 @@ def open_plain(path: pathlib.Path) -> Iterator[tuple[io.BufferedReader, Callable
 
 @contextlib.contextmanager
 def plain_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields `path`, or a temporary file with its plain bytes, to seek in; see `open_plain`."""
+    """Yield `path`, or a temporary file with its plain bytes, to seek in; see `open_plain`."""
     with open_plain(path) as (stream, _):
         if not is_compressed(path):
             yield path

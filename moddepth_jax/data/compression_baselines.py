@@ -12,7 +12,7 @@ MAX_BYTES = 16 * 2**20
 
 
 def measure_baselines(corpus: Corpus) -> dict[str, float]:
-    """Measures the bits per byte of the training text under three simple models; takes seconds.
+    """Measure the bits per byte of the training text under three simple models; takes seconds.
 
     `unigram` is the entropy of the byte frequencies; `zlib` (level 9) and `xz` (preset 6) are
     compressed sizes. All are over the first 16 MiB of the concatenated training documents; for a
@@ -29,7 +29,7 @@ def measure_baselines(corpus: Corpus) -> dict[str, float]:
 
 
 def describe_measured_text(corpus: Corpus) -> str:
-    """Describes the text that `measure_baselines` measures."""
+    """Describe the text that `measure_baselines` measures."""
     if len(corpus.members) > 1:
         return f'first {_size(corpus) / 2**20:.1f} MiB of training text, mixed by its shares'
     if corpus.train_bytes() <= MAX_BYTES:
@@ -38,7 +38,7 @@ def describe_measured_text(corpus: Corpus) -> str:
 
 
 def first_bytes(documents: Iterable[bytes], size: int, between: bytes = b'') -> bytes:
-    """Returns the first `size` bytes of the documents, joined by `between`; reads no later ones."""
+    """Return the first `size` bytes of the documents, joined by `between`; reads no later ones."""
     pieces, room = [], size
     for text in documents:
         pieces.append(text[:room])
@@ -49,7 +49,7 @@ def first_bytes(documents: Iterable[bytes], size: int, between: bytes = b'') -> 
 
 
 def _size(corpus):
-    """Returns the bytes to measure; for a mixture, every member has enough for its share."""
+    """Return the bytes to measure; for a mixture, every member has enough for its share."""
     sizes = [member.store.train['bytes'] / member.share for member in corpus.members]
     return int(min(MAX_BYTES, *sizes, corpus.train_bytes()))
 

@@ -38,12 +38,12 @@ class Corpus:
     left_out: str = ''
 
     def train_bytes(self) -> int:
-        """Returns the bytes of all training documents."""
+        """Return the bytes of all training documents."""
         return _num_bytes(self.train)
 
 
 def load_corpus(data: DataHparams) -> Corpus:
-    """Loads the corpus of `data.source`, without empty documents.
+    """Load the corpus of `data.source`, without empty documents.
 
     Only the description of prepared text is read. Raises ValueError, one line, like the reader of
     the source, `load_members` and `split_documents`; also if all documents are empty, or if
@@ -72,7 +72,7 @@ def load_corpus(data: DataHparams) -> Corpus:
 
 
 def load_held_out(data: DataHparams, trained_on: Set[str] = frozenset()) -> Corpus:
-    """Loads the corpus of `data.source` as held-out documents, with nothing to train on.
+    """Load the corpus of `data.source` as held-out documents, with nothing to train on.
 
     Of prepared text whose fingerprint is in `trained_on`, only the held-out split is used. Raises
     ValueError like `load_corpus`, except for the fraction or a single document of one byte.
@@ -91,7 +91,7 @@ def load_held_out(data: DataHparams, trained_on: Set[str] = frozenset()) -> Corp
 
 
 def _nonempty_documents(data):
-    """Returns (documents, packages, note on files that were left out)."""
+    """Return (documents, packages, note on files that were left out)."""
     packages, left_out = (), ''
     match data.source:
         case 'python_environment':
@@ -127,7 +127,7 @@ def _of_documents(title, data, documents, packages, left_out, train, held_out):
 
 
 def _prepared(data, members, train, held_out):
-    """Returns the Corpus of prepared folders; `train` and `held_out` list (store, split)."""
+    """Return the Corpus of prepared folders; `train` and `held_out` list (store, split)."""
     title, sha256 = data.source, members[0].store.fingerprint
     if data.source == 'mixture':
         title = f'mixture of {", ".join(member.name for member in members)}'

@@ -28,13 +28,13 @@ _KINDS = {
 
 
 def cache_directory() -> pathlib.Path | None:
-    """Returns this project's folder in the user's cache, or None for a user without a home."""
+    """Return this project's folder in the user's cache, or None for a user without a home."""
     folder = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
     return pathlib.Path(folder, 'moddepth_jax') if os.path.isabs(folder) else None
 
 
 def write_atomically(path: str | os.PathLike, text: str) -> None:
-    """Writes `text` so that after a kill at any moment `path` has the old or the new text."""
+    """Write `text` so that after a kill at any moment `path` has the old or the new text."""
     # Several processes, on several hosts, may write the same file at once.
     temporary = f'{os.fspath(path)}.{socket.gethostname()}-{os.getpid()}.tmp'
     try:
@@ -50,7 +50,7 @@ def write_atomically(path: str | os.PathLike, text: str) -> None:
 
 
 def _unique_keys(pairs):
-    """Makes a dict; refuses equal keys, of which other readers may use another one."""
+    """Make a dict; refuses equal keys, of which other readers may use another one."""
     content = dict(pairs)
     if len(content) < len(pairs):
         ((key, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
@@ -59,7 +59,7 @@ def _unique_keys(pairs):
 
 
 def parse_object(text: str | bytes) -> dict:
-    """Parses a JSON object in UTF-8; raises ValueError, one line, for anything else.
+    """Parse a JSON object in UTF-8; raises ValueError, one line, for anything else.
 
     Also if an object has two equal keys.
     """
@@ -81,7 +81,7 @@ def parse_object(text: str | bytes) -> dict:
 
 
 def check_fields(content: dict, fields: dict, where: object, remedy: str) -> None:
-    """Raises ValueError, one line, unless the JSON object `content` has these fields.
+    """Raise ValueError, one line, unless the JSON object `content` has these fields.
 
     Args:
       content: the object.
@@ -107,7 +107,7 @@ def check_fields(content: dict, fields: dict, where: object, remedy: str) -> Non
 def read_json(
     file: pathlib.Path, remedy: str, fields: dict | None = None, limit: int = 1 << 26
 ) -> dict | None:
-    """Reads the JSON object in a regular file of at most `limit` bytes; None if there is no file.
+    """Read the JSON object in a regular file of at most `limit` bytes; None if there is no file.
 
     Raises ValueError, one line that ends with `remedy`, if it cannot be read, or like
     `check_fields`.
@@ -124,7 +124,7 @@ def read_json(
 
 
 def lock_directory(path: str | os.PathLike, flag: str = '--workdir') -> io.TextIOBase:
-    """Locks a directory until the returned file is closed or the process dies.
+    """Lock a directory until the returned file is closed or the process dies.
 
     `flag` is the option that names the directory, for messages. Raises ValueError, one line, if
     another process holds the lock, or if the lock file cannot be written.

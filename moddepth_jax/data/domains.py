@@ -15,7 +15,7 @@ from moddepth_jax.hparams import DataHparams
 
 
 def name_flags(message: str) -> str:
-    """Replaces the knobs in a message by the flags of launch.evaluate."""
+    """Replace the knobs in a message by the flags of launch.evaluate."""
     for knob in ('text_field', 'encoding'):
         message = message.replace(f'data.{knob}', f'--{knob}')
     return message.replace('data.source', '--data')
@@ -24,7 +24,7 @@ def name_flags(message: str) -> str:
 def load_domains(
     folder: str, data: DataHparams, tokenizer: Tokenizer, trained_on
 ) -> tuple[dict[str, HeldOut], dict[str, str]]:
-    """Loads the domains of `folder` as ({name: HeldOut}, {name: why it was skipped}).
+    """Load the domains of `folder` as ({name: HeldOut}, {name: why it was skipped}).
 
     A domain is a file in `folder`, or a folder in it: prepared text, or all text below it. Hidden
     entries are ignored; domains that are too short or binary are skipped. `trained_on` is as in

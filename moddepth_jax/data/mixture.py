@@ -21,12 +21,12 @@ class Member:
 
 
 def is_prepared(source: str) -> bool:
-    """Returns whether `data.source` is text of launch.prepare, finished or not."""
+    """Return whether `data.source` is text of launch.prepare, finished or not."""
     return source == 'mixture' or is_started(source)
 
 
 def load_members(data: DataHparams) -> tuple[Member, ...]:
-    """Opens the members of `data.mixture`, or the single folder `data.source`; reads no text.
+    """Open the members of `data.mixture`, or the single folder `data.source`; reads no text.
 
     Raises ValueError, one line, like `open_store`, for different tokenizers, or for equal texts.
     """
@@ -52,13 +52,13 @@ def load_members(data: DataHparams) -> tuple[Member, ...]:
 
 
 def describe_tokenizer(tokenizer: dict) -> str:
-    """Returns the name of a store's tokenizer, with the first digits of its sha256, if any."""
+    """Return the name of a store's tokenizer, with the first digits of its sha256, if any."""
     sha256 = tokenizer['sha256']
     return repr(tokenizer['name']) + f' (sha256 {sha256[:12]}..)' * bool(sha256)
 
 
 def _names(folders):
-    """Returns the shortest ends of the paths that are all different."""
+    """Return the shortest ends of the paths that are all different."""
     parts = [pathlib.Path(os.path.abspath(os.path.expanduser(folder))).parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ['/'.join(part[-length:]) for part in parts]
@@ -79,7 +79,7 @@ class RowSchedule:
         self._splits = [share / rest for share, rest in zip(shares, rests, strict=True)]
 
     def member(self, row: int) -> tuple[int, int]:
-        """Returns the member of a row, and the number of earlier rows of that member."""
+        """Return the member of a row, and the number of earlier rows of that member."""
         for member, share in enumerate(self._splits):
             before, after = (n * share.numerator // share.denominator for n in (row, row + 1))
             if after > before:
@@ -88,7 +88,7 @@ class RowSchedule:
         raise AssertionError('the last share of the rest is 1')
 
     def counts(self, rows: int) -> list[int]:
-        """Counts the rows of each member among the first `rows` rows."""
+        """Count the rows of each member among the first `rows` rows."""
         counts = []
         for share in self._splits:
             counts.append(rows * share.numerator // share.denominator)
@@ -97,7 +97,7 @@ class RowSchedule:
 
 
 def held_out_order(shares, sizes):
-    """Yields (member, number of its batch): first one batch of each member, then by shares."""
+    """Yield (member, number of its batch): first one batch of each member, then by shares."""
     counts = [0] * len(sizes)
     for _ in range(sum(sizes)):
         unfinished = [i for i, size in enumerate(sizes) if counts[i] < size]

@@ -53,7 +53,7 @@ class HeldOut:
         self._order, self._next_of_order = [], held_out_order(shares, sizes)
 
     def held_out_batch(self, index: int) -> dict[str, np.ndarray]:
-        """Returns batch `index` of the held-out windows; arrays as in `Dataset.train_batch`.
+        """Return batch `index` of the held-out windows; arrays as in `Dataset.train_batch`.
 
         The order is shuffled and always the same. A batch has windows of one member of a mixture.
         The last batch of each text is padded by `pad_rows`. Raises ValueError for an index out of
@@ -63,12 +63,12 @@ class HeldOut:
         return pad_rows(self._held_out[member][batch], self._batch_size)
 
     def domain(self, index: int) -> str | None:
-        """Returns the member's name of held-out batch `index`, or None without a mixture."""
+        """Return the member's name of held-out batch `index`, or None without a mixture."""
         member, _ = self._find_batch(index)
         return list(self.domains)[member] if self.domains else None
 
     def _find_batch(self, index):
-        """Returns (member, number of its batch) of held-out batch `index`."""
+        """Return (member, number of its batch) of held-out batch `index`."""
         index = operator.index(index)
         if not 0 <= index < self.num_held_out_batches:
             raise ValueError(f'index={index}: must lie in [0, {self.num_held_out_batches})')
@@ -112,7 +112,7 @@ class Dataset(HeldOut):
         self.fingerprint = _fingerprint(data, seed, corpus, tokenizer)
 
     def train_windows(self, step: int, rows: slice = ALL_ROWS) -> list[int]:
-        """Returns the numbers of the windows in rows `rows` of the batch of `step` (from 0).
+        """Return the numbers of the windows in rows `rows` of the batch of `step` (from 0).
 
         Each epoch visits every window of a member once, in a new order. Batches continue across
         epochs. Raises ValueError for a negative step.
@@ -126,11 +126,11 @@ class Dataset(HeldOut):
         return [int(begins[member] + self._train[member][nth]) for member, nth in places]
 
     def train_batch(self, step: int, rows: slice = ALL_ROWS) -> dict[str, np.ndarray]:
-        """Returns rows `rows` of the batch of `step`; arrays as in `Windows.cut`."""
+        """Return rows `rows` of the batch of `step`; arrays as in `Windows.cut`."""
         return self._windows.cut(self.train_windows(step, rows))
 
     def epochs(self, step: int) -> float:
-        """Returns the epochs in the batches before `step`, as a fraction."""
+        """Return the epochs in the batches before `step`, as a fraction."""
         return step * self._batch_size / self.num_train_windows
 
     def domain_epochs(self, step: int) -> dict[str, float]:
@@ -144,7 +144,7 @@ class Dataset(HeldOut):
 def make_dataset(
     data: DataHparams, seed: int, corpus: Corpus | None = None, tokenizer: Tokenizer | None = None
 ) -> Dataset:
-    """Makes the dataset of `data`, shuffled by `seed`.
+    """Make the dataset of `data`, shuffled by `seed`.
 
     Corpus and tokenizer are by default those that `data` names. Raises ValueError, one line, like
     `load_corpus` and `tokenizer_of`, or for text that is shorter than one window, that the
@@ -157,7 +157,7 @@ def make_dataset(
 def make_held_out(
     data: DataHparams, tokenizer: Tokenizer | None = None, trained_on: Set[str] = frozenset()
 ) -> HeldOut:
-    """Makes held-out batches of all text of `data.source`; ignores `data.held_out_fraction`.
+    """Make held-out batches of all text of `data.source`; ignores `data.held_out_fraction`.
 
     `trained_on` is as in `load_held_out`. Raises ValueError like that and `make_dataset`.
     """
@@ -165,7 +165,7 @@ def make_held_out(
 
 
 def _load_streams(data, corpus, tokenizer, part):
-    """Returns [(member, its streams)] of a part: 'training', 'held-out' or 'given'.
+    """Return [(member, its streams)] of a part: 'training', 'held-out' or 'given'.
 
     Text that is not prepared has one entry, with None as member.
     """
@@ -181,7 +181,7 @@ def _load_streams(data, corpus, tokenizer, part):
 
 
 def _check_tokenizer(data, members, tokenizer, part):
-    """Raises ValueError if text was prepared with a tokenizer other than `tokenizer`."""
+    """Raise ValueError if text was prepared with a tokenizer other than `tokenizer`."""
     for member, folder in zip(members, data.folders, strict=True):
         theirs = member.store.tokenizer
         ours = {name: getattr(tokenizer, name) for name in theirs}
@@ -220,7 +220,7 @@ def _fingerprint(data, seed, corpus, tokenizer):
 
 
 def check_fingerprint(stored: dict, current: dict) -> None:
-    """Raises ValueError, one line with the first difference, if a run would resume on other data.
+    """Raise ValueError, one line with the first difference, if a run would resume on other data.
 
     Compares two `Dataset.fingerprint`s. Other versions of packages with the same text are the same
     data, and so are members with other names.
@@ -236,7 +236,7 @@ def check_fingerprint(stored: dict, current: dict) -> None:
 
 
 def _show_value(fingerprint, field):
-    """Formats a value, with the name of the member if it is a member's fingerprint."""
+    """Format a value, with the name of the member if it is a member's fingerprint."""
     value = repr(fingerprint[field]) if field in fingerprint else 'missing'
     name = fingerprint.get(field.replace('member_', 'name_'))
     return value if name is None or not field.startswith('member_') else f'{value} ({name})'

@@ -28,7 +28,7 @@ def _documents_below(root, excluded):
 
 
 def stdlib_documents(root: str | None = None) -> list[tuple[str, bytes]]:
-    """Reads Python's standard library as (name, bytes) of every .py file below `root`, by path.
+    """Read Python's standard library as (name, bytes) of every .py file below `root`, by path.
 
     Excludes tests, idlelib, lib2to3, installed packages, and files in which a build describes its
     machine. Raises ValueError if there is no .py file.
@@ -44,7 +44,7 @@ def stdlib_documents(root: str | None = None) -> list[tuple[str, bytes]]:
 def environment_documents(
     stdlib: str | None = None, roots: tuple[str, ...] | None = None
 ) -> tuple[list[tuple[str, bytes]], tuple[str, ...]]:
-    """Reads the standard library and every installed package as (documents, packages).
+    """Read the standard library and every installed package as (documents, packages).
 
     Documents are (name, bytes), sorted. Excluded are the files that `stdlib_documents` excludes,
     tests of packages, this project itself, files that are empty or not UTF-8, and repeated files.

@@ -96,7 +96,7 @@ def _line_rows(path, name, text_field, span):
 
 
 def _line_spans(path, text_field, size, chunks):
-    """Finds spans of complete lines; lines that are appended after the last chunk are ignored."""
+    """Find spans of complete lines; lines that are appended after the last chunk are ignored."""
     cuts, position, lines = [(0, 1)], 0, 0  # (first byte, first row) of each span
     for chunk in chunks:
         begin = 0
@@ -112,7 +112,7 @@ def _line_spans(path, text_field, size, chunks):
 
 
 def _checked(where, text):
-    """Returns a text if it is UTF-8, as its format requires, otherwise a BadText."""
+    """Return a text if it is UTF-8, as its format requires, otherwise a BadText."""
     try:
         text.decode()
         return text
@@ -122,7 +122,7 @@ def _checked(where, text):
 
 
 def _object_text(where, line, text_field, unit):
-    """Returns the field `text_field` of the JSON object `line`, or a BadText.
+    """Return the field `text_field` of the JSON object `line`, or a BadText.
 
     `unit` is what the file calls it: a line or a record.
     """
@@ -236,7 +236,7 @@ def _parquet_spans(path, text_field, size, chunks):
 
 
 def _record_rows(path, name, text_field, span):
-    """Reads records: JSON objects if the first one is an object, otherwise texts."""
+    """Read records: JSON objects if the first one is an object, otherwise texts."""
     size = path.stat().st_size
     with _open_records(path) as (read, count):
         of_objects = count > 0 and read(0, 1)[0].lstrip().startswith(b'{')
@@ -260,7 +260,7 @@ def _record_spans(path, text_field, size, chunks):
 
 @contextlib.contextmanager
 def _open_records(path):
-    """Opens a file of records as (read, count); read(start, stop) returns some of them."""
+    """Open a file of records as (read, count); read(start, stop) returns some of them."""
     from array_record.python import array_record_module  # few runs read records
 
     def read(start, stop):
@@ -288,7 +288,7 @@ FORMATS = {
 
 
 def describe_formats() -> str:
-    """Describes the files that can be read, for messages."""
+    """Describe the files that can be read, for messages."""
     *others, last = FORMATS
     return f'text, {", ".join(others)} or {last}, plain or compressed ({", ".join(SUFFIXES)})'
 
@@ -298,7 +298,7 @@ def _suffix(path):
 
 
 def to_utf8(where: object, content: bytes, encoding: str) -> bytes:
-    """Converts the text of a file to UTF-8; raises BadText with the first byte that is invalid.
+    """Convert the text of a file to UTF-8; raises BadText with the first byte that is invalid.
 
     Text in UTF-8 keeps its bytes, even a byte-order mark, which utf-8-sig removes.
     """
@@ -321,7 +321,7 @@ def to_utf8(where: object, content: bytes, encoding: str) -> bytes:
 
 
 def read_text(path: pathlib.Path, encoding: str) -> bytes:
-    """Reads a file, plain or compressed, as one text in UTF-8; raises OSError or BadText."""
+    """Read a file, plain or compressed, as one text in UTF-8; raises OSError or BadText."""
     with open_plain(path) as (stream, _):
         if (size := os.stat(path).st_size) > _MAX_TEXT:
             problem = f'{size:,} bytes, more than the {_MAX_TEXT:,} that one text may have'
@@ -330,7 +330,7 @@ def read_text(path: pathlib.Path, encoding: str) -> bytes:
 
 
 def may_be_text(path: pathlib.Path, encoding: str) -> bool:
-    """Returns whether to read a file that was found in a folder or by a glob.
+    """Return whether to read a file that was found in a folder or by a glob.
 
     It must be a regular file and not binary. Files with .txt or a suffix of FORMATS count as text.
     """
@@ -351,7 +351,7 @@ def read_rows(
     span: Span = WHOLE_FILE,
     encoding: str = 'utf-8',
 ) -> Iterator[Row]:
-    """Yields the Rows of a file in order, with a BadText in place of text that cannot be used.
+    """Yield the Rows of a file in order, with a BadText in place of text that cannot be used.
 
     A .jsonl, in UTF-8, has a document in each line (blank lines are skipped), and a .parquet in
     each row, in the field or column `text_field`. An .arrayrecord has one in each record: the field
@@ -372,7 +372,7 @@ def read_rows(
 
 
 def as_bad_text(where: object, error: BadText | OSError) -> BadText:
-    """Turns an OSError into a BadText that says why the file cannot be read; keeps a BadText."""
+    """Turn an OSError into a BadText that says why the file cannot be read; keeps a BadText."""
     if isinstance(error, BadText):
         return error
     if error.errno is None:  # from a library
@@ -385,7 +385,7 @@ def as_bad_text(where: object, error: BadText | OSError) -> BadText:
 def find_spans(
     path: pathlib.Path, text_field: str, size: int, chunks: Iterable[bytes]
 ) -> list[Span]:
-    """Splits a file, whose bytes `chunks` yields, into spans of about `size` bytes.
+    """Split a file, whose bytes `chunks` yields, into spans of about `size` bytes.
 
     Raises BadText or OSError if the file cannot be read or has no such column.
     """

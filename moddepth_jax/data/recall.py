@@ -47,7 +47,7 @@ def _word(circle, start):
 
 
 def make_recall(seed: int = SEED, num_documents: int = NUM_DOCUMENTS) -> list[bytes]:
-    """Makes `num_documents` texts of 127 bytes, as the module describes; `seed` is 0 or more."""
+    """Make `num_documents` texts of 127 bytes, as the module describes; `seed` is 0 or more."""
     # Uniform draws only: NumPy may change other distributions between versions.
     random = np.random.Generator(np.random.PCG64([seed, 2])).random
     documents = []
@@ -74,7 +74,7 @@ def make_recall(seed: int = SEED, num_documents: int = NUM_DOCUMENTS) -> list[by
 
 
 def needs_far_context(tokens_BT: np.ndarray) -> np.ndarray:
-    """Returns bool [B, T], True at the x of each question, a small letter after a bracket.
+    """Return bool [B, T], True at the x of each question, a small letter after a bracket.
 
     False at the first token of a row. `tokens_BT` has ids of the byte tokenizer.
     """

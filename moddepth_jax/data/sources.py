@@ -18,7 +18,7 @@ _FOLDERS = re.compile('(?:(?<=/)|^)[*][*](?:/+|$)')
 def find_files(
     source: str, option: str, right: str, encoding: str = 'utf-8'
 ) -> tuple[pathlib.Path, list[pathlib.Path], list[pathlib.Path]]:
-    """Finds the files of a path, folder or glob; returns (root, files below it, files left out).
+    """Find the files of a path, folder or glob; returns (root, files below it, files left out).
 
     An existing path is taken literally, even with brackets in it. Hidden files of a folder are
     ignored. Of a folder and of a glob, files that `readers.may_be_text` refuses are left out. Links
@@ -57,7 +57,7 @@ def find_files(
 
 
 def check_source(source: str):
-    """Raises ValueError early, before slow imports, for a `data.source` that does not exist."""
+    """Raise ValueError early, before slow imports, for a `data.source` that does not exist."""
     path, right = os.path.expanduser(source), _RIGHT + readers.describe_formats()
     if source in MADE or is_started(source):
         return
@@ -79,7 +79,7 @@ def _check_folder(source, option, right):
 
 
 def _kind_of_folder(folder):
-    """Returns what a folder is, in words, if launch.train or another program wrote it, or ''."""
+    """Return what a folder is, in words, if launch.train or another program wrote it, or ''."""
 
     def config(file):
         try:
@@ -102,13 +102,13 @@ def _kind_of_folder(folder):
 
 
 def describe_left_out(paths: list[pathlib.Path]) -> str:
-    """Returns a note for the user on the files that `find_files` left out, or ''."""
+    """Return a note for the user on the files that `find_files` left out, or ''."""
     what = f'left out {len(paths):,} file{"s" * (len(paths) > 1)} without text'
     return f'{what}, such as {paths[0]}' if paths else ''
 
 
 def _expand(pattern):
-    """Returns the matches of a glob; ** visits each folder once, even in a loop of links."""
+    """Return the matches of a glob; ** visits each folder once, even in a loop of links."""
     stars = _FOLDERS.search(pattern)
     if not stars:
         return glob.glob(pattern)
@@ -118,7 +118,7 @@ def _expand(pattern):
 
 
 def _folders(top):
-    """Yields `top` and the folders below it that are not hidden, each once."""
+    """Yield `top` and the folders below it that are not hidden, each once."""
     seen = set(map(str, pathlib.Path(top).resolve().parents))  # a link to these is a loop
     folders, links = [top], []
     while folders or links:
@@ -141,7 +141,7 @@ def _folders(top):
 def load_documents(
     source: str, text_field: str, encoding: str = 'utf-8'
 ) -> tuple[list[tuple[str, bytes]], str]:
-    """Reads the files of `source` as ([(name, bytes) of each document], note on files left out).
+    """Read the files of `source` as ([(name, bytes) of each document], note on files left out).
 
     Raises like `find_files`, or the first BadText.
     """

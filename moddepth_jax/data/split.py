@@ -6,7 +6,7 @@ Document = tuple[str, bytes]
 
 
 def name_hash(name: str) -> float:
-    """Maps a document's name to [0, 1) by its sha256; documents below the fraction are held out.
+    """Map a document's name to [0, 1) by its sha256; documents below the fraction are held out.
 
     The side of a document thus does not depend on other documents, their order, or the text.
     """
@@ -17,7 +17,7 @@ def name_hash(name: str) -> float:
 def split_documents(
     documents: list[Document], held_out_fraction: float, whole_characters: bool = False
 ) -> tuple[list[Document], list[Document]]:
-    """Splits (name, bytes) documents into (train, held_out), each in the given order.
+    """Split (name, bytes) documents into (train, held_out), each in the given order.
 
     A document is held out if the hash of its name is below the fraction. If a side would be empty,
     the document nearest to the bound moves there. A single document is cut by `tail_start`.
@@ -42,7 +42,7 @@ def split_documents(
 
 
 def tail_start(text: bytes, held_out_fraction: float, whole_characters: bool) -> int:
-    """Returns where the held-out tail of a single document begins; neither side is empty.
+    """Return where the held-out tail of a single document begins; neither side is empty.
 
     With `whole_characters`, the cut is before the character at the fraction, or after the first
     character. Raises ValueError if the text is too short.

@@ -38,7 +38,7 @@ class Language(typing.NamedTuple):
 
 
 def make_language(seed: int = SEED, document_bytes: float = DOCUMENT_BYTES) -> Language:
-    """Makes the language of `seed`: the continuation of each word, and its share of a Zipf law.
+    """Make the language of `seed`: the continuation of each word, and its share of a Zipf law.
 
     `document_bytes`, above 1, is the mean size of a document with its full stop.
     """
@@ -62,7 +62,7 @@ def make_language(seed: int = SEED, document_bytes: float = DOCUMENT_BYTES) -> L
 def make_synthetic(
     seed: int = SEED, num_documents: int = NUM_DOCUMENTS, document_bytes: float = DOCUMENT_BYTES
 ) -> list[bytes]:
-    """Makes `num_documents` texts of `make_language(seed, document_bytes)`.
+    """Make `num_documents` texts of `make_language(seed, document_bytes)`.
 
     Words are drawn one after another until the full stop, so the number of words is geometric.
     """

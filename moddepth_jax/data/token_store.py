@@ -45,12 +45,12 @@ _PACKAGES = ('moddepth-jax', 'numpy', 'tokenizers', 'sentencepiece', 'pyarrow')
 
 
 def is_store(path: str | os.PathLike) -> bool:
-    """Returns whether `path` is a directory of completely prepared text, of any version."""
+    """Return whether `path` is a directory of completely prepared text, of any version."""
     return (pathlib.Path(path).expanduser() / PREPARED_FILE).is_file()
 
 
 def is_started(path: str | os.PathLike) -> bool:
-    """Returns whether `path` is a directory of prepared text, complete or not, maybe damaged."""
+    """Return whether `path` is a directory of prepared text, complete or not, maybe damaged."""
     names = (PREPARED_FILE, 'train.bin', PLAN_FILE)
     return any(os.path.lexists(pathlib.Path(path).expanduser() / name) for name in names)
 
@@ -88,15 +88,15 @@ class Store:
     tokenizer_files: dict = dataclasses.field(default_factory=dict)
 
     def tokens(self, split: str) -> np.ndarray:
-        """Maps the tokens of a split, [tokens] of self.dtype, as in `windows.token_stream`."""
+        """Map the tokens of a split, [tokens] of self.dtype, as in `windows.token_stream`."""
         return _map(self.directory / f'{split}.bin', self.dtype)
 
     def offsets(self, split: str) -> np.ndarray:
-        """Maps uint64 [documents + 1]: document i is tokens[offsets[i]:offsets[i + 1]]."""
+        """Map uint64 [documents + 1]: document i is tokens[offsets[i]:offsets[i + 1]]."""
         return _map(self.directory / f'{split}.index', 'uint64')
 
     def documents(self, split: str) -> 'StoredDocuments':
-        """Returns the documents of one split as bytes, decoded on access."""
+        """Return the documents of one split as bytes, decoded on access."""
         return StoredDocuments([(self, split)])
 
 
@@ -182,7 +182,7 @@ def _map(path, dtype):
 
 
 def open_store(directory: str | os.PathLike) -> Store:
-    """Opens the prepared text in `directory` and checks that all files are as they were written.
+    """Open the prepared text in `directory` and checks that all files are as they were written.
 
     Each call checks prepared.json, which is written last, and the sizes of the files. The content
     of a small store is also checked at each call; that of a large one once per machine, and again
@@ -228,7 +228,7 @@ def _fingerprint(content):
 
 
 def _verify_once(store):
-    """Verifies a store, unless it is large and was verified here and no file changed since."""
+    """Verify a store, unless it is large and was verified here and no file changed since."""
     names = [PREPARED_FILE, *(f'{TOKENIZER_DIRECTORY}/{name}' for name in store.tokenizer_files)]
     sizes, status = dict.fromkeys(names), {}
     for split in SPLITS:
@@ -257,7 +257,7 @@ def _verify_once(store):
 
 
 def _verify(store, total):
-    """Raises ValueError unless tokens and tokenizer have their digests and the index fits."""
+    """Raise ValueError unless tokens and tokenizer have their digests and the index fits."""
     done, report, intact = 0, time.monotonic() + _QUIET_SECONDS, {}
     for name, sha256 in store.tokenizer_files.items():
         with open_file(store.directory / TOKENIZER_DIRECTORY / name) as file:
@@ -308,7 +308,7 @@ class StoreWriter(contextlib.ExitStack):
             self._counts[split] = {'documents': 0, 'tokens': 0, 'bytes': 0}
 
     def add(self, split: str, tokens_N: np.ndarray, lengths_D: np.ndarray, num_bytes: int) -> None:
-        """Appends documents: their tokens, each after a separator, and their lengths in tokens.
+        """Append documents: their tokens, each after a separator, and their lengths in tokens.
 
         `num_bytes` is the size of their text.
         """

@@ -16,7 +16,7 @@ class TooShort(ValueError):
 
 
 def token_stream(documents: Iterable[bytes], tokenizer: Tokenizer) -> np.ndarray:
-    """Encodes documents into one stream [N] of the tokenizer's dtype, a separator before each.
+    """Encode documents into one stream [N] of the tokenizer's dtype, a separator before each.
 
     Raises ValueError, one line, with the number of a document that the tokenizer cannot encode.
     """
@@ -31,7 +31,7 @@ def token_stream(documents: Iterable[bytes], tokenizer: Tokenizer) -> np.ndarray
 
 
 def pad_rows(batch: dict, batch_size: int) -> dict:
-    """Pads a batch to `batch_size` rows with label -100, segment 0 and token 0."""
+    """Pad a batch to `batch_size` rows with label -100, segment 0 and token 0."""
     missing = batch_size - len(batch['tokens_BT'])
     padded = {name: np.pad(array, ((0, missing), (0, 0))) for name, array in batch.items()}
     padded['labels_BT'][len(batch['labels_BT']) :] = IGNORED_LABEL
@@ -63,7 +63,7 @@ class Windows:
         return int(self.begins[-1])
 
     def cut(self, numbers) -> dict[str, np.ndarray]:
-        """Returns the batch of the windows `numbers`, int32 [B, T] arrays.
+        """Return the batch of the windows `numbers`, int32 [B, T] arrays.
 
         `tokens_BT` has the first T tokens of each window and `labels_BT` the last T.
         `segment_ids_BT` numbers the documents in a row: 1 at the start, and one more at each
@@ -93,7 +93,7 @@ def make_windows(
     part: str,
     member: Member | None = None,
 ) -> Windows:
-    """Makes the Windows of a text; `part` is 'training', 'held-out' or 'given'.
+    """Make the Windows of a text; `part` is 'training', 'held-out' or 'given'.
 
     Raises TooShort if there is no window.
     """

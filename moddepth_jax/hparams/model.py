@@ -261,7 +261,7 @@ class ModelHparams:
 
     @property
     def block_names(self) -> list[str]:
-        """Names of the blocks that run, for figures: the number, and the loop if it is routed."""
+        """Name of the blocks that run, for figures: the number, and the loop if it is routed."""
         loops = self.router_of_block
         if not self.routing.routes_loops:
             loops = (None,) * len(loops)

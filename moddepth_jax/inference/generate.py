@@ -59,7 +59,7 @@ class Generation:
 
 
 def check_prompt(hparams: Hparams, prompt, num_tokens: int, name: str = 'a prompt'):
-    """Raises ValueError if a prompt (token ids) and `num_tokens` more do not fit the context."""
+    """Raise ValueError if a prompt (token ids) and `num_tokens` more do not fit the context."""
     context, size = hparams.data.sequence_length, hparams.model.vocab_size
     _check_integers('prompt', prompt)
     _check_integers('num_tokens', [num_tokens])
@@ -82,7 +82,7 @@ def check_prompt(hparams: Hparams, prompt, num_tokens: int, name: str = 'a promp
 def check_request(
     hparams: Hparams, prompts, num_tokens, *, seed=0, num_samples=1, temperature=1.0, **cuts
 ):
-    """Raises ValueError like `generate` for the same arguments."""
+    """Raise ValueError like `generate` for the same arguments."""
     if not len(prompts):
         raise ValueError('prompts=[]: must hold at least one')
     for number, prompt in enumerate(prompts, 1):
@@ -104,14 +104,14 @@ def check_request(
 
 
 def check_chunk(prefill_chunk: int):
-    """Raises ValueError if `prefill_chunk` is not a number of tokens to read at a time."""
+    """Raise ValueError if `prefill_chunk` is not a number of tokens to read at a time."""
     _check_integers('prefill_chunk', [prefill_chunk])
     if prefill_chunk < 0:
         raise ValueError(f'prefill_chunk={prefill_chunk}: must be 0 (one pass) or more')
 
 
 def check_draft(hparams: Hparams, draft_tokens: int):
-    """Raises ValueError if the model cannot guess `draft_tokens` tokens with its dense blocks."""
+    """Raise ValueError if the model cannot guess `draft_tokens` tokens with its dense blocks."""
     _check_integers('draft_tokens', [draft_tokens])
     if draft_tokens < 0:
         raise ValueError(f'draft_tokens={draft_tokens}: must be 0 (no guesses) or more')
@@ -136,7 +136,7 @@ def _replicate(tree):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _row_keys(seed_P, num_samples):
-    """Makes a PRNG key for each row from the seed of its prompt and the number of its sample."""
+    """Make a PRNG key for each row from the seed of its prompt and the number of its sample."""
     sample_B = jnp.tile(jnp.arange(num_samples), len(seed_P))
     keys_B = jax.vmap(jax.random.key)(jnp.repeat(seed_P, num_samples))
     return _replicate(jax.vmap(jax.random.fold_in)(keys_B, sample_B))
@@ -158,7 +158,7 @@ _write = jax.jit(update_cache, donate_argnums=0)
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, 'num_samples', *_SIZES))
 def _start(unrolled, batch, keys_B, *, num_samples, tokenizer, temperature, top_p, top_k, **how):
-    """Draws the first new token of each row, [B, 1]; also returns the cache of the prompts.
+    """Draw the first new token of each row, [B, 1]; also returns the cache of the prompts.
 
     `batch` is a result of `_read`.
     """
@@ -179,7 +179,7 @@ _empty = jax.jit(empty_cache, static_argnums=1, static_argnames=('hparams', 'rou
 
 @functools.partial(jax.jit, static_argnames=('ends', 'hparams', 'routing'))
 def _chunk(unrolled, cache, x_B1D, tokens_BT, begins_BT, active_BT, *, ends, hparams, routing):
-    """Computes one chunk of the prompts.
+    """Compute one chunk of the prompts.
 
     Returns x_B1D, the input of `lm_head` at the last token of each row so far, and the arguments of
     `_write`. `ends` says whether a row ends in this chunk. If not, the output of the last block is
@@ -195,7 +195,7 @@ def _chunk(unrolled, cache, x_B1D, tokens_BT, begins_BT, active_BT, *, ends, hpa
 
 
 def _in_chunks(unrolled, cache, batch, size, *, hparams, routing):
-    """Computes prompts in chunks of `size` tokens; `batch` is a result of `_pad`.
+    """Compute prompts in chunks of `size` tokens; `batch` is a result of `_pad`.
 
     Returns the input of `lm_head` at the last token of each row, and the cache of all tokens.
     """
@@ -216,7 +216,7 @@ def _in_chunks(unrolled, cache, batch, size, *, hparams, routing):
 
 
 def _read(unrolled, prompts, chunk, kept, *, tokenizer, hparams, routing, **sizes):
-    """Returns the batch for `prefill`, or the result of `_in_chunks`; and the reused tokens."""
+    """Return the batch for `prefill`, or the result of `_in_chunks`; and the reused tokens."""
     how = {'hparams': hparams, 'routing': routing}
     separate = tokenizer is not None and not hparams.model.across_documents
     cache, reused_B = kept.take(routing, prompts, tokenizer.separator if separate else None)
@@ -236,7 +236,7 @@ def _read(unrolled, prompts, chunk, kept, *, tokenizer, hparams, routing, **size
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
 def _step(unrolled, cache, tokens_BT, active_BT, keys_B, *, hparams, routing, tokenizer, **draw):
-    """Draws the token after each of `tokens_BT`.
+    """Draw the token after each of `tokens_BT`.
 
     A row of `tokens_BT` is the last token of a text, then guesses of the next ones. The guesses up
     to the first that differs from the drawn token are held. Returns the drawn tokens, which of
@@ -274,14 +274,14 @@ class _Draft:
         return next_B1[:, 0]
 
     def guess(self, tokens_B, active_B, num_tokens):
-        """Returns the tokens and the guesses that follow them, [B, 1 + num_tokens]."""
+        """Return the tokens and the guesses that follow them, [B, 1 + num_tokens]."""
         guesses = [tokens_B]
         for _ in range(num_tokens):
             guesses.append(self._next(guesses[-1], active_B))
         return jnp.stack(guesses, axis=1)
 
     def follow(self, cache: Cache, guesses_BT, all_held_B):
-        """Drops guesses that are not in `cache`; if all of a row are, reads the last one, too."""
+        """Drop guesses that are not in `cache`; if all of a row are, reads the last one, too."""
         own = self.cache
         lengths_B = jnp.minimum(own.lengths_B, cache.lengths_B)
         documents_B = jnp.copy(cache.documents_B)  # the other cache's will be donated
@@ -311,7 +311,7 @@ class _Texts:
         return ~self.stopped_B & (self.left_B > 0)
 
     def add(self, drawn_BT, new_BT):
-        """Adds drawn tokens where `new_BT` is True, which are the first of a row, up to a stop."""
+        """Add drawn tokens where `new_BT` is True, which are the first of a row, up to a stop."""
         for drawn_B, new_B in zip(drawn_BT.T, new_BT.T, strict=True):
             self.stopped_B = self.stopped_B | (new_B & np.isin(drawn_B, self._stops))
             new_B = new_B & ~self.stopped_B
@@ -323,7 +323,7 @@ class _Texts:
 
 
 def _pad(prompts, tokenizer, most):
-    """Returns tokens_BT and segment_ids_BT of prompts, padded to a power of two or `most`."""
+    """Return tokens_BT and segment_ids_BT of prompts, padded to a power of two or `most`."""
     longest = max(map(len, prompts))
     length = min(most, max(_MIN_LENGTH, 1 << (longest - 1).bit_length()))
     tokens_BT = np.zeros((len(prompts), length), np.int32)

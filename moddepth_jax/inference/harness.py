@@ -70,12 +70,12 @@ class HarnessLM(TemplateLM):
         return self._tokens.separator
 
     def tok_encode(self, string, add_special_tokens=None, **kwargs) -> list[int]:
-        """Encodes a text, after the separator unless `add_special_tokens` is False."""
+        """Encode a text, after the separator unless `add_special_tokens` is False."""
         begin = [] if add_special_tokens is False else [self.eot_token_id]
         return begin + self._tokens.encode(string.encode()).tolist()
 
     def loglikelihood(self, requests, disable_tqdm=True) -> list[tuple[float, bool]]:
-        """Returns (log-likelihood in nats, whether greedy) of each request's continuation."""
+        """Return (log-likelihood in nats, whether greedy) of each request's continuation."""
         for i, request in enumerate(requests):
             if not request.args[1]:
                 raise ValueError(f'request {i} has an empty continuation')
@@ -92,7 +92,7 @@ class HarnessLM(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests, disable_tqdm=True) -> list[float]:
-        """Returns the log-likelihood in nats of each text; every token is predicted once."""
+        """Return the log-likelihood in nats of each text; every token is predicted once."""
         windows = []
         for request in requests:
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
@@ -105,7 +105,7 @@ class HarnessLM(TemplateLM):
         ]
 
     def generate_until(self, requests, disable_tqdm=True) -> list[str]:
-        """Generates text after each context, up to its first stop or `max_gen_toks` tokens.
+        """Generate text after each context, up to its first stop or `max_gen_toks` tokens.
 
         The stop is removed. Contexts with equal settings run together; samples of one context
         differ in their seeds. Raises ValueError for an unknown setting, or if the tokens do not fit
@@ -133,7 +133,7 @@ class HarnessLM(TemplateLM):
         return texts
 
     def _settings(self, given):
-        """Returns the arguments of `_write`; raises ValueError for unsupported settings."""
+        """Return the arguments of `_write`; raises ValueError for unsupported settings."""
         default = min(_DEFAULT_TOKENS, self.max_length // 2)
         if 'do_sample' in given and given['do_sample'] and 'temperature' not in given:
             given = given | {'temperature': 1.0}  # as in transformers; the harness would use 0
@@ -154,7 +154,7 @@ class HarnessLM(TemplateLM):
         }
 
     def _write(self, contexts, sample, stops, num_tokens, **how):
-        """Generates the texts after contexts, cut at the first of `stops` (bytes)."""
+        """Generate the texts after contexts, cut at the first of `stops` (bytes)."""
         prompts = [self.tok_encode(context) for context in contexts]
         most = self.max_length - num_tokens
         self.num_cut += sum(len(prompt) > most for prompt in prompts)
@@ -194,7 +194,7 @@ class HarnessLM(TemplateLM):
         return int.from_bytes(hashlib.sha256(text).digest()[:4], 'big')
 
     def _stop(self, prompt, row, stops):
-        """Returns the bytes of `row` before the first stop, and whether there is a stop."""
+        """Return the bytes of `row` before the first stop, and whether there is a stop."""
         # Decoded with the tokens before: some tokenizers drop the space before a first word.
         before = prompt[-_DECODING_CONTEXT:]
         written = self._tokens.decode([*before, *row])[len(self._tokens.decode(before)) :]

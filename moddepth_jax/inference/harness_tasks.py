@@ -74,7 +74,7 @@ class HarnessTasks:
         return [piece for member in members for piece in self._pieces(member)]
 
     def run(self, name: str, lm, *, num_fewshot=None, limit=None, seed: int = 0) -> dict:
-        """Runs one of `names`; returns the harness's results, a dict by task for each of PARTS.
+        """Run one of `names`; returns the harness's results, a dict by task for each of PARTS.
 
         Args:
           name: name of the task.
@@ -117,7 +117,7 @@ class HarnessTasks:
         return f'task {name!r}: its data set {source} cannot be read ({line}); {right}'
 
     def group_results(self, results: dict) -> dict:
-        """Returns the harness's results of the groups whose tasks have all run, by name."""
+        """Return the harness's results of the groups whose tasks have all run, by name."""
         groups = {name: self._group(name) for name in self._groups} | self._built
         groups = {name: group for name, group in groups.items() if group is not None}
         found = {
@@ -131,11 +131,11 @@ class HarnessTasks:
         return found
 
     def members(self, name: str) -> set[str]:
-        """Returns the tasks of a group in `group_results`."""
+        """Return the tasks of a group in `group_results`."""
         return {task.task_name for task in self._part(name).get_all_tasks()}
 
     def _group(self, name):
-        """Returns the harness's Group; None if one of its tasks has not run."""
+        """Return the harness's Group; None if one of its tasks has not run."""
         group = Group.from_config(GroupConfig(**self._groups[name]))
         for member in self._groups[name]['task']:
             entry = self._manager.task_index[member]
@@ -146,7 +146,7 @@ class HarnessTasks:
         return group
 
     def _part(self, name):
-        """Returns the task or group of this name; None if it has not run."""
+        """Return the task or group of this name; None if it has not run."""
         if name in self._groups:
             return self._group(name)
         return self._built.get(name) or self._tasks.get(name)

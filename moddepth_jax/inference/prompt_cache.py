@@ -19,7 +19,7 @@ class PromptCache:
         self._capacity, self._texts, self._caches = 0, [], {}
 
     def unroll(self, function, variables, hparams: Hparams, routing: str, tokenizer):
-        """Returns `function(variables, hparams, routing)`, called once for the same arguments.
+        """Return `function(variables, hparams, routing)`, called once for the same arguments.
 
         Drops all caches if one of the arguments, or the tokenizer, has changed.
         """
@@ -32,7 +32,7 @@ class PromptCache:
         return self._unrolled
 
     def capacity(self, length: int, least: int, most: int) -> int:
-        """Returns the capacity for `length` tokens, between `least` and `most`.
+        """Return the capacity for `length` tokens, between `least` and `most`.
 
         If the capacity is too small, it doubles and all caches are dropped, so that a growing text
         is computed again only a few times.
@@ -44,7 +44,7 @@ class PromptCache:
         return self._capacity
 
     def take(self, routing: str, prompts, separator: int | None):
-        """Removes and returns (Cache, number of tokens of each prompt in it), or (None, None).
+        """Remove and returns (Cache, number of tokens of each prompt in it), or (None, None).
 
         The last token of a prompt is never in it, because its logits are needed. `separator` begins
         a document; None if no token does.
@@ -60,16 +60,16 @@ class PromptCache:
         return (None, None) if cache is None or not same_B.all() else (cache, same_B)
 
     def keep(self, texts, caches: dict[str, Cache]):
-        """Keeps the caches of some texts by routing; these may lack the last tokens."""
+        """Keep the caches of some texts by routing; these may lack the last tokens."""
         self._texts, self._caches = texts, caches
 
 
 def _num_equal(first, second):
-    """Counts the tokens that two sequences have in common at their start."""
+    """Count the tokens that two sequences have in common at their start."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def _last(token, row):
-    """Returns the last index of a token in a row, 0 if it is not there."""
+    """Return the last index of a token in a row, 0 if it is not there."""
     return max((i for i, one in enumerate(row) if one == token), default=0)

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def nucleus(logits_V, top_p: float):
-    """Sets logits, float32 [V], to -inf outside the smallest set of tokens that reaches `top_p`.
+    """Set logits, float32 [V], to -inf outside the smallest set of tokens that reaches `top_p`.
 
     Nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751, section 3.1). The most likely token is
     always kept; of equal logits, the lower index comes first.
@@ -19,7 +19,7 @@ def nucleus(logits_V, top_p: float):
 
 
 def sample(keys_B, logits_BV, temperature: float, top_p: float = 1.0, top_k: int = 0):
-    """Draws token ids int32 [B] from softmax(logits / temperature); argmax at temperature 0.
+    """Draw token ids int32 [B] from softmax(logits / temperature); argmax at temperature 0.
 
     A row's draw depends only on its own key and logits. A logit of -inf is never drawn. The three
     settings are Python numbers and apply in this order: the temperature; the `top_k` most likely

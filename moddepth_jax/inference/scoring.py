@@ -59,7 +59,7 @@ class _Request(NamedTuple):
 def _score_batch(
     variables, tokens_BT, segment_ids_BT, first_B, labels_BT, num_blocks, *, hparams, routing
 ):
-    """Returns log p of the labels, float32, and whether each is the most likely token, [B, T].
+    """Return log p of the labels, float32, and whether each is the most likely token, [B, T].
 
     labels_BT begins at position first_B of a row. Only the first num_blocks blocks are computed.
     """
@@ -81,7 +81,7 @@ def _score_batch(
 
 
 def _of_labels(logits_BXV, labels_BX):
-    """Returns log p of the labels, and whether each is the most likely token."""
+    """Return log p of the labels, and whether each is the most likely token."""
     nll_BX, _, _ = token_losses(logits_BXV, labels_BX)
     return -nll_BX, labels_BX == jnp.argmax(logits_BXV, axis=-1)
 
@@ -99,7 +99,7 @@ class _Options(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
 def _score_options(unrolled, options: _Options, *, hparams, routing):
-    """Returns log p of first_BO and labels_BS, and whether each is the most likely token."""
+    """Return log p of first_BO and labels_BS, and whether each is the most likely token."""
     how, routes = {'hparams': hparams, 'routing': routing}, hparams.model.routing
     length = options.context_BT.shape[1]
     capacity = length + options.tokens_BS.shape[1]
@@ -130,20 +130,20 @@ def _score_options(unrolled, options: _Options, *, hparams, routing):
 
 
 def row_lengths(hparams: Hparams, parts: int = 2) -> list[int]:
-    """Returns the lengths that rows are padded to: `_sizes` from 16, then the model's context."""
+    """Return the lengths that rows are padded to: `_sizes` from 16, then the model's context."""
     context = hparams.data.sequence_length
     sizes = _sizes(_MIN_LENGTH, parts)
     return [*itertools.takewhile(lambda length: length < context, sizes), context]
 
 
 def _sizes(least, parts):
-    """Yields ascending sizes, `parts` per factor of two, so that few programs compile."""
+    """Yield ascending sizes, `parts` per factor of two, so that few programs compile."""
     for i in itertools.count():
         yield from ((least << i) * (parts + part) // parts for part in range(parts))
 
 
 def _checked(hparams, requests):
-    """Yields a _Request for each (context, continuation); raises ValueError for a bad one."""
+    """Yield a _Request for each (context, continuation); raises ValueError for a bad one."""
     context, size = hparams.data.sequence_length, hparams.model.vocab_size
     for i, (before, labels) in enumerate(requests):
         before, labels = tuple(map(int, before)), tuple(map(int, labels))
@@ -163,7 +163,7 @@ def _checked(hparams, requests):
 
 
 def _arrays(requests, batch_size, length):
-    """Returns the arrays of `_score_batch` for some requests; missing rows are padding."""
+    """Return the arrays of `_score_batch` for some requests; missing rows are padding."""
     tokens_BT = np.zeros((batch_size, length), np.int32)
     segment_ids_BT, first_B = np.zeros_like(tokens_BT), np.zeros(batch_size, np.int32)
     padded = -(-length // _BLOCK) * _BLOCK
@@ -185,7 +185,7 @@ def score(
     routing: str | None = None,
     on_scored=None,
 ) -> list[Score]:
-    """Scores each continuation given its context, in the order of the requests.
+    """Score each continuation given its context, in the order of the requests.
 
     A context with several continuations is computed once, and they continue from its cache. Other
     requests are computed in one pass. Rows are sorted by length and padded to few lengths (such as
@@ -236,7 +236,7 @@ def score(
 
 
 def _in_one_pass(variables, requests, numbers, *, batch_size, hparams, routing):
-    """Starts batches of rows; yields functions that wait and return [(number, log p, best)]."""
+    """Start batches of rows; yields functions that wait and return [(number, log p, best)]."""
     rows = sorted(numbers, key=lambda i: len(requests[i].tokens), reverse=True)
     for begin in range(0, len(rows), batch_size):
         batch = rows[begin : begin + batch_size]
@@ -284,7 +284,7 @@ def _context_length(longest, hparams):
 
 
 def _shape(questions, hparams, shapes):
-    """Returns the padded lengths of contexts and options: a shape of `shapes`, or a new one."""
+    """Return the padded lengths of contexts and options: a shape of `shapes`, or a new one."""
     length = _context_length(max(len(options[0].context) for options in questions), hparams)
     longest = max(sum(len(one.labels) - 1 for one in options) for options in questions)
     parts = -(-longest // _OPTION_LENGTH)
@@ -298,7 +298,7 @@ def _shape(questions, hparams, shapes):
 
 
 def _option_arrays(questions, length, size):
-    """Returns the _Options of questions, padded to the lengths of `_shape`."""
+    """Return the _Options of questions, padded to the lengths of `_shape`."""
     rows = 1 << (len(questions) - 1).bit_length()
     most = max(map(len, questions))
     context = np.zeros((2, rows, length), np.int32)
@@ -318,7 +318,7 @@ def _option_arrays(questions, length, size):
 
 
 def _questions(requests, hparams, batch_size):
-    """Groups the numbers of requests that share a context; requests without others are left out.
+    """Group the numbers of requests that share a context; requests without others are left out.
 
     Empty if experts count the tokens of a row, since the options in a row are separate texts.
     """
@@ -333,7 +333,7 @@ def _questions(requests, hparams, batch_size):
 
 
 def _cut(options, requests, most, batch_size):
-    """Splits options into lists of at most `most` labels and batch_size options."""
+    """Split options into lists of at most `most` labels and batch_size options."""
     rows, room = [], 0
     for i in options:
         size = len(requests[i].labels)
@@ -346,7 +346,7 @@ def _cut(options, requests, most, batch_size):
 
 
 def _batches(questions, requests, batch_size, hparams):
-    """Returns batches of questions, with at most batch_size options of more than one token in all.
+    """Return batches of questions, with at most batch_size options of more than one token in all.
 
     The longest contexts come first; of contexts with equal padding, those with the longest options.
     """

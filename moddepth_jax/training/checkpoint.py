@@ -33,7 +33,7 @@ _DISK_FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.E
 
 
 def state_sha256(state) -> str:
-    """Returns a hex digest of the path, dtype, shape and bytes of every leaf, in sorted order.
+    """Return a hex digest of the path, dtype, shape and bytes of every leaf, in sorted order.
 
     It does not depend on how the arrays are split over devices and processes. If an array is split
     over processes, every process calls this, and each device holds one full array at a time.
@@ -46,7 +46,7 @@ def state_sha256(state) -> str:
 
 
 def to_host(leaf) -> np.ndarray:
-    """Returns the full array; if it is split over processes, every process calls this."""
+    """Return the full array; if it is split over processes, every process calls this."""
     split = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
     if split and not leaf.is_fully_replicated:
         return multihost_utils.process_allgather(leaf, tiled=True)
@@ -54,13 +54,13 @@ def to_host(leaf) -> np.ndarray:
 
 
 def _named_leaves(tree):
-    """Returns {path: leaf} in the order of `jax.tree.leaves`; 'params.stack.run_0.norm.scale'."""
+    """Return {path: leaf} in the order of `jax.tree.leaves`; 'params.stack.run_0.norm.scale'."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator='.'): leaf for path, leaf in leaves}
 
 
 def _spec(leaf):
-    """Returns dtype and shape, such as float32[8,4]."""
+    """Return dtype and shape, such as float32[8,4]."""
     leaf = leaf if hasattr(leaf, 'dtype') else np.asarray(leaf)
     return f'{leaf.dtype}[{",".join(map(str, leaf.shape))}]'
 
@@ -113,11 +113,11 @@ class Checkpoints(contextlib.AbstractContextManager):
         )
 
     def steps(self) -> list[int]:
-        """Returns the steps of the finished checkpoints, ascending, without verifying files."""
+        """Return the steps of the finished checkpoints, ascending, without verifying files."""
         return [step for step in self._all_steps() if self._path(step, MANIFEST_FILE).exists()]
 
     def save(self, step: int, state, metadata: dict) -> None:
-        """Writes a checkpoint in the background, unless `step` already has a good one.
+        """Write a checkpoint in the background, unless `step` already has a good one.
 
         `state` is a pytree of JAX arrays; it is copied before this returns, so it may be donated.
         `metadata` holds JSON values. Raises SaveError if this save could not begin. Also raises it
@@ -134,12 +134,12 @@ class Checkpoints(contextlib.AbstractContextManager):
             raise failure
 
     def wait(self) -> None:
-        """Waits until the last save has finished; raises SaveError if it failed."""
+        """Wait until the last save has finished; raises SaveError if it failed."""
         if failure := self._finish_pending():
             raise failure
 
     def restore(self, *abstract_states, at: int | None = None) -> tuple | None:
-        """Returns the newest good checkpoint as (state, step, metadata), or None if there is none.
+        """Return the newest good checkpoint as (state, step, metadata), or None if there is none.
 
         Args:
           *abstract_states: pytrees of jax.ShapeDtypeStruct or arrays. The first one with the same
@@ -182,7 +182,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
     def _find_newest(self, abstract_states, at):
-        """Returns the step to restore (None: no good one), its metadata, and the state's index."""
+        """Return the step to restore (None: no good one), its metadata, and the state's index."""
         skipped = []
         for step in reversed(self._all_steps()) if at is None else [at]:
             try:
@@ -202,7 +202,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         return {'step': None, 'skipped': skipped}
 
     def _verify(self, step):
-        """Returns the content of the manifest if all files are as they were written, or raises."""
+        """Return the content of the manifest if all files are as they were written, or raises."""
         self._verified.discard(step)
         content = read_manifest(self._path(step))
         if content['step'] != step:
@@ -211,14 +211,14 @@ class Checkpoints(contextlib.AbstractContextManager):
         return content
 
     def _is_good(self, step):
-        """Returns whether `step` is finished and intact; reads its files once per process."""
+        """Return whether `step` is finished and intact; reads its files once per process."""
         if step not in self._verified:
             with contextlib.suppress(OSError, ValueError):
                 self._verify(step)
         return step in self._verified
 
     def _make_room(self, step):
-        """Removes a bad checkpoint of `step`; returns False if a good one is there to keep."""
+        """Remove a bad checkpoint of `step`; returns False if a good one is there to keep."""
         if self._is_good(step):
             return False
         try:
@@ -230,7 +230,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         return True
 
     def _begin(self, step, arrays):
-        """Makes Orbax copy this process's parts of the arrays and start to write them."""
+        """Make Orbax copy this process's parts of the arrays and start to write them."""
         # Orbax copies NumPy arrays before it returns. It would keep a JAX buffer, which then could
         # not be donated in place.
         arrays |= jax.device_get({path: x for path, x in arrays.items() if x.is_fully_addressable})
@@ -245,7 +245,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             raise self._clean_up(step, reason) from error
 
     def _await_all_parts(self, *, key, timeout_ms):
-        """Waits until all processes have written their parts; raises the first error of any.
+        """Wait until all processes have written their parts; raises the first error of any.
 
         Replaces both barriers of Orbax's threads, which would open if another process failed.
         """
@@ -255,7 +255,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             raise ValueError(error)
 
     def _commit(self, step, content):
-        """Waits for Orbax, then writes the manifest and removes old steps; runs in a thread."""
+        """Wait for Orbax, then writes the manifest and removes old steps; runs in a thread."""
         reason, cause = '', None
         try:
             self._orbax.wait_until_finished()
@@ -281,7 +281,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         return None if pending is None else pending.exception()
 
     def _clean_up(self, step, reason):
-        """Removes the half-written files, which may fill the disk; returns the error to raise."""
+        """Remove the half-written files, which may fill the disk; returns the error to raise."""
         for _ in range(_REMOVALS):
             self._remove(step)
             time.sleep(_REMOVAL_SECONDS)
@@ -316,7 +316,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
 
 def _plain_alias(directory):
-    """Returns `directory`, or a temporary link to it if its name has unusual characters.
+    """Return `directory`, or a temporary link to it if its name has unusual characters.
 
     All processes get the same link. Orbax reads `[1]` as a pattern and would find no data to
     commit, and TensorStore changes other names.
@@ -355,7 +355,7 @@ class _SaveVote:
             self._store.key_value_delete(f'moddepth_jax/saves/{number - 2}')
 
     def report_part(self, error: str = '') -> str:
-        """Reports this process's error, or ''; waits for all and returns the first error."""
+        """Report this process's error, or ''; waits for all and returns the first error."""
         if not self._several:
             return error
         if not self._reported:
@@ -365,7 +365,7 @@ class _SaveVote:
         return next((f'process {i}: {text}' for i, text in enumerate(reports) if text), '')
 
     def decide(self, error: str) -> str:
-        """Returns the error of the whole save, or '', as process 0 decides; the others wait."""
+        """Return the error of the whole save, or '', as process 0 decides; the others wait."""
         if self._several and multihost.is_leader():
             self._put('whole', error)
         return self._get('whole') if self._several else error
@@ -381,7 +381,7 @@ class _SaveVote:
 
 @functools.cache
 def silence_orbax() -> None:
-    """Drops useless output of Orbax and TensorStore in this process; further calls do nothing.
+    """Drop useless output of Orbax and TensorStore in this process; further calls do nothing.
 
     Orbax logs dozens of lines per save. If an array cannot be written, Orbax drops the others and
     closes its event loop, for which TensorStore would print pages of tracebacks.

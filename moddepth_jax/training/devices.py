@@ -30,19 +30,19 @@ PEAKS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Returns the peak FLOP/s of a device in dense bfloat16 matmuls; None if it is not known."""
+    """Return the peak FLOP/s of a device in dense bfloat16 matmuls; None if it is not known."""
     found = [peak for name, peak in PEAKS.items() if re.search(rf'\b{name}\b', device_kind)]
     return found[0] if found else None
 
 
 def mfu(flops_per_second: float) -> dict[str, float]:
-    """Returns {'mfu': counted FLOP/s over the peak of all devices}; empty if that is not known."""
+    """Return {'mfu': counted FLOP/s over the peak of all devices}; empty if that is not known."""
     peak = peak_flops(jax.devices()[0].device_kind)
     return {'mfu': flops_per_second / (peak * jax.device_count())} if peak else {}
 
 
 def peak_memory() -> tuple[int, str]:
-    """Returns the peak memory of this process in bytes, and whose memory it is.
+    """Return the peak memory of this process in bytes, and whose memory it is.
 
     It is the largest peak of a device, or that of the host if devices do not report it, like CPUs.
     """

@@ -26,7 +26,7 @@ from moddepth_jax.training.mesh import replicated, shard_batch
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing', 'mesh'))
 def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: str, mesh):
-    """Sums nats, targets, routing and expert counts over a batch; replicated over the mesh."""
+    """Sum nats, targets, routing and expert counts over a batch; replicated over the mesh."""
     x_BTD, records = Transformer(hparams).apply(
         variables,
         batch['tokens_BT'],
@@ -54,7 +54,7 @@ def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: s
 def evaluate(
     variables, hparams: Hparams, dataset, mesh, num_batches: int, routing: str, causal_layers_R=None
 ) -> dict:
-    """Evaluates the first `num_batches` held-out batches, or all of them if there are fewer.
+    """Evaluate the first `num_batches` held-out batches, or all of them if there are fewer.
 
     Every process of a run calls this and gets the same numbers. With abstract variables it only
     compiles.
@@ -84,7 +84,7 @@ def evaluate(
 
 
 def _sums(variables, hparams, dataset, mesh, num_batches, routing, causal_layers_R=None):
-    """Returns the sums of `eval_step` for each batch, and the bytes of its targets."""
+    """Return the sums of `eval_step` for each batch, and the bytes of its targets."""
     if num_batches < len(dataset.domains):
         right = f'must be at least {len(dataset.domains)}, one for each member of the mixture'
         raise ValueError(f'num_batches={num_batches}: {right}')
@@ -104,7 +104,7 @@ def _sums(variables, hparams, dataset, mesh, num_batches, routing, causal_layers
 
 
 def _summarize(each, hparams, dataset):
-    """Returns the result of `evaluate`; `each` has the sums of the first batches in order."""
+    """Return the result of `evaluate`; `each` has the sums of the first batches in order."""
     totals = {}  # by member of a mixture; without a mixture, there is one entry, None
     for index, sums in enumerate(each):
         domain = dataset.domain(index)
@@ -144,7 +144,7 @@ def _ratios(sums, hparams):
 
 
 def _weight_domains(totals, shares):
-    """Adds the sums of all domains, weighted so that their shares of the targets are `shares`."""
+    """Add the sums of all domains, weighted so that their shares of the targets are `shares`."""
     if not shares:
         return totals[None]
     weights = {name: share / totals[name]['targets'] for name, share in shares.items()}
@@ -153,7 +153,7 @@ def _weight_domains(totals, shares):
 
 
 def perplexity(loss: float) -> float:
-    """Returns exp of a loss in nats per token; infinity if that overflows."""
+    """Return exp of a loss in nats per token; infinity if that overflows."""
     with np.errstate(over='ignore'):
         return float(np.exp(loss))
 
@@ -161,7 +161,7 @@ def perplexity(loss: float) -> float:
 def evaluate_causal(
     variables, hparams: Hparams, dataset, mesh, num_batches: int, batches_per_layer: int = 0
 ) -> dict:
-    """Evaluates under the causal rule, and compares with top-C if that is the rule of training.
+    """Evaluate under the causal rule, and compares with top-C if that is the rule of training.
 
     The result is that of `evaluate`. For a model that looks ahead in training it also has
     `loss_top_c`, the loss of the same weights under top-C, and `routing_gap` = loss - loss_top_c

@@ -12,13 +12,13 @@ HISTOGRAM_BINS = 20  # of sigmoid(r); an even number, so that 0.5 is an edge
 
 
 def masked_labels(batch):
-    """Returns the labels of a batch (NumPy or JAX) with -100 at all padding."""
+    """Return the labels of a batch (NumPy or JAX) with -100 at all padding."""
     where = np.where if isinstance(batch['labels_BT'], np.ndarray) else jnp.where
     return where(batch['segment_ids_BT'] > 0, batch['labels_BT'], IGNORED)
 
 
 def causal_rule_loss(hparams: Hparams, record, segment_ids_BT, num_real):
-    """Returns the weighted loss that trains the causal rule.
+    """Return the weighted loss that trains the causal rule.
 
     It is the binary cross-entropy of the rule against membership in the top C, the mean over routed
     layers and `num_real` tokens. It is 0 if the rule has no loss. Routers that assign depths have
@@ -36,7 +36,7 @@ def causal_rule_loss(hparams: Hparams, record, segment_ids_BT, num_real):
 
 
 def depth_loss(hparams: Hparams, record, segment_ids_BT, num_real):
-    """Returns the weighted balance loss and z-loss of token choice, over real tokens.
+    """Return the weighted balance loss and z-loss of token choice, over real tokens.
 
     The balance loss is N sum_n f_n P_n, where f_n is the fraction of tokens whose last loop is n in
     this batch, and P_n the mean of softmax(r)_n. The z-loss is the mean of squared log-partitions
@@ -55,7 +55,7 @@ def depth_loss(hparams: Hparams, record, segment_ids_BT, num_real):
 
 
 def routing_counts(record, segment_ids_BT, of_loops: bool):
-    """Counts what `routing_ratios` makes ratios of; counts of several batches may be added.
+    """Count what `routing_ratios` makes ratios of; counts of several batches may be added.
 
     `record` is a RoutingRecord with leaves [routed layers, B, T]. The counts are float32 [routed
     layers], mostly numbers of real tokens. `histogram` [routed layers, HISTOGRAM_BINS] is that of
@@ -86,7 +86,7 @@ def routing_counts(record, segment_ids_BT, of_loops: bool):
 
 
 def routing_ratios(counts):
-    """Returns ratios per routed layer from `routing_counts`; NaN if the denominator is 0.
+    """Return ratios per routed layer from `routing_counts`; NaN if the denominator is 0.
 
     Fractions, `sigmoid_above_half` and `sigmoid_histogram` [routed layers, HISTOGRAM_BINS] are
     fractions of the real tokens. Precision and recall compare the causal rule with the top C.
@@ -106,12 +106,12 @@ def routing_ratios(counts):
 
 
 def dead_tokens(counts):
-    """Returns the fraction of real tokens that are dead; `counts` are of `routing_counts`."""
+    """Return the fraction of real tokens that are dead; `counts` are of `routing_counts`."""
     return counts['dead'][0] / counts['real'][0]
 
 
 def expert_counts(record):
-    """Counts what `expert_ratios` makes ratios of; counts of several batches may be added.
+    """Count what `expert_ratios` makes ratios of; counts of several batches may be added.
 
     They are the fields of an ExpertsRecord with leaves [X, ...], as float32 without gradients, for
     X expert layers of Z = E + num_noop choices each.
@@ -129,7 +129,7 @@ def expert_counts(record):
 
 
 def expert_ratios(counts, top_k: int, num_routed: int):
-    """Returns ratios per expert layer from `expert_counts`; NaN if the denominator is 0.
+    """Return ratios per expert layer from `expert_counts`; NaN if the denominator is 0.
 
     Returns:
       `load` [X, Z]: fraction of all pairs that fall on each choice; the choices after the first
@@ -155,7 +155,7 @@ def expert_ratios(counts, top_k: int, num_routed: int):
 
 
 def expert_loss(hparams: Hparams, record, counts=None):
-    """Returns the weighted balance loss and router z-loss, each a mean over expert layers.
+    """Return the weighted balance loss and router z-loss, each a mean over expert layers.
 
     The balance loss is sum_i f_i P_i with f_i = Z pairs_i / (k n) and P_i = scores_i / n
     (DeepSeekMoE, arXiv 2401.06066, section 3.3); it is 0 if experts choose their tokens. The z-loss

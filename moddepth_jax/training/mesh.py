@@ -14,7 +14,7 @@ from moddepth_jax.training.train_step import init_state
 
 
 def make_mesh(text: str = '') -> Mesh:
-    """Makes the mesh that `text` describes, such as `data=2,fsdp=4`, from all processes' devices.
+    """Make the mesh that `text` describes, such as `data=2,fsdp=4`, from all processes' devices.
 
     Other axes have size 1; '' puts all devices along `data`. Raises ValueError, one line, if `text`
     is malformed or needs too many devices; with several processes, also if it needs too few.
@@ -34,7 +34,7 @@ def make_mesh(text: str = '') -> Mesh:
 
 
 def check_mesh(hparams: Hparams, mesh: Mesh):
-    """Raises ValueError, one line, if the mesh does not divide a batch or a size of the model.
+    """Raise ValueError, one line, if the mesh does not divide a batch or a size of the model.
 
     Also if it leaves more than `training.max_unsharded` of the parameters unsharded.
     """
@@ -71,7 +71,7 @@ def check_mesh(hparams: Hparams, mesh: Mesh):
 
 
 def check_batch(mesh: Mesh, batch_size: int, accumulate_steps: int):
-    """Raises ValueError, one line, if the rows of a micro-batch do not divide over the mesh."""
+    """Raise ValueError, one line, if the rows of a micro-batch do not divide over the mesh."""
     rows = batch_size // accumulate_steps
     axes = [axis for axis in ('data', 'fsdp', 'expert') if mesh.shape[axis] > 1]
     shards = math.prod(mesh.shape[axis] for axis in axes)
@@ -84,12 +84,12 @@ def check_batch(mesh: Mesh, batch_size: int, accumulate_steps: int):
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array that every device holds in full."""
+    """Return the sharding of an array that every device holds in full."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def state_shardings(mesh: Mesh, state):
-    """Returns a NamedSharding for each leaf; optimizer moments are sharded like their parameters.
+    """Return a NamedSharding for each leaf; optimizer moments are sharded like their parameters.
 
     `state` is a pytree of arrays or jax.ShapeDtypeStruct whose paths end like those of parameters.
     `model.sharding` has the rules.
@@ -106,18 +106,18 @@ def _name(path):
 
 
 def abstract_on_mesh(mesh: Mesh, abstract):
-    """Adds the sharding of `state_shardings` to each jax.ShapeDtypeStruct of a pytree."""
+    """Add the sharding of `state_shardings` to each jax.ShapeDtypeStruct of a pytree."""
     shardings = state_shardings(mesh, abstract)
     return jax.tree.map(lambda leaf, to: leaf.update(sharding=to), abstract, shardings)
 
 
 def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
-    """Returns the sharding of an array whose first axis is the rows of a batch."""
+    """Return the sharding of an array whose first axis is the rows of a batch."""
     return NamedSharding(mesh, spec(mesh, ('batch',), (batch_size,)))
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> slice:
-    """Returns the slice of batch rows that the devices of this process need.
+    """Return the slice of batch rows that the devices of this process need.
 
     Processes that share rows, because the axis `tensor` spans them, have the same slice.
     """
@@ -127,7 +127,7 @@ def local_rows(mesh: Mesh, batch_size: int) -> slice:
 
 
 def shard_rows(mesh: Mesh, batch, rows: slice, batch_size: int):
-    """Makes global arrays of a batch, split by rows over the mesh, from this process's rows.
+    """Make global arrays of a batch, split by rows over the mesh, from this process's rows.
 
     `batch` is a pytree of NumPy arrays, which hold the rows `rows` (of `local_rows`) out of
     `batch_size`.
@@ -152,7 +152,7 @@ def shard_batch(mesh: Mesh, batch):
 
 
 def _placed(mesh, tree):
-    """Yields (name, leaf, sharding, bytes on each device) of each leaf."""
+    """Yield (name, leaf, sharding, bytes on each device) of each leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     shardings = jax.tree.leaves(state_shardings(mesh, tree))
     for (path, leaf), sharding in zip(leaves, shardings, strict=True):
@@ -161,25 +161,25 @@ def _placed(mesh, tree):
 
 
 def device_bytes(mesh: Mesh, state) -> int:
-    """Returns the bytes that each device holds of a state; `state` as in `state_shardings`."""
+    """Return the bytes that each device holds of a state; `state` as in `state_shardings`."""
     return sum(held for *_, held in _placed(mesh, state))
 
 
 def _unsharded_fraction(mesh, params):
-    """Returns the fraction of the parameters that every device holds in full."""
+    """Return the fraction of the parameters that every device holds in full."""
     sizes = [(leaf.size, to.is_fully_replicated) for _, leaf, to, _ in _placed(mesh, params)]
     return sum(size for size, everywhere in sizes if everywhere) / sum(size for size, _ in sizes)
 
 
 def _split(sharding, ndim):
-    """Formats the mesh axes of each axis of an array, such as `(-, fsdp, tensor, -)`."""
+    """Format the mesh axes of each axis of an array, such as `(-, fsdp, tensor, -)`."""
     entries = (tuple(sharding.spec) + (None,) * ndim)[:ndim]
     words = ['+'.join(e) if isinstance(e, tuple) else e or '-' for e in entries]
     return f'({", ".join(words)})'
 
 
 def sharding_lines(mesh: Mesh, params) -> list[str]:
-    """Returns a table of parameters, summed over layers: how they are split, and bytes per device."""
+    """Return a table of parameters, summed over layers: their split, and bytes per device."""
     sizes, bytes_held = collections.Counter(), collections.Counter()
     for name, leaf, sharding, held in _placed(mesh, params):
         name = re.sub(r'stack/run_\d+/layer_\d+/(block/)?', '', name)
@@ -200,7 +200,7 @@ def sharding_lines(mesh: Mesh, params) -> list[str]:
 
 
 def mesh_lines(mesh: Mesh, state) -> list[str]:
-    """Returns lines about the devices, for the start of a run; none for a single device."""
+    """Return lines about the devices, for the start of a run; none for a single device."""
     if mesh.size == 1:
         return []
     sizes = ' x '.join(f'{axis}={size}' for axis, size in mesh.shape.items() if size > 1)

@@ -27,7 +27,7 @@ WANDB_ID_FILE = 'wandb-id'
 
 
 def replace_nonfinite(value):
-    """Replaces numbers that are not finite by None in nested dicts and lists, for JSON."""
+    """Replace numbers that are not finite by None in nested dicts and lists, for JSON."""
     if isinstance(value, dict):
         return {name: replace_nonfinite(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -70,11 +70,11 @@ class MetricsWriter(contextlib.AbstractContextManager):
             self.problem = f'{self._path}: {what}; the model does not depend on them'
 
     def digest(self) -> dict:
-        """Returns the number of `rows` so far and the `sha256` of their text."""
+        """Return the number of `rows` so far and the `sha256` of their text."""
         return {'rows': self._count, 'sha256': self._sha256.hexdigest()}
 
     def write(self, step: int, values: dict) -> None:
-        """Appends a row of Python numbers and lists of them; null replaces what is not finite.
+        """Append a row of Python numbers and lists of them; null replaces what is not finite.
 
         A list whose name ends in `_histogram` has the fractions in equal bins of [0, 1]. The row
         replaces an earlier one of the same step and names, which is there if a finished run is
@@ -113,11 +113,11 @@ class MetricsWriter(contextlib.AbstractContextManager):
         return same and found.st_size == self._file.tell()
 
     def has(self, step: int, name: str) -> bool:
-        """Returns whether an earlier start of the run wrote a row of `step` with a value `name`."""
+        """Return whether an earlier start of the run wrote a row of `step` with a value `name`."""
         return any(kept_step == step and name in names for kept_step, names in self._kept)
 
     def close(self) -> None:
-        """Closes the file and every sink."""
+        """Close the file and every sink."""
         self._file.close()
         for sink in list(self._sinks):
             self._call(sink, sink.close)
@@ -182,7 +182,7 @@ def _parse_all(path):
 
 
 def _parse(line):
-    """Parses a row, a JSON object of a step and numbers or lists of them; None for other text."""
+    """Parse a row, a JSON object of a step and numbers or lists of them; None for other text."""
     try:
         row = replace_nonfinite(parse_object(line))
     except ValueError:
@@ -194,7 +194,7 @@ def _parse(line):
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict]:
-    """Reads the rows of a run, oldest first, without a truncated last line.
+    """Read the rows of a run, oldest first, without a truncated last line.
 
     Raises ValueError, one line, if there is no metrics.jsonl, or if another line is not a row.
     """
@@ -229,7 +229,7 @@ class TensorBoardWriter:
         self._writer = None
 
     def add(self, step: int, values: dict) -> None:
-        """Writes the numbers of a row, and its lists whose name ends in `_histogram`."""
+        """Write the numbers of a row, and its lists whose name ends in `_histogram`."""
         try:
             if self._writer is None:
                 self._open()
@@ -248,7 +248,7 @@ class TensorBoardWriter:
             raise
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         if self._writer is not None:
             self._writer.close()
 
@@ -264,7 +264,7 @@ class TensorBoardWriter:
 
 
 def tensorboard_name(name: str) -> str:
-    """Returns the name of a metric in TensorBoard, which sorts by name and groups by prefix.
+    """Return the name of a metric in TensorBoard, which sorts by name and groups by prefix.
 
     train/loss comes first, then the other groups of training, such as train_speed/mfu, then those
     of held-out text, such as val/loss and val_routing/layer_01/recall.
@@ -296,7 +296,7 @@ def _histogram(name, shares):
 
 
 def check_wandb(project: str) -> None:
-    """Raises ValueError, one line, if a `project` is given and wandb is not installed."""
+    """Raise ValueError, one line, if a `project` is given and wandb is not installed."""
     if not project:
         return
     try:
@@ -337,12 +337,12 @@ class WandbWriter:
         self._run.define_metric('*', step_metric='step')
 
     def add(self, step: int, values: dict) -> None:
-        """Sends the numbers of a row."""
+        """Send the numbers of a row."""
         numbers = {name: x for name, x in values.items() if isinstance(x, (int, float))}
         self._run.log({'step': step, **numbers})
 
     def close(self) -> None:
-        """Waits until everything is sent."""
+        """Wait until everything is sent."""
         self._run.finish()
 
 
@@ -365,7 +365,7 @@ class WindowLog(contextlib.AbstractContextManager):
         self._file = open(path, 'a', encoding='utf-8')
 
     def write(self, step: int, windows: list[int]) -> None:
-        """Logs the windows of step number `step`, which is 1 for the first step."""
+        """Log the windows of step number `step`, which is 1 for the first step."""
         self._file.write(json.dumps({'step': step, 'windows': windows}) + '\n')
         self._file.flush()
 
@@ -374,7 +374,7 @@ class WindowLog(contextlib.AbstractContextManager):
 
 
 def read_windows(workdir: str | os.PathLike) -> dict[int, list[int]]:
-    """Reads the sorted windows of each step from the files of all processes."""
+    """Read the sorted windows of each step from the files of all processes."""
     steps = {}
     for rows in _window_rows(workdir).values():
         for row in rows:

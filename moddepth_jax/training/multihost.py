@@ -44,7 +44,7 @@ class RemoteError(ValueError):
 
 
 def initialize(saves: bool = False) -> None:
-    """Connects this process to the others of its run, if there are any; call it before using JAX.
+    """Connect this process to the others of its run, if there are any; call it before using JAX.
 
     The processes are described by JAX_COORDINATOR_ADDRESS (HOST:PORT of process 0),
     JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0), or by a SLURM step of several tasks;
@@ -77,7 +77,7 @@ def _connect(method, **settings):
 
 
 def _silence_native_stdout():
-    """Hides what native code prints on stdout: Gloo prints a line for each group of devices."""
+    """Hide what native code prints on stdout: Gloo prints a line for each group of devices."""
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), 'w', encoding=sys.stdout.encoding, buffering=1)
     with open(os.devnull, 'wb') as devnull:
@@ -107,22 +107,22 @@ def _read_number(name, minimum):
 
 
 def is_initialized() -> bool:
-    """Returns whether this process is one of several."""
+    """Return whether this process is one of several."""
     return jax.distributed.is_initialized()
 
 
 def is_leader() -> bool:
-    """Returns whether this is process 0, which prints, logs and decides."""
+    """Return whether this is process 0, which prints, logs and decides."""
     return jax.process_index() == 0
 
 
 def barrier(name: str) -> None:
-    """Waits until every process has called it with this name."""
+    """Wait until every process has called it with this name."""
     multihost_utils.sync_global_devices(name)
 
 
 def warm_up_collectives(mesh) -> None:
-    """Runs one collective over every group of mesh axes; every process calls it.
+    """Run one collective over every group of mesh axes; every process calls it.
 
     Gloo drops a group if one process reaches its first collective 30 s after another. Compile times
     can differ by more than that, since one process may find its program in a cache.
@@ -143,7 +143,7 @@ def warm_up_collectives(mesh) -> None:
 
 
 def exit_process(status: int, error: BaseException) -> NoReturn:
-    """Exits with `status`, at once unless all processes exit: JAX would wait for the others."""
+    """Exit with `status`, at once unless all processes exit: JAX would wait for the others."""
     if is_initialized() and not getattr(error, 'on_all_processes', False):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -162,7 +162,7 @@ def exit_on_lost_process():
 
 
 def exit_if_process_lost(error: BaseException) -> None:
-    """Exits at once with status 75 and one line on stderr if `error` comes from a lost process.
+    """Exit at once with status 75 and one line on stderr if `error` comes from a lost process.
 
     On a normal exit, JAX would wait for the lost process and then abort. If a device hangs in a
     collective, there is no Python error: JAX's runtime aborts this process.
@@ -184,7 +184,7 @@ def _loss_reason(error):
 
 
 def run_on_all(function: Callable[[], Any]) -> Any:
-    """Calls `function` on every process and returns its local result; all raise if one fails.
+    """Call `function` on every process and returns its local result; all raise if one fails.
 
     `function` must not wait for other processes, since one of them may have failed. Every process
     calls this, and the functions below, in the same order.
@@ -222,7 +222,7 @@ def broadcast_from_leader(function: Callable[[], Any]) -> Any:
 
 
 def check_equal_on_all(values: dict) -> None:
-    """Raises ValueError with the first difference if processes have different JSON values."""
+    """Raise ValueError with the first difference if processes have different JSON values."""
     mine = traverse_util.flatten_dict(json.loads(json.dumps(values)), sep='.')
     leaders = broadcast_from_leader(lambda: mine)
 
@@ -237,7 +237,7 @@ def check_equal_on_all(values: dict) -> None:
 
 
 def check_shared_directory(path: pathlib.Path) -> None:
-    """Raises ValueError if a process does not find a file that process 0 has written."""
+    """Raise ValueError if a process does not find a file that process 0 has written."""
     text = broadcast_from_leader(path.read_text)
 
     def compare():
@@ -253,12 +253,12 @@ def check_shared_directory(path: pathlib.Path) -> None:
 
 
 def one_line(error: BaseException | None) -> str:
-    """Returns the message of an error, or the name of its class, in one line."""
+    """Return the message of an error, or the name of its class, in one line."""
     return ' '.join(str(error).split()) or type(error).__name__
 
 
 def _broadcast(value, source):
-    """Returns the JSON `value` of process `source` on every process."""
+    """Return the JSON `value` of process `source` on every process."""
     text = json.dumps(value).encode()
     here = jax.process_index() == source
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text)), here))

@@ -35,7 +35,7 @@ def _wsd(peak, end, steps, decay_fraction):
 
 
 def learning_rate_schedule(hparams: Hparams, num_steps: int):
-    """Returns the function from step to learning rate.
+    """Return the function from step to learning rate.
 
     The rate rises linearly from 0, then follows `optimizer.schedule`; the last of `num_steps` steps
     has the final rate.
@@ -67,14 +67,14 @@ def _outside_predictor(params):
 
 
 def trunk_norm(gradients):
-    """Returns the global norm of all gradients except the predictor's, which clips the trunk."""
+    """Return the global norm of all gradients except the predictor's, which clips the trunk."""
     outside = jax.tree.leaves(_outside_predictor(gradients))
     leaves = zip(outside, jax.tree.leaves(gradients), strict=True)
     return optax.tree.norm([leaf for is_outside, leaf in leaves if is_outside])
 
 
 def _muon_axes(params):
-    """Returns the input and output axes of each matrix of a block; None for other parameters.
+    """Return the input and output axes of each matrix of a block; None for other parameters.
 
     It is also None for adapters, whose narrow matrices Adam updates. Leaves are stacked over layers
     and experts; these axes are a batch of matrices.
@@ -94,7 +94,7 @@ def _muon_axes(params):
 
 
 def _decayed(optimizer):
-    """Returns the mask of weight decay: matrices, but not norms, biases or the router's vector."""
+    """Return the mask of weight decay: matrices, but not norms, biases or the router's vector."""
     names = {'kernel', 'embedding'} if optimizer.decay_embeddings else {'kernel'}
     return lambda params: _mask(params, lambda keys: not names.isdisjoint(keys))
 
@@ -141,7 +141,7 @@ def _muon(rate, optimizer):
 
 
 def _scale_rates(factors):
-    """Scales each update, decay included, by the factor of the first glob that fits its name."""
+    """Scale each update, decay included, by the factor of the first glob that fits its name."""
 
     def scale(path, update):
         name = jax.tree_util.keystr(path, simple=True, separator='/')
@@ -152,7 +152,7 @@ def _scale_rates(factors):
 
 
 def make_optimizer(hparams: Hparams, num_steps: int) -> optax.GradientTransformation:
-    """Returns the optimizer that `train_step` applies.
+    """Return the optimizer that `train_step` applies.
 
     The gradients of the trunk and of the predictor are clipped by separate global norms. With a
     common norm, the predictor's loss would scale the trunk's step.

@@ -23,7 +23,7 @@ from moddepth_jax.training.trainable import check_trainable
 def prepare_run(
     hparams: Hparams, mesh_spec: str, workdir: str | os.PathLike | None = None
 ) -> tuple[int, Dataset, jax.sharding.Mesh]:
-    """Checks a run and returns its number of steps, dataset and mesh.
+    """Check a run and returns its number of steps, dataset and mesh.
 
     A tokenizer stored in `workdir` takes precedence over `data.tokenizer`. Raises ValueError, one
     line, for a budget, corpus, tokenizer, vocabulary, dtype or mesh that does not fit.
@@ -42,7 +42,7 @@ def prepare_run(
 
 
 def check_vocabulary(hparams: Hparams, tokenizer: Tokenizer):
-    """Raises ValueError if the tokenizer has more ids than the model."""
+    """Raise ValueError if the tokenizer has more ids than the model."""
     if hparams.model.vocab_size < tokenizer.vocab_size:
         raise ValueError(
             f'model.vocab_size={hparams.model.vocab_size}: must be at least '
@@ -51,7 +51,7 @@ def check_vocabulary(hparams: Hparams, tokenizer: Tokenizer):
 
 
 def stage_starts(hparams: Hparams, num_steps: int) -> list[tuple[int, Stage]]:
-    """Returns (first step, stage) of each stage in order; a stage without a step is left out."""
+    """Return (first step, stage) of each stage in order; a stage without a step is left out."""
     starts, steps = {}, hparams.steps_of_shares(num_steps)
     for stage in hparams.stages:
         starts[min(round(stage.begins * steps), max(0, steps - 1))] = stage
@@ -59,26 +59,26 @@ def stage_starts(hparams: Hparams, num_steps: int) -> list[tuple[int, Stage]]:
 
 
 def stage_at(hparams: Hparams, num_steps: int, step: int) -> Stage:
-    """Returns the stage of step `step`, counted from 0; after the last step, the last stage."""
+    """Return the stage of step `step`, counted from 0; after the last step, the last stage."""
     step = max(step, 0)
     return [stage for first, stage in stage_starts(hparams, num_steps) if first <= step][-1]
 
 
 def loops_at(hparams: Hparams, num_steps: int, step: int) -> int:
-    """Returns the number of loops drawn for `step` from `training.loops`; 0 if that is empty."""
+    """Return the number of loops drawn for `step` from `training.loops`; 0 if that is empty."""
     counts = hparams.training.loops
     return counts[_draws(hparams.seed, len(counts), num_steps)[step]] if counts else 0
 
 
 @functools.lru_cache(maxsize=4)
 def _draws(seed, num_choices, num_steps):
-    """Draws an index below `num_choices` for each step; a longer run begins with the same ones."""
+    """Draw an index below `num_choices` for each step; a longer run begins with the same ones."""
     uniform = np.random.default_rng([seed, 24]).random(num_steps)
     return (num_choices * uniform).astype(int)
 
 
 def run_flops(hparams: Hparams, num_steps: int, steps_done: int | None = None) -> float:
-    """Returns the counted FLOPs of the first `steps_done` (None: all) of `num_steps` steps."""
+    """Return the counted FLOPs of the first `steps_done` (None: all) of `num_steps` steps."""
     done = num_steps if steps_done is None else steps_done
     if counts := hparams.training.loops:  # these runs have a single stage
         drawn = np.bincount(_draws(hparams.seed, len(counts), num_steps)[:done])
@@ -92,7 +92,7 @@ def run_flops(hparams: Hparams, num_steps: int, steps_done: int | None = None) -
 
 
 def resolve_steps(hparams: Hparams) -> int:
-    """Returns the number of steps that `flop_budget` pays for; without it, `training.num_steps`.
+    """Return the number of steps that `flop_budget` pays for; without it, `training.num_steps`.
 
     Raises ValueError for a budget below the cost of one step, or for 2^31 steps or more.
     """
@@ -124,7 +124,7 @@ def resolve_steps(hparams: Hparams) -> int:
 
 
 def plan_extension(hparams: Hparams, workdir: str | os.PathLike) -> tuple[Hparams, int]:
-    """Returns the hyper-parameters to resume the run in `workdir` with, and its planned steps.
+    """Return the hyper-parameters to resume the run in `workdir` with, and its planned steps.
 
     `training.extended_from` is set if the number of steps changes now, or did at an earlier start.
     A run without a checkpoint after step 0 starts again: its planned steps are 0.
@@ -143,7 +143,7 @@ def plan_extension(hparams: Hparams, workdir: str | os.PathLike) -> tuple[Hparam
 
 
 def check_not_done(hparams: Hparams, num_steps: int, before: int, workdir: str | os.PathLike):
-    """Raises ValueError, one line, if the run is shortened to steps that are already done.
+    """Raise ValueError, one line, if the run is shortened to steps that are already done.
 
     `before` is the number of steps that was planned before, `num_steps` the new one.
     """
@@ -157,7 +157,7 @@ def check_not_done(hparams: Hparams, num_steps: int, before: int, workdir: str |
 
 
 def describe_extension(hparams: Hparams, num_steps: int, step: int, skipped: int, stored: dict):
-    """Returns a line for the user about a run that resumes with another number of steps.
+    """Return a line for the user about a run that resumes with another number of steps.
 
     Args:
       hparams: hyper-parameters of the run.

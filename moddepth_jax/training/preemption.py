@@ -43,7 +43,7 @@ class PreemptionHandler:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX's handler would swallow it
 
     def should_stop(self, step: int) -> bool:
-        """Returns whether to stop after `step` steps; every process calls this after each step."""
+        """Return whether to stop after `step` steps; every process calls this after each step."""
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
             self.signal_name = 'SIGTERM'
         return self.signal_name is not None

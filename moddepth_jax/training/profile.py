@@ -10,7 +10,7 @@ PROFILE_DIRECTORY = 'profile'
 
 
 def check_profiled(steps: tuple[int, int] | None, num_steps: int, first_step: int = 0):
-    """Raises ValueError, one line, if no step of (first, last) remains after `first_step`."""
+    """Raise ValueError, one line, if no step of (first, last) remains after `first_step`."""
     if steps is not None and not (first_step < steps[1] and steps[0] < num_steps):
         done = f', {first_step} of which are done' if first_step else ''
         found = f'this run has {num_steps} steps{done}'
@@ -34,20 +34,20 @@ class Profile(contextlib.AbstractContextManager):
         check_profiled(steps, num_steps, first_step)
 
     def begins(self, step: int) -> bool:
-        """Returns whether to start the trace when `step` steps are done."""
+        """Return whether to start the trace when `step` steps are done."""
         return not self._tracing and self.first <= step < self.last
 
     def ends(self, step: int) -> bool:
-        """Returns whether to end the trace when `step` steps are done."""
+        """Return whether to end the trace when `step` steps are done."""
         return self._tracing and step >= self.last
 
     def start(self):
-        """Starts the trace."""
+        """Start the trace."""
         jax.profiler.start_trace(self.folder)
         self._tracing = True
 
     def stop(self) -> str:
-        """Writes the trace; returns a line for the user, or '' without a trace."""
+        """Write the trace; returns a line for the user, or '' without a trace."""
         if not self._tracing:
             return ''
         self._tracing = False

@@ -21,7 +21,7 @@ _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) n
 
 
 def format_count(value: float) -> str:
-    """Formats a number with three digits and a unit: '1.23T' for 1.23e12; 'n/a' if not finite."""
+    """Format a number with three digits and a unit: '1.23T' for 1.23e12; 'n/a' if not finite."""
     if not math.isfinite(value):
         return 'n/a'
     for power, unit in enumerate(('', 'k', 'M', 'G', 'T', 'P', 'E')):
@@ -35,7 +35,7 @@ def format_count(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Formats a duration with its two largest units: '1h 02m' for 3723; 'n/a' if not finite."""
+    """Format a duration with its two largest units: '1h 02m' for 3723; 'n/a' if not finite."""
     if not math.isfinite(seconds):
         return 'n/a'
     seconds = max(0, round(seconds))
@@ -46,7 +46,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Removes control characters, which a terminal would obey, except line ends and tabs."""
+    """Remove control characters, which a terminal would obey, except line ends and tabs."""
     return text.translate(_CONTROL)
 
 
@@ -82,7 +82,7 @@ class Progress:
             self._task = self._bar.add_task(start, total=total_steps, completed=first_step)
 
     def update(self, step: int, values: dict) -> None:
-        """Shows that `step` steps are done.
+        """Show that `step` steps are done.
 
         `values` has `loss` (nats), `bits_per_byte`, `tokens_per_second` and `flops_per_second`,
         and may have `mfu` and `peak_memory_bytes`.
@@ -116,7 +116,7 @@ class Progress:
             self._print_row(cells)
 
     def note(self, text: str) -> None:
-        """Prints `text` literally, without control characters; on a terminal, above the bar."""
+        """Print `text` literally, without control characters; on a terminal, above the bar."""
         # Rich would read [brackets] in a str as markup, but not in a Text.
         line = rich.text.Text(printable(text))
         self._console.print(line, soft_wrap=True, highlight=False)
@@ -162,7 +162,7 @@ class Stopwatch:
         self._begin = time.monotonic()
 
     def rates(self, tokens_per_step: float, flops: float) -> dict[str, float]:
-        """Returns `tokens_per_second`, `flops_per_second` and `data_wait_fraction`.
+        """Return `tokens_per_second`, `flops_per_second` and `data_wait_fraction`.
 
         All three are means since the last call, in which the steps computed `flops` in total.
         """
@@ -177,7 +177,7 @@ class Stopwatch:
         return rates
 
     def seconds(self) -> float:
-        """Returns the time of the steps so far, plus the seconds of earlier starts of the run."""
+        """Return the time of the steps so far, plus the seconds of earlier starts of the run."""
         now = time.monotonic()
         self._total += now - self._begin
         self._window += now - self._begin

@@ -108,14 +108,14 @@ _WRITABLE = 'must be a directory that can be written'
 
 
 def temporary_files(names: set[str], file: str) -> set[str]:
-    """Returns those of `names` that a killed `write_atomically` may have left behind of `file`."""
+    """Return those of `names` that a killed `write_atomically` may have left behind of `file`."""
     return {name for name in names if name.startswith(f'{file}.') and name.endswith('.tmp')}
 
 
 def open_workdir(
     path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()
 ) -> list[str]:
-    """Makes `path` the directory of a run of `config`, or checks that it is one already.
+    """Make `path` the directory of a run of `config`, or checks that it is one already.
 
     A new or empty directory gets `config.json`; an existing run is not changed. The caller then
     uses `lock_directory` and `update_config`.
@@ -158,7 +158,7 @@ def open_workdir(
 
 
 def update_config(path: str | os.PathLike, config: dict, extended: list | None = None) -> None:
-    """Writes a `config` that `open_workdir` accepted to config.json; the caller holds the lock.
+    """Write a `config` that `open_workdir` accepted to config.json; the caller holds the lock.
 
     `extended` has {step, num_steps} of each extension of the run.
     """
@@ -173,7 +173,7 @@ def update_config(path: str | os.PathLike, config: dict, extended: list | None =
 def check_config(
     path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()
 ) -> list[str]:
-    """Raises ValueError, one line, if `path` is not a run of `config`; see `open_workdir`."""
+    """Raise ValueError, one line, if `path` is not a run of `config`; see `open_workdir`."""
 
     def may_differ(name):
         return any(f'{name}.'.startswith(f'{field}.') for field in volatile)
@@ -194,7 +194,7 @@ def check_config(
 
 
 def read_config(path: str | os.PathLike) -> tuple[dict, list[str]]:
-    """Reads the config of a run, as nested dicts of JSON values, and lines for the user.
+    """Read the config of a run, as nested dicts of JSON values, and lines for the user.
 
     A knob that was added after the run gets its value in `OLDER_RUNS`, and a line lists these
     knobs. Raises ValueError, one line, if there is no readable config.json.
@@ -204,14 +204,14 @@ def read_config(path: str | os.PathLike) -> tuple[dict, list[str]]:
 
 
 def checkpoint_steps(path: str | os.PathLike, first: int = 1) -> list[int]:
-    """Returns the steps of the finished checkpoints of a run, from `first` on, ascending."""
+    """Return the steps of the finished checkpoints of a run, from `first` on, ascending."""
     manifests = pathlib.Path(path).glob(f'checkpoints/*/{MANIFEST_FILE}')
     names = [file.parent.name for file in manifests]
     return sorted(step for step in map(int, filter(str.isdecimal, names)) if step >= first)
 
 
 def read_hparams(workdir: str | os.PathLike) -> tuple[Hparams, list[str]]:
-    """Reads the hyper-parameters of a run, and lines for the user, like `read_config`.
+    """Read the hyper-parameters of a run, and lines for the user, like `read_config`.
 
     Raises ValueError, one line, if there is no run, or if this version cannot read its config.
     """
@@ -224,13 +224,13 @@ def read_hparams(workdir: str | os.PathLike) -> tuple[Hparams, list[str]]:
 
 
 def missing_step(path: str | os.PathLike, step: int, found: str = '', first: int = 0) -> str:
-    """Returns the error for a --step without a checkpoint; `found` adds what is wrong with it."""
+    """Return the error for a --step without a checkpoint; `found` adds what is wrong with it."""
     steps = ', '.join(map(str, checkpoint_steps(path, first))) or 'none'
     return f'--step={step}: no checkpoint of {path}{found}; steps kept: {steps}'
 
 
 def read_finished(path: str | os.PathLike) -> dict:
-    """Reads the config of a finished run; raises ValueError, one line, for anything else."""
+    """Read the config of a finished run; raises ValueError, one line, for anything else."""
     try:
         config, _ = read_config(path)
     except ValueError as error:
@@ -243,14 +243,14 @@ def read_finished(path: str | os.PathLike) -> dict:
 
 
 def check_writable(folder: pathlib.Path):
-    """Raises ValueError, one line, if `folder` exists but is not a writable directory."""
+    """Raise ValueError, one line, if `folder` exists but is not a writable directory."""
     usable = folder.is_dir() and os.access(folder, os.R_OK | os.W_OK | os.X_OK)
     if os.path.lexists(folder) and not usable:
         raise ValueError(f'{folder}: {_WRITABLE}')
 
 
 def save_source(path: str | os.PathLike, source: str | os.PathLike | None):
-    """Copies the --config file into the directory of a run; with None there is no such file."""
+    """Copy the --config file into the directory of a run; with None there is no such file."""
     if source is not None:
         text = pathlib.Path(source).read_text(encoding='utf-8')
         file = pathlib.Path(path) / SOURCE_FILE
@@ -259,7 +259,7 @@ def save_source(path: str | os.PathLike, source: str | os.PathLike | None):
 
 
 def build_stored(path: str | os.PathLike, config: dict) -> Hparams:
-    """Builds the hyper-parameters of a run, which may use a router that its config file defines.
+    """Build the hyper-parameters of a run, which may use a router that its config file defines.
 
     If `from_config` refuses the config, the run's copy of the config file is imported, and then it
     is tried again. Raises ValueError, one line, if that fails, too, or if the import fails.
@@ -299,7 +299,7 @@ def _meant(path):
 
 
 def _read_config(path):
-    """Returns the config, and {dotted name: value} of the knobs that it lacked."""
+    """Return the config, and {dotted name: value} of the knobs that it lacked."""
     file = pathlib.Path(path) / CONFIG_FILE
     right = f'{CONFIG_FILE} must be as launch.train wrote it'
     stored = read_json(file, right, {'schema_version': int, 'config': dict})
@@ -326,7 +326,7 @@ def _read_config(path):
 
 
 def save_tokenizer(workdir: str | os.PathLike, hparams: Hparams, tokenizer: Tokenizer) -> None:
-    """Saves the tokenizer to workdir/tokenizer/, so that the run needs no other file later.
+    """Save the tokenizer to workdir/tokenizer/, so that the run needs no other file later.
 
     The byte tokenizer needs no file. The caller holds the lock of `workdir`. After a kill at any
     moment there is a complete folder or none. Raises ValueError, one line, if the folder has

@@ -43,7 +43,7 @@ class SavedRun:
     notes: tuple[str, ...]
 
     def with_loops(self, loops: int) -> 'SavedRun':
-        """Returns the run with another number of loops, without averages, which belong to loops.
+        """Return the run with another number of loops, without averages, which belong to loops.
 
         Raises ValueError if no block is looped, if the causal rule needs the averages, if the
         parameters fit one number of loops only, or if a loop would lack norms or an embedding.
@@ -69,7 +69,7 @@ class SavedRun:
         return dataclasses.replace(self, hparams=hparams, state=state)
 
     def with_exits(self, threshold: float) -> 'SavedRun':
-        """Returns the run with this threshold, by which tokens exit the loops; 0: no token exits.
+        """Return the run with this threshold, by which tokens exit the loops; 0: no token exits.
 
         Raises ValueError, one line, for a threshold or a model that does not fit.
         """
@@ -102,7 +102,7 @@ class SavedRun:
 def load_run(
     workdir: str | os.PathLike, mesh: Mesh | None = None, at: int | None = None
 ) -> SavedRun:
-    """Loads a run, which may be finished, stopped or running; takes no lock and writes nothing.
+    """Load a run, which may be finished, stopped or running; takes no lock and writes nothing.
 
     Every process calls this. The state is that of the newest good checkpoint, or of step `at`, and
     is placed on the mesh, or without one on the first device. Raises ValueError, one line, like
@@ -139,7 +139,7 @@ def load_run(
 
 
 def _restore(checkpoints, at, *abstract_states):
-    """Calls `checkpoints.restore`, again if a running run removed what was being read."""
+    """Call `checkpoints.restore`, again if a running run removed what was being read."""
     steps = functools.partial(multihost.broadcast_from_leader, checkpoints.steps)
     for _ in range(MAX_READS):
         before, restored = steps(), None
@@ -154,7 +154,7 @@ def _restore(checkpoints, at, *abstract_states):
 
 
 def load_teacher(hparams: Hparams, mesh: Mesh, metadata: dict) -> Teacher | None:
-    """Loads the Teacher of a run onto its mesh; None without a teacher. Every process calls this.
+    """Load the Teacher of a run onto its mesh; None without a teacher. Every process calls this.
 
     The first time, it is the newest checkpoint of training.distill_from, and `metadata` gets
     `teacher`: the `step`, and the `sha256` of the parameters and averages. From then on it is that

@@ -35,7 +35,7 @@ _LAYER_PATH = re.compile(r'(?:stack/(run_\d+/layer_\d+)/(?:block/)?)?(.*)')
 
 
 def versions() -> dict[str, str]:
-    """Returns everything that may change the bits of a run: packages, Python, device, threads."""
+    """Return everything that may change the bits of a run: packages, Python, device, threads."""
     return {
         **{package: importlib.metadata.version(package) for package in _PACKAGES},
         'python': platform.python_version(),
@@ -46,7 +46,7 @@ def versions() -> dict[str, str]:
 
 
 def initial_metadata(dataset, num_steps: int, mesh_shape: dict | None = None) -> dict:
-    """Returns the metadata of a checkpoint before the first step."""
+    """Return the metadata of a checkpoint before the first step."""
     axes = {f'mesh axis {axis}': str(size) for axis, size in (mesh_shape or {}).items()}
     return {
         'fingerprint': dataset.fingerprint,
@@ -62,12 +62,12 @@ def initial_metadata(dataset, num_steps: int, mesh_shape: dict | None = None) ->
 
 
 def num_parameters(params) -> int:
-    """Counts the elements of a pytree of arrays."""
+    """Count the elements of a pytree of arrays."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def active_parameters(hparams: Hparams, params) -> int:
-    """Counts the parameters that a token uses; of the routed experts, its share at even loads."""
+    """Count the parameters that a token uses; of the routed experts, its share at even loads."""
     experts, active = hparams.model.experts, 0.0
     share = experts.top_k / experts.num_choices
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -79,7 +79,7 @@ def active_parameters(hparams: Hparams, params) -> int:
 
 
 def parameter_lines(params) -> list[str]:
-    """Returns a table of a Transformer's parts, largest first: layers, parameters and share.
+    """Return a table of a Transformer's parts, largest first: layers, parameters and share.
 
     The parts are embedding, attention, mlp, norms, router, predictor, stream (depth slots), head.
     """
@@ -102,7 +102,7 @@ def parameter_lines(params) -> list[str]:
 
 
 def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
-    """Returns lines for the user about the model, the corpus, the steps and their cost."""
+    """Return lines for the user about the model, the corpus, the steps and their cost."""
     model = hparams.model
     parameters = f'{format_count(num_parameters(params))} parameters'
     if model.expert_layers:
@@ -132,7 +132,7 @@ def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
 
 
 def _describe_model(hparams):
-    """Returns phrases such as ['12 layers of width 256', '6 routed (learned)']."""
+    """Return phrases such as ['12 layers of width 256', '6 routed (learned)']."""
     model, depth = hparams.model, hparams.model.depth
     parts = [f'{model.num_layers} layers of width {model.d_model}']
     if model.looped:
@@ -188,7 +188,7 @@ def _describe_experts(model):
 
 @functools.cache
 def step_flops_report(hparams: Hparams, num_steps: int) -> dict[str, float | None]:
-    """Returns the FLOPs of a step of the last stage, by formula and by XLA.
+    """Return the FLOPs of a step of the last stage, by formula and by XLA.
 
     `flops_per_step` is counted by formula. `flops_per_step_xla` is XLA's estimate for the unrolled
     step before optimization, which includes elementwise work and masked query-key pairs; None if
@@ -210,7 +210,7 @@ def step_flops_report(hparams: Hparams, num_steps: int) -> dict[str, float | Non
 
 
 def by_layer(model: ModelHparams, ratios: dict) -> dict[str, dict]:
-    """Returns `routing` and `experts` of `ratios` as numbers by layer: layer_00, layer_01, ..."""
+    """Return `routing` and `experts` of `ratios` as numbers by layer: layer_00, layer_01, ..."""
     layers = {'routing': model.routed_layers, 'experts': model.expert_layers}
     return {
         group: {
@@ -227,7 +227,7 @@ def by_layer(model: ModelHparams, ratios: dict) -> dict[str, dict]:
 def summarize(
     hparams: Hparams, state: TrainState, evaluation: dict, dataset, metadata: dict
 ) -> dict:
-    """Returns the content of summary.json.
+    """Return the content of summary.json.
 
     `evaluation` is the result of `evaluate_causal`, `metadata` that of the last checkpoint.
     """
@@ -270,13 +270,13 @@ def summarize(
 
 
 def write_summary(workdir: str | os.PathLike, summary: dict):
-    """Writes summary.json atomically; numbers that are not finite become null."""
+    """Write summary.json atomically; numbers that are not finite become null."""
     text = json.dumps(replace_nonfinite(summary), indent=2, allow_nan=False) + '\n'
     write_atomically(pathlib.Path(workdir) / SUMMARY_FILE, text)
 
 
 def read_summary(workdir: str | os.PathLike, fields: dict | None = None) -> dict | None:
-    """Reads summary.json and checks it for `fields` of `check_fields`; None if it does not exist.
+    """Read summary.json and checks it for `fields` of `check_fields`; None if it does not exist.
 
     Raises ValueError, one line, if it is damaged.
     """

@@ -16,12 +16,12 @@ class Table(NamedTuple):
 
 
 def fixed(digits: int, scale: float = 1, suffix: str = ''):
-    """Returns a function that formats a number, times `scale`, with `digits` decimals."""
+    """Return a function that formats a number, times `scale`, with `digits` decimals."""
     return lambda number: f'{scale * number:.{digits}f}{suffix}'
 
 
 def column_per_row(title: str, heads, lines: dict, rows: list[dict]) -> Table:
-    """Makes a table with one column for each row of results.
+    """Make a table with one column for each row of results.
 
     `lines` is {name of the line: (key of the rows, function from its value to text)}. A line is
     left out if no row has a value for it. A row with `failed`, a reason, shows the reason's start.
@@ -41,7 +41,7 @@ def column_per_row(title: str, heads, lines: dict, rows: list[dict]) -> Table:
 
 
 def pivot(title: str, rows: list[dict], line, column, text, corner: str = '') -> Table:
-    """Makes a table with one cell for each row of results, and '-' in other cells.
+    """Make a table with one cell for each row of results, and '-' in other cells.
 
     `line`, `column` and `text` are functions from a row to the name of its line, the name of its
     column, and the text of its cell. `corner` is the head of the line names.
@@ -55,7 +55,7 @@ def pivot(title: str, rows: list[dict], line, column, text, corner: str = '') ->
 
 
 def to_rich(table: Table) -> rich.table.Table:
-    """Converts a table for a rich console; long names are folded."""
+    """Convert a table for a rich console; long names are folded."""
     drawn = rich.table.Table(title=table.title or None, title_justify='left')
     for number, head in enumerate(table.heads):
         justify = 'right' if number else 'left'
@@ -67,12 +67,12 @@ def to_rich(table: Table) -> rich.table.Table:
 
 
 def print_table(table: Table, width: int | None = None):
-    """Prints a table, `width` characters wide, or as wide as the terminal."""
+    """Print a table, `width` characters wide, or as wide as the terminal."""
     rich.console.Console(width=width).print(to_rich(table))
 
 
 def markdown_rows(heads, *rows) -> list[str]:
-    """Returns the lines of a table of texts in Markdown."""
+    """Return the lines of a table of texts in Markdown."""
     lines = [
         '| ' + ' | '.join(c.replace('|', '\\|') or ' ' for c in row) + ' |'
         for row in (heads, *rows)
@@ -81,13 +81,13 @@ def markdown_rows(heads, *rows) -> list[str]:
 
 
 def to_markdown(table: Table) -> list[str]:
-    """Returns the lines of a table and its title in Markdown."""
+    """Return the lines of a table and its title in Markdown."""
     rows = [[name, *cells] for name, cells in table.lines.items()]
     return [f'**{table.title}**', '', *markdown_rows(table.heads, *rows), '']
 
 
 def replace_between(page: str, begin: str, end: str, text: str) -> str:
-    """Returns the page with another text between its markers; raises ValueError without them."""
+    """Return the page with another text between its markers; raises ValueError without them."""
     if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
         raise ValueError(f'page without its markers: must hold {begin} and then {end}, once each')
     return f'{page.split(begin)[0]}{begin}\n\n{text}\n\n{end}{page.split(end)[1]}'

@@ -21,7 +21,7 @@ class Teacher:
     hparams: Hparams = flax.struct.field(pytree_node=False)
 
     def hidden_states(self, batch):
-        """Returns x_BTD after the final norm, under the model's causal rule."""
+        """Return x_BTD after the final norm, under the model's causal rule."""
         x_BTD, _ = Transformer(self.hparams).apply(
             jax.lax.stop_gradient(self.variables),
             batch['tokens_BT'],
@@ -33,7 +33,7 @@ class Teacher:
 
 
 def teacher_hparams(hparams: Hparams) -> Hparams | None:
-    """Returns the hyper-parameters of a run's teacher at its last stage; None without a teacher.
+    """Return the hyper-parameters of a run's teacher at its last stage; None without a teacher.
 
     Raises ValueError, one line, if training.distill_from is not the directory of a run.
     """
@@ -52,7 +52,7 @@ def _read(folder):
 
 
 def check_teacher(hparams: Hparams, tokenizer: Tokenizer):
-    """Raises ValueError, one line, if the teacher has another vocabulary or tokenizer."""
+    """Raise ValueError, one line, if the teacher has another vocabulary or tokenizer."""
     teacher = teacher_hparams(hparams)
     if teacher is None:
         return
@@ -70,7 +70,7 @@ def check_teacher(hparams: Hparams, tokenizer: Tokenizer):
 
 
 def abstract_teacher(hparams: Hparams) -> Teacher | None:
-    """Returns the Teacher of a run with shapes in place of arrays; None without a teacher."""
+    """Return the Teacher of a run with shapes in place of arrays; None without a teacher."""
     teacher = teacher_hparams(hparams)
     if teacher is None:
         return None
@@ -78,12 +78,12 @@ def abstract_teacher(hparams: Hparams) -> Teacher | None:
 
 
 def step_flops(hparams: Hparams, stage: Stage | None = None, loops: int = 0) -> float:
-    """Returns the counted FLOPs of a step: `train_step_flops` plus the teacher's forward pass."""
+    """Return the counted FLOPs of a step: `train_step_flops` plus the teacher's forward pass."""
     return train_step_flops(hparams, stage, loops) + teacher_flops(hparams)
 
 
 def teacher_flops(hparams: Hparams) -> float:
-    """Returns the counted FLOPs of the teacher's forward pass over a batch; 0 without a teacher."""
+    """Return the counted FLOPs of the teacher's forward pass over a batch; 0 without a teacher."""
     teacher, data = teacher_hparams(hparams), hparams.data
     if teacher is None:
         return 0.0

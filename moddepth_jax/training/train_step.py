@@ -58,18 +58,18 @@ class TrainState:
 
 
 def model_variables(params, averages) -> dict:
-    """Returns the Linen variables of a Transformer."""
+    """Return the Linen variables of a Transformer."""
     return {'params': params} | ({'averages': averages} if averages else {})
 
 
 def init_optimizer(hparams: Hparams, num_steps: int, params) -> optax.OptState:
-    """Returns the optimizer's state before step 0, for the trainable parameters."""
+    """Return the optimizer's state before step 0, for the trainable parameters."""
     trainable, _ = split_params(params, hparams.optimizer.trainable)
     return make_optimizer(hparams, num_steps).init(trainable)
 
 
 def init_state(hparams: Hparams, num_steps: int) -> TrainState:
-    """Returns the state before step 0, a pure function of the hyper-parameters and their seed."""
+    """Return the state before step 0, a pure function of the hyper-parameters and their seed."""
     tokens_BT = jnp.zeros((1, hparams.data.sequence_length), jnp.int32)
     variables = Transformer(hparams).init(jax.random.key(hparams.seed), tokens_BT)
     params = variables['params']
@@ -105,7 +105,7 @@ class StepCounts(NamedTuple):
 def loss_and_metrics(
     params, state, hparams: Hparams, routing: str, batch, counts: StepCounts, teacher=None
 ):
-    """Returns the loss of a micro-batch, divided by the `counts` of the whole batch, and metrics.
+    """Return the loss of a micro-batch, divided by the `counts` of the whole batch, and metrics.
 
     Loss and metrics of the micro-batches are summed. `state` provides the averages and the step;
     `hparams` are those of the stage.
@@ -159,7 +159,7 @@ def _forward(params, state, hparams, routing, batch):
 
 
 def _gradients(state, hparams, routing, batch, teacher):
-    """Returns the gradients of the trainable parameters and the metrics of the batch."""
+    """Return the gradients of the trainable parameters and the metrics of the batch."""
     trainable, frozen = split_params(state.params, hparams.optimizer.trainable)
     counts = StepCounts(
         jnp.maximum(jnp.sum(masked_labels(batch) != IGNORED, dtype=jnp.float32), 1),
@@ -191,7 +191,7 @@ def _gradients(state, hparams, routing, batch, teacher):
 
 
 def _sum_over(micro_batches, function):
-    """Sums `function(micro_batch)`, a pytree, over the micro-batches, one at a time."""
+    """Sum `function(micro_batch)`, a pytree, over the micro-batches, one at a time."""
 
     def add(total, micro_batch):
         return jax.tree.map(jnp.add, total, function(micro_batch)), None
@@ -202,7 +202,7 @@ def _sum_over(micro_batches, function):
 
 
 def _update_average(state, average, lowest, decay):
-    """Updates a moving average of the lowest selected scores; early steps use a smaller decay."""
+    """Update a moving average of the lowest selected scores; early steps use a smaller decay."""
     taken = (state.step - state.skipped).astype(jnp.float32)
     decay = jnp.minimum(decay, (taken + 1) / (taken + 10))
     moved = decay * average + (1 - decay) * lowest
@@ -216,7 +216,7 @@ def train_step(
     loops: int = 0,
     teacher: Teacher | None = None,
 ) -> tuple[TrainState, dict]:
-    """Takes one optimizer step. Pure; the caller jits it and donates `state`.
+    """Take one optimizer step. Pure; the caller jits it and donates `state`.
 
     A step whose loss or gradient is not finite changes only the counters.
 

@@ -12,7 +12,7 @@ ALL = ('*',)
 
 
 def split_params(params: dict, patterns: tuple[str, ...]) -> tuple[dict, dict]:
-    """Returns (trainable, frozen) parameters, nested like `params`.
+    """Return (trainable, frozen) parameters, nested like `params`.
 
     Only trainable parameters have gradients, clipping, weight decay and moments. Raises ValueError,
     one line, for a pattern that matches no parameter.
@@ -29,7 +29,7 @@ def split_params(params: dict, patterns: tuple[str, ...]) -> tuple[dict, dict]:
 
 
 def merge_params(trainable: dict, frozen: dict) -> dict:
-    """Joins the two results of `split_params`."""
+    """Join the two results of `split_params`."""
     if not frozen:
         return trainable
     leaves = (traverse_util.flatten_dict(part) for part in (frozen, trainable))
@@ -39,7 +39,7 @@ def merge_params(trainable: dict, frozen: dict) -> dict:
 
 
 def check_trainable(hparams: Hparams):
-    """Raises ValueError, one line, for a glob that matches no parameter.
+    """Raise ValueError, one line, for a glob that matches no parameter.
 
     Checks optimizer.trainable, optimizer.rate_factors and model.adapters.params.
     """
@@ -51,7 +51,7 @@ def check_trainable(hparams: Hparams):
 
 
 def _named(names, patterns, knob):
-    """Returns the names that some pattern matches; each pattern must match a name."""
+    """Return the names that some pattern matches; each pattern must match a name."""
     chosen = set()
     for pattern in patterns:
         found = fnmatch.filter(names, pattern)
@@ -64,7 +64,7 @@ def _named(names, patterns, knob):
 
 
 def _nearest(pattern, names):
-    """Returns the three names whose parts are most similar to those of the pattern."""
+    """Return the three names whose parts are most similar to those of the pattern."""
     words = [word.strip('*?') for word in pattern.split('/')]
 
     def similarity(name):

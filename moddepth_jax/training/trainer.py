@@ -71,7 +71,7 @@ class Trainer:
         self.compiler, self.compiling = None, {}
 
     def run(self, preemption, checkpoints) -> TrainState:
-        """Trains until the last step or a stop signal; returns the state, which is saved."""
+        """Train until the last step or a stop signal; returns the state, which is saved."""
         self.stopwatch = Stopwatch(self.metadata['seconds'])
         for step in range(int(self.state.step), self.num_steps):
             # Before the step, so that a resumed run makes up for an evaluation that was missed.
@@ -118,7 +118,7 @@ class Trainer:
             checkpoints.save(step, self.state, self.metadata)
 
     def evaluate(self, step, num_batches) -> dict:
-        """Evaluates the state on held-out text, with the capacity of its last step.
+        """Evaluate the state on held-out text, with the capacity of its last step.
 
         Writes a row of metrics and prints a line. After the last step of the run, it also measures
         what the causal rule costs in each single routed layer. Returns the result.
@@ -153,7 +153,7 @@ class Trainer:
         return not multihost.broadcast_from_leader(lambda: self.writer.has(step, 'eval/loss'))
 
     def _step_fn(self, step):
-        """Returns the train step of the stage and loops of `step`; compiles it at its first use."""
+        """Return the train step of the stage and loops of `step`; compiles it at its first use."""
         stage, loops = self._stage(step), loops_at(self.hparams, self.num_steps, step)
         if (stage, loops) not in self.step_fns:
             with self._paused():
@@ -164,7 +164,7 @@ class Trainer:
         return self.step_fns[stage, loops]
 
     def _compile(self, stage, loops, measure) -> Any:
-        """Compiles a train step; with `measure`, a thread measures compression baselines."""
+        """Compile a train step; with `measure`, a thread measures compression baselines."""
         begin, model = time.monotonic(), self.hparams.with_loops(loops).model
         what = f'the train step of {model.num_blocks} layer{"s" * (model.num_blocks > 1)}'
         hint = ''
@@ -191,7 +191,7 @@ class Trainer:
         return step_fn
 
     def _compile_ahead(self):
-        """Starts a thread that compiles what follows the last step: evaluation, summary, report.
+        """Start a thread that compiles what follows the last step: evaluation, summary, report.
 
         The order matters: `evaluate` waits for the first of these programs only.
         """
@@ -228,14 +228,14 @@ class Trainer:
         }
 
     def _wait_for_compiler(self, most=None):
-        """Waits for the first `most` programs (None: all) that are compiled ahead."""
+        """Wait for the first `most` programs (None: all) that are compiled ahead."""
         for what, future in list(self.compiling.items())[:most]:
             if not future.done():
                 self.progress.note(f'{what} ...')
             concurrent.futures.wait([future])
 
     def close(self):
-        """Waits for the program that is being compiled ahead, if any, and drops the others."""
+        """Wait for the program that is being compiled ahead, if any, and drops the others."""
         if self.compiler:
             self.compiler.shutdown(cancel_futures=True)
 
@@ -256,7 +256,7 @@ class Trainer:
         self.in_flight.append((step + 1, metrics, targets_per_byte))
 
     def _collect(self, in_flight):
-        """Waits until only `in_flight` steps are running, and reports those that ended."""
+        """Wait until only `in_flight` steps are running, and reports those that ended."""
         while len(self.in_flight) > in_flight:
             step, metrics, targets_per_byte = self.in_flight.popleft()
             metrics = jax.device_get(metrics)
@@ -298,7 +298,7 @@ class Trainer:
         return row | rates | devices.mfu(rates['flops_per_second']) | memory
 
     def _named(self, metrics):
-        """Flattens metrics into one dict, with names such as routing/layer_01/recall."""
+        """Flatten metrics into one dict, with names such as routing/layer_01/recall."""
         parts = by_layer(self.hparams.model, metrics) | {'domains': metrics.get('domains', {})}
         named = {
             f'{group}/{part}/{name}': value

@@ -130,7 +130,7 @@ def test_values_that_cannot_be_parameters_are_refused(tmp_path):
 
 
 def write_header(file, header, size=None, data=b''):
-    """Writes a file with this header, which claims to be `size` bytes long."""
+    """Write a file with this header, which claims to be `size` bytes long."""
     header = header if isinstance(header, bytes) else json.dumps(header).encode()
     size = len(header) if size is None else size
     file.write_bytes(struct.pack('<Q', size) + header + data)

@@ -53,7 +53,7 @@ CONTEXT = 40
 
 
 def export(folder, hparams, variables):
-    """Writes a model, its adapters merged."""
+    """Write a model, its adapters merged."""
     stack = merge_adapters(variables['params']['stack'], hparams.model)
     variables = variables | {'params': variables['params'] | {'stack': stack}}
     hparams = hparams.without_adapters

@@ -54,7 +54,7 @@ def random_params(hparams):
 
 
 def by_layer(hparams, params):
-    """Returns the leaves of each layer by name, without the level of routed blocks; and others."""
+    """Return the leaves of each layer by name, without the level of routed blocks; and others."""
     layers = []
     params = jax.tree.map(np.asarray, params)
     for kind, mine in unstack_layers(Stack(hparams.model, 'top_c'), params['stack']):

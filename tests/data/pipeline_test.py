@@ -35,7 +35,7 @@ def _bytes(batch):
 
 
 def _epoch(dataset, epoch):
-    """Returns the first token and the labels of each window of an epoch, in order."""
+    """Return the first token and the labels of each window of an epoch, in order."""
     n, size = dataset.num_train_windows, dataset.fingerprint['batch_size']
     first, last = epoch * n, (epoch + 1) * n
     steps = range(first // size, -(-last // size))

@@ -35,13 +35,13 @@ def prepare(folder, documents, tokenizer, held_out_fraction):
 
 
 def begin(folder):
-    """Makes a folder that launch.prepare has not finished."""
+    """Make a folder that launch.prepare has not finished."""
     (folder / PLAN_FILE).parent.mkdir(parents=True)
     (folder / PLAN_FILE).write_text('{}')
 
 
 def make_special(path, kind):
-    """Makes a special file, or one that is too large."""
+    """Make a special file, or one that is too large."""
     if kind == 'pipe':
         os.mkfifo(path)
     elif kind == 'socket':
@@ -59,7 +59,7 @@ def make_special(path, kind):
 
 
 def refusal(call, *args, **named) -> str:
-    """Returns the message of the ValueError that the call raises, which must be one line."""
+    """Return the message of the ValueError that the call raises, which must be one line."""
     with pytest.raises(ValueError) as caught:
         call(*args, **named)
     assert '\n' not in str(caught.value)

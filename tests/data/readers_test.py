@@ -27,7 +27,7 @@ COMPRESS = {
 
 
 def _write(path, texts, group=2):
-    """Writes `texts` in the format of the suffix, perhaps compressed."""
+    """Write `texts` in the format of the suffix, perhaps compressed."""
     suffix, packing = path.suffix, ''
     if suffix in ('.gz', '.zst'):
         suffix, packing = path.with_suffix('').suffix, suffix
@@ -52,7 +52,7 @@ def _rows(path, *span):
 
 
 def _error(path):
-    """Returns (the good rows, the message of the last row, which is the only bad one)."""
+    """Return (the good rows, the message of the last row, which is the only bad one)."""
     *good, last = _rows(path)
     assert not any(isinstance(row.text, BadText) for row in good)
     message = refusal(load_documents, str(path), 'text')

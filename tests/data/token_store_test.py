@@ -109,7 +109,7 @@ def test_what_is_not_whole_is_refused(tmp_path):
 
 
 def _about(**changes):
-    """Changes fields of prepared.json; None removes one."""
+    """Change fields of prepared.json; None removes one."""
 
     def change(content):
         about = json.loads(content)

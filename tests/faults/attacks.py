@@ -214,7 +214,7 @@ def _do_at(moment, attack):
 
 
 def _obey_permissions():
-    """Drops all capabilities, with which root could read and write any file."""
+    """Drop all capabilities, with which root could read and write any file."""
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     ctypes.CDLL(None).prctl(28, 1, 0, 0, 0)  # PR_SET_SECUREBITS, NOROOT: also for children
     ctypes.CDLL(None).capset(header, none)

@@ -72,7 +72,7 @@ def tally(record_property):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Prints sums over all tests and processes; for seconds also number, median and maximum."""
+    """Print sums over all tests and processes; for seconds also number, median and maximum."""
     tables = collections.defaultdict(lambda: collections.defaultdict(list))
     for report in sum(terminalreporter.stats.values(), []):
         if getattr(report, 'when', None) == 'call':

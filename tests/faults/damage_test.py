@@ -39,7 +39,7 @@ class Saved:
             return state, step, checkpoints.skipped
 
     def check_skipped(self, *words):
-        """Checks that it is skipped with `words` in one line, and the older state is restored."""
+        """Check that it is skipped with `words` in one line, and the older state is restored."""
         state, step, (line,) = self.restore()
         assert step == OLDER, words
         assert line.startswith(f'checkpoint {NEWEST} skipped: ') and '\n' not in line
@@ -48,7 +48,7 @@ class Saved:
         assert state_sha256(state) == self._older
 
     def draw_file(self, draw):
-        """Draws a random file, or the file of a random byte, each with probability 1/2."""
+        """Draw a random file, or the file of a random byte, each with probability 1/2."""
         sizes = [(self.newest / name).stat().st_size for name in self.files]
         return draw.choices(self.files, sizes if draw.random() < 0.5 else None)[0]
 

@@ -64,7 +64,7 @@ CHANGES = {'training__num_steps': 100, 'evaluation__every': 30, 'model__d_model'
 
 
 def check_one_line(status, err):
-    """Checks for status 2 and one line on stderr about the full disk; TensorBoard may add one."""
+    """Check for status 2 and one line on stderr about the full disk; TensorBoard may add one."""
     assert status == 2, err
     *before, last = err.splitlines()
     assert last.startswith('error: ') and 'No space left on device' in last, err
@@ -72,7 +72,7 @@ def check_one_line(status, err):
 
 
 def check_good(workdir):
-    """Checks that finished checkpoints are intact and no other files remain; returns the steps."""
+    """Check that finished checkpoints are intact and no other files remain; returns the steps."""
     steps = []
     for path in workdir.glob('checkpoints/*'):
         read_manifest(path)

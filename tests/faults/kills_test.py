@@ -20,7 +20,7 @@ pytestmark = pytest.mark.faults
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
-    """Runs that save and evaluate often, and the result of an unbroken one."""
+    """Run that save and evaluate often, and the result of an unbroken one."""
     runs = Runs(
         tmp_path_factory.mktemp('kills'),
         model__routing__router='none',
@@ -40,7 +40,7 @@ def runs(tmp_path_factory):
 
 
 def wait_for_moment(kind, draw, process, out, runs, workdir):
-    """Waits for a random moment of a start: 'any' of its life, or one soon after a kind of SPANS.
+    """Wait for a random moment of a start: 'any' of its life, or one soon after a kind of SPANS.
 
     These are a row of metrics, a new checkpoint, the step of an evaluation, the last evaluation.
     """
@@ -83,7 +83,7 @@ class Life:
         self.workdir, self.history = runs.folder / name, []
 
     def start(self, kind, draw, send):
-        """Returns (status, seconds from the signal to the end, stdout)."""
+        """Return (status, seconds from the signal to the end, stdout)."""
         saved, sent = self.newest(), []
 
         def act(process, out):
@@ -99,14 +99,14 @@ class Life:
         return status, seconds, out
 
     def newest(self):
-        """Returns the step of the newest finished checkpoint, or 0; checks that all are intact."""
+        """Return the step of the newest finished checkpoint, or 0; checks that all are intact."""
         steps = [int(path.parent.name) for path in self.workdir.glob('checkpoints/*/manifest.json')]
         for step in steps:
             read_manifest(self.workdir / 'checkpoints' / str(step))
         return max(steps, default=0)
 
     def _check(self, out, err, saved):
-        """Checks that it resumed from the newest checkpoint and skipped only unfinished ones."""
+        """Check that it resumed from the newest checkpoint and skipped only unfinished ones."""
         assert err in ('', 'SIGTERM: stopping after this step, then saving\n'), (self.history, err)
         if 'plan ' in out:
             resumed = re.findall(r'resuming after step (\d+)', out)
@@ -123,7 +123,7 @@ class Life:
 
 
 def signalled(runs, draw, tally, name, kinds, send):
-    """Sends a signal in each kind of moment: (life, status, seconds, stdout) of each start.
+    """Send a signal in each kind of moment: (life, status, seconds, stdout) of each start.
 
     A run that ends before its signal is compared, and another one is started; so is the last one.
     """

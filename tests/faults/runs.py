@@ -89,7 +89,7 @@ class Runs:
             self.environment |= {'XLA_FLAGS': flags, 'NPROC': str(2 * devices)}
 
     def start(self, name, act=lambda process, out: None, flags=(), module=('launch.train',)):
-        """Trains in the workdir `name`, or resumes there; returns (status, stdout, stderr).
+        """Train in the workdir `name`, or resumes there; returns (status, stdout, stderr).
 
         Meanwhile act(process, out) is called, with the file of its stdout.
         """
@@ -116,14 +116,14 @@ class Runs:
         return out
 
     def result(self, name):
-        """Returns (digest of the final state, held-out loss, rows of metrics without times)."""
+        """Return (digest of the final state, held-out loss, rows of metrics without times)."""
         summary = json.loads((self.folder / name / 'summary.json').read_text())
         assert summary['final_step'] == self.num_steps
         assert SHA256.fullmatch(summary['state_sha256'])
         return summary['state_sha256'], summary['eval'], rows_of(self.folder / name)
 
     def check_rows(self, rows):
-        """Checks for one row for each step and each evaluation, in order."""
+        """Check for one row for each step and each evaluation, in order."""
         steps = list(range(1, self.num_steps + 1))
         assert [row['step'] for row in rows if 'loss' in row] == steps
         due = [s for s in steps if s % self.evaluation_every == 0 or s == self.num_steps]
@@ -131,7 +131,7 @@ class Runs:
 
 
 def last_row(workdir):
-    """Returns the last complete line of metrics.jsonl, or {}."""
+    """Return the last complete line of metrics.jsonl, or {}."""
     try:
         return json.loads((workdir / 'metrics.jsonl').read_bytes().split(b'\n')[-2])
     except (FileNotFoundError, IndexError):

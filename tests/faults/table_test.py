@@ -85,7 +85,7 @@ class World:
         return dict(zip(rows, found, strict=True))
 
     def _prepare(self, folder, row):
-        """Copies the folder, attacks a path unless there is a moment, and returns the command."""
+        """Copy the folder, attacks a path unless there is a moment, and returns the command."""
         shutil.copytree(self.original, folder, symlinks=True)
         path = row.path and folder / row.path
         if row.path == 'cache':
@@ -106,7 +106,7 @@ class World:
         return row
 
     def check(self, rows):
-        """Returns a line for each row that did not end as expected."""
+        """Return a line for each row that did not end as expected."""
         commands = dict.fromkeys(row.command for row in rows if row.command not in self.results)
         rows = [*map(Row, commands), *rows]
         folders = {self.folder / f'row_{number}': row for number, row in enumerate(rows)}
@@ -134,7 +134,7 @@ class World:
 
 
 def check_end(row, done):
-    """Checks the status and the words of the output against the row."""
+    """Check the status and the words of the output against the row."""
     how, _, words = row.expected.partition(': ')
     if how == 'refused':
         words = words or re.escape(row.path.rpartition('/')[2])
@@ -149,7 +149,7 @@ def check_end(row, done):
 
 
 def result(folder, command, done):
-    """Returns the result of a command: state, losses and rows of training, or the output."""
+    """Return the result of a command: state, losses and rows of training, or the output."""
     if command.startswith('prepare'):
         return (
             (),
@@ -165,7 +165,7 @@ def result(folder, command, done):
 
 
 def snapshot(folder):
-    """Returns kind, size and mtime of every path except locks, caches and finished parts."""
+    """Return kind, size and mtime of every path except locks, caches and finished parts."""
     stats = {path: path.lstat() for path in folder.rglob('*')}
     return {
         path: (stat.st_mode, not path.is_dir() and (stat.st_size, stat.st_mtime_ns))

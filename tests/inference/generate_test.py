@@ -355,7 +355,7 @@ def test_guesses_change_no_text_and_are_those_of_the_model_that_skips(tiny_confi
 
 
 def guess(variables, hparams, row, sample_number):
-    """Returns the token that the model draws after a row without its routed blocks, seed 0."""
+    """Return the token that the model draws after a row without its routed blocks, seed 0."""
     logits_V, selected = forward(variables, hparams, row, 'bypass', Few())
     assert not selected or hparams.model.routing.routes_loops
     key = generate_module._row_keys(np.zeros(1, np.uint32), 2)[sample_number]

@@ -18,7 +18,7 @@ SEPARATOR = 256
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, tmp_path):
-    """Uses no hub, and a separate cache; paths in the tasks are relative to the root."""
+    """Use no hub, and a separate cache; paths in the tasks are relative to the root."""
     import datasets
 
     monkeypatch.chdir(ROOT)
@@ -27,7 +27,7 @@ def offline(monkeypatch, tmp_path):
 
 
 def choices_by_hand(log_p):
-    """Returns acc and acc_norm: by the most likely option, and by likelihood per character."""
+    """Return acc and acc_norm: by the most likely option, and by likelihood per character."""
     right = {'acc': [], 'acc_norm': []}
     for line in (TASKS / 'toy_choice.jsonl').read_text().splitlines():
         doc = json.loads(line)
@@ -42,7 +42,7 @@ def choices_by_hand(log_p):
 
 
 def rolling_by_hand(log_p):
-    """Returns word_perplexity and bits_per_byte over all texts; each token is predicted once."""
+    """Return word_perplexity and bits_per_byte over all texts; each token is predicted once."""
     nats = words = num_bytes = 0
     for line in (TASKS / 'toy_rolling.jsonl').read_text().splitlines():
         text = json.loads(line)['text']
@@ -66,7 +66,7 @@ def test_numbers_are_those_by_hand(small_model, log_p_of):
     from moddepth_jax.inference.harness_tasks import HarnessTasks
 
     def log_p(ids):
-        """Returns log p of each of `ids` but the first."""
+        """Return log p of each of `ids` but the first."""
         return log_p_of('both', ids[:-1])[np.arange(len(ids) - 1), ids[1:]]
 
     want = {'toy_choice': choices_by_hand(log_p), 'toy_rolling': rolling_by_hand(log_p)}

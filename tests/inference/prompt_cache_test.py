@@ -50,7 +50,7 @@ MODELS += ('recursions grow', 'recursions, first keys', 'token choice', 'token c
 
 
 def check_turn(model, hparams, kept, prompts, **how):
-    """Returns the Generation with a PromptCache; checks that it equals the one without."""
+    """Return the Generation with a PromptCache; checks that it equals the one without."""
     how |= {'routing': model.routing, 'tokenizer': WORDS}
     fresh = PromptCache()
     expected = generate(model.variables, hparams, prompts, 7, prompt_cache=fresh, **how)
@@ -113,7 +113,7 @@ def lengths(kept, model):
 
 
 def made_up_cache(lengths_B, dropped=0, **counts):
-    """Makes a Cache of a dense block and a routed one, which has the tokens at even positions."""
+    """Make a Cache of a dense block and a routed one, which has the tokens at even positions."""
     lengths_B = np.asarray(lengths_B, np.int32)
     positions_BS = np.tile(2 * np.arange(6, dtype=np.int32), (len(lengths_B), 1))
     dense = LayerCache(np.zeros((len(lengths_B), 1, 1, 12)), None, None, None, **counts)

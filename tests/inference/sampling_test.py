@@ -34,7 +34,7 @@ def frequencies(logits_V, temperature, *cuts):
 
 
 def chances(logits_V, temperature, top_p=1.0, top_k=0):
-    """Returns the probability of each token in float64, after temperature, top_k and top_p."""
+    """Return the probability of each token in float64, after temperature, top_k and top_p."""
     odds_V = np.exp((logits_V - logits_V.max()).astype(np.float64) / temperature)
     order = sorted(range(len(logits_V)), key=lambda token: (-odds_V[token], token))
     chance_V = odds_V / odds_V[order[: top_k or None]].sum()

@@ -10,7 +10,7 @@ from tests.inference.conftest import CONTEXT
 
 @pytest.fixture(scope='module')
 def by_hand(small_model, log_p_of):
-    """Returns log-likelihood and greediness of one request, from the logits of its padded row."""
+    """Return log-likelihood and greediness of one request, from the logits of its padded row."""
 
     def one(name, context, continuation):
         length = small_model(name)[1].data.sequence_length

@@ -48,7 +48,7 @@ else:
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Returns act(candidates' behavior): choose(None), its log lines, the started candidates."""
+    """Return act(candidates' behavior): choose(None), its log lines, the started candidates."""
     log, lines = tmp_path / 'trials', []
     monkeypatch.setattr(autotune, 'COMMAND', (sys.executable, '-I', '-S', '-c', CANDIDATE))
     monkeypatch.setattr(autotune, '_spent', 0.0)

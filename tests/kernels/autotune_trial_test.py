@@ -18,7 +18,7 @@ HIDDEN[0, 0] = True
 
 
 def wrong(name='dk_depth', unordered=(), second=None, **change):
-    """Returns find_wrong of one array with a change in the candidate; XLA is off by 1e-3."""
+    """Return find_wrong of one array with a change in the candidate; XLA is off by 1e-3."""
     value = np.where(HIDDEN, autotune_trial.START, VALUE)
     mine = value + np.where(HIDDEN, 0, change.get('error', 0)).astype(np.float32)
     mine[0, 0] += change.get('hidden', 0)

@@ -28,7 +28,7 @@ HOPPER = Device('gpu', 'NVIDIA H200', (9, 0))
 
 
 def lower(function, *arrays):
-    """Returns options, operand types and result types of the one call to cuDNN in a program."""
+    """Return options, operand types and result types of the one call to cuDNN in a program."""
     text = jax.jit(function).trace(*arrays).lower(lowering_platforms=('cuda',)).as_text()
     pattern = r'@__cudnn\$(\w+)\(.*?backend_config = "(.*?[^\\])".*? : \((.*?)\) -> (.*)'
     [(name, options, operands, results)] = re.findall(pattern, text)
@@ -38,7 +38,7 @@ def lower(function, *arrays):
 
 
 def passes(window=0, packed=False):
-    """Returns both passes as functions of q, k, v, segment ids and the joint results."""
+    """Return both passes as functions of q, k, v, segment ids and the joint results."""
     static = Static(window, True, 0, 0.3, False, Parts('cudnn'))
 
     def run(function, q, k, v, ids, *joint):
@@ -187,12 +187,12 @@ class Oracle:
 
     @staticmethod
     def read(whole, index):
-        """Returns x by document; after its end what follows in memory, and 9 after the array."""
+        """Return x by document; after its end what follows in memory, and 9 after the array."""
         return jnp.take(whole.reshape(-1), index, mode='fill', fill_value=9.0)
 
     @staticmethod
     def write(whole, index, inside, part):
-        """Returns results by token, NaN where no document writes."""
+        """Return results by token, NaN where no document writes."""
         index = jnp.where(inside[:, :, None, None], index, whole.size)
         nothing = jnp.full(whole.size, jnp.nan, whole.dtype)
         return nothing.at[index].set(part, mode='drop').reshape(whole.shape)
@@ -200,7 +200,7 @@ class Oracle:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Replaces cuDNN by the stand-in; yields its calls: (pass, shape of q, shape of lengths)."""
+    """Replace cuDNN by the stand-in; yields its calls: (pass, shape of q, shape of lengths)."""
     found = []
     for way in ('fwd', 'bwd'):
         monkeypatch.setattr(cudnn.fused, f'_dot_product_attention_{way}_p', Oracle(way, found))
@@ -211,7 +211,7 @@ def calls(monkeypatch):
 
 
 def ids(*rows):
-    """Returns segment ids [B, T], from 0, by the lengths of each row's documents."""
+    """Return segment ids [B, T], from 0, by the lengths of each row's documents."""
     return np.stack([np.repeat(np.arange(len(row)), row) for row in rows]).astype(np.int32)
 
 
@@ -230,7 +230,7 @@ BEYOND = {
 
 @functools.cache
 def drawn(batch, group, slots=3):
-    """Returns q, k, v and slots, and the cotangents of output and logsumexp."""
+    """Return q, k, v and slots, and the cotangents of output and logsumexp."""
     q, k, slot = (batch, 24, 2 * group, 8), (batch, 24, 2, 8), (slots, batch, 24, 2, 8)
     shapes = [q, k, k, slot, slot, q, (batch, 2 * group, 24)]
     keys = [*jax.random.split(jax.random.key(0), 6), jax.random.key(1)]
@@ -238,7 +238,7 @@ def drawn(batch, group, slots=3):
 
 
 def program(by_cudnn, dlse=False):
-    """Returns output, logsumexp and all gradients, by segment ids of queries and keys.
+    """Return output, logsumexp and all gradients, by segment ids of queries and keys.
 
     The joint softmax whose sequence part is cuDNN's, or the reference.
     """
@@ -271,7 +271,7 @@ def compare(results, right, segments, key_segments, given):
 
 
 def no_xla(q, k, v, mask, static, *joint):
-    """Returns NaN in the shapes of xla.sequence."""
+    """Return NaN in the shapes of xla.sequence."""
     del mask, static
     wrong = [x * jnp.nan for x in (q, k, v)]
     return wrong if joint else (wrong[0], jnp.moveaxis(wrong[0][..., 0], 2, 1))

@@ -20,7 +20,7 @@ def decode_attention(*arrays, slot_window=0, **named):
 
 
 def draw(kv_heads, dtype='float32'):
-    """Returns random (q, k, v of new tokens, k, v of the cache, visible); one row is empty."""
+    """Return random (q, k, v of new tokens, k, v of the cache, visible); one row is empty."""
     rng = np.random.default_rng(0)
     new = [rng.normal(size=(BATCH, 1, heads, WIDTH)) for heads in (HEADS, kv_heads, kv_heads)]
     cached = [rng.normal(size=(BATCH, kv_heads, WIDTH, PLACES)) for _ in range(2)]
@@ -30,7 +30,7 @@ def draw(kv_heads, dtype='float32'):
 
 
 def draw_slots(kv_heads, num_slots=6):
-    """Returns random (keys, values of slots [L, C, 1, K, H], mask [L, C, 1])."""
+    """Return random (keys, values of slots [L, C, 1, K, H], mask [L, C, 1])."""
     rng = np.random.default_rng(7)
     shape = (num_slots, BATCH, 1, kv_heads, WIDTH)
     slots = [jnp.asarray(rng.normal(size=shape), 'float32') for _ in range(2)]
@@ -38,7 +38,7 @@ def draw_slots(kv_heads, num_slots=6):
 
 
 def joined(q, k, v, k_cache, v_cache, visible, slots=None, q_depth=None):
-    """Computes one float64 softmax over visible places, the token's own key and the slots.
+    """Compute one float64 softmax over visible places, the token's own key and the slots.
 
     `slots`: (k, v, bool mask) of those that draw_slots gives; q_depth None: q.
     """
@@ -56,7 +56,7 @@ def joined(q, k, v, k_cache, v_cache, visible, slots=None, q_depth=None):
 
 @pytest.fixture(params=['cpu', 'gpu'])
 def backend(request, monkeypatch):
-    """Selects the form for CPUs, or that for accelerators, which gathers the cache rows."""
+    """Select the form for CPUs, or that for accelerators, which gathers the cache rows."""
     monkeypatch.setattr('jax.default_backend', lambda: request.param)
 
 

@@ -53,7 +53,7 @@ NAMES = ('o', 'q', 'k', 'v', 'k_depth', 'v_depth')
 
 @functools.cache
 def narrow_errors(implementation):
-    """Returns errors of o and five gradients in bfloat16, and the largest exact value of each."""
+    """Return errors of o and five gradients in bfloat16, and the largest exact value of each."""
     inputs, (do, dlse), arguments, *seen = draw(**NARROW)
     inputs, do = [jnp.asarray(x, jnp.bfloat16) for x in inputs[:5]], jnp.asarray(do, jnp.bfloat16)
     rounded = [np.nan_to_num(np.asarray(x, float)) for x in (*inputs, inputs[0])]

@@ -111,7 +111,7 @@ class Case:
 
     @functools.cached_property
     def exact(self):
-        """Returns o, lse, dq and the two sums in float64, one query after another."""
+        """Return o, lse, dq and the two sums in float64, one query after another."""
         arrays = (self.q, self.do, self.o, self.lse, *self.sides, *self.sums)
         q, do, o, lse, kd, vd, dk, dv = (np.array(x, np.float64) for x in arrays)
         dq = np.zeros_like(q) if self.dq is None else np.array(self.dq, np.float64)
@@ -134,7 +134,7 @@ class Case:
         return o, lse, dq, dk, dv
 
     def passes(self, backend=None):
-        """Returns both passes, each jitted with a traced number of slots."""
+        """Return both passes, each jitted with a traced number of slots."""
         module = BACKENDS[backend or self.backend]
         options = self.options | {'interpret': backend != 'xla'}
 
@@ -152,7 +152,7 @@ class Case:
         return jax.jit(forward), jax.jit(backward)
 
     def run(self, passes=None):
-        """Returns what `exact` does, by the kernels; backward from exact o and the kernel's lse."""
+        """Return what `exact` does, by the kernels; backward from exact o and the kernel's lse."""
         forward, backward = passes or self.passes()
         o, lse = forward(self.num, self.q, self.o, self.lse, self.sides)
         finite = jnp.where(jnp.isfinite(lse), lse, 0)
@@ -166,7 +166,7 @@ def make(backend, **changes):
 
 
 def check(case, passes=None):
-    """Checks dtypes and values of the results, and that sums of hidden slots keep their bits.
+    """Check dtypes and values of the results, and that sums of hidden slots keep their bits.
 
     Triton is right to float32's tolerances and one rounding of the result. Mosaic's errors, with
     results rounded to the slots' dtype, are at most two (gradients: three) times those of XLA.
@@ -245,7 +245,7 @@ def test_fresh_gradients_are_sums_that_begin_at_zero(rows):
 
 @pytest.fixture
 def racing(monkeypatch):
-    """Makes the Mosaic interpreter look for races."""
+    """Make the Mosaic interpreter look for races."""
     params = functools.partial(common.interpret_params, detect_races=True)
     monkeypatch.setattr(common, 'interpret_params', params)
 

@@ -71,7 +71,7 @@ _XLA_LAUNCH = re.compile(
 
 
 def cuda_program(name):
-    """Returns the path of a CUDA program, from a Python package or PATH, or None."""
+    """Return the path of a CUDA program, from a Python package or PATH, or None."""
     spec = util.find_spec('nvidia')
     for folder in spec.submodule_search_locations if spec else ():
         if (found := Path(folder, 'cu13', 'bin', name)).exists():
@@ -80,7 +80,7 @@ def cuda_program(name):
 
 
 def missing() -> str | None:
-    """Returns why this machine cannot compile for Hopper, in one line, or None."""
+    """Return why this machine cannot compile for Hopper, in one line, or None."""
     if not (util.find_spec('jax_plugins') and util.find_spec('jax_plugins.xla_cuda13')):
         return "no CUDA plugin of JAX: pip install 'jax[cuda13]'"
     return None if cuda_program('ptxas') else 'no ptxas: pip install nvidia-cuda-nvcc'
@@ -101,7 +101,7 @@ def captured_output():
 
 
 def on_hopper(arrays):
-    """Returns the arrays' descriptions with a sharding on a described H200."""
+    """Return the arrays' descriptions with a sharding on a described H200."""
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(platform='cuda', target_config=TARGET, topology='1x1x1')
@@ -111,7 +111,7 @@ def on_hopper(arrays):
 
 
 def an_h200():
-    """Names the GPU for which Triton lowers. JAX 0.10 has a default, later versions do not."""
+    """Name the GPU for which Triton lowers. JAX 0.10 has a default, later versions do not."""
     if jax.__version_info__ < (0, 11):
         return contextlib.nullcontext()
     device = jax.sharding.AbstractDevice('NVIDIA H200', num_cores=None, platform='gpu')
@@ -120,7 +120,7 @@ def an_h200():
 
 
 def lower(function, *arguments) -> str:
-    """Returns the StableHLO text of a function of shapes, lowered for CUDA."""
+    """Return the StableHLO text of a function of shapes, lowered for CUDA."""
     with an_h200():
         traced = jax.jit(function).trace(*arguments)
         return traced.lower(lowering_platforms=('cuda',)).as_text()
@@ -131,20 +131,20 @@ def _numbers(text):
 
 
 def _by_ptxas(report):
-    """Yields (name, registers, spilled bytes) of each kernel."""
+    """Yield (name, registers, spilled bytes) of each kernel."""
     for name, stores, loads, registers in _PTXAS.findall(report):
         yield name, int(registers), int(stores) + int(loads)
 
 
 def _of_mosaic(output):
-    """Yields the resources of Mosaic kernels, which are printed in the order of compilation."""
+    """Yield the resources of Mosaic kernels, which are printed in the order of compilation."""
     launches = [_numbers(found.replace('i32', '')) for found in _MOSAIC_LAUNCH.findall(output)]
     for (_, registers, spilled), launch in zip(_by_ptxas(output), launches, strict=True):
         yield registers, spilled, launch[9], math.prod(launch[6:9]), launch[:3]
 
 
 def _of_triton(dump, names):
-    """Yields the resources of the named Triton kernels, which XLA compiles like its fusions."""
+    """Yield the resources of the named Triton kernels, which XLA compiles like its fusions."""
     launches = {}
     for path in dump.glob('*.thunk_sequence.txt'):
         for name, grid, threads, shared in _XLA_LAUNCH.findall(path.read_text()):
@@ -160,7 +160,7 @@ def _of_triton(dump, names):
 
 
 def resources(function, *arrays) -> list[tuple]:
-    """Returns the resources of each Pallas kernel of a function of shapes on Hopper.
+    """Return the resources of each Pallas kernel of a function of shapes on Hopper.
 
     Each is (registers of a thread, spilled bytes, shared memory of a block in bytes, threads of a
     block, grid). The function must not have been compiled in this process before.
@@ -182,12 +182,12 @@ def resources(function, *arrays) -> list[tuple]:
 
 
 def shape(*sides, dtype=jnp.bfloat16):
-    """Returns a description of an array."""
+    """Return a description of an array."""
     return jax.ShapeDtypeStruct(sides, dtype)
 
 
 def depth_call(backend, way, B, T, K, G, H, L, R=None, mask=False, dtype=jnp.bfloat16, **options):
-    """Returns the pass `way` of a depth part, and the shapes of its arguments; num_slots is traced.
+    """Return the pass `way` of a depth part, and the shapes of its arguments; num_slots is traced.
 
     Options are parameters of the function, `wide` (dtype of sums and of the sequence's o) and
     `fresh` (no sums).
@@ -210,7 +210,7 @@ def depth_call(backend, way, B, T, K, G, H, L, R=None, mask=False, dtype=jnp.bfl
 
 
 def fused_call(T, K, G, H, L, R=None, kind='', dtype=jnp.bfloat16, windows=(1024, 16), wide=None):
-    """Returns a fused pass and the shapes of its arguments; num_slots is traced.
+    """Return a fused pass and the shapes of its arguments; num_slots is traced.
 
     wide: None for the forward pass; dtype of the sums for the backward pass, or 'fresh' for none.
     kind: '' | 'documents' (segments) | 'general' (also windows, other queries for the slots in the
@@ -237,7 +237,7 @@ def fused_call(T, K, G, H, L, R=None, kind='', dtype=jnp.bfloat16, windows=(1024
 
 
 def sequence_call(way, T, K, G, H, documents=False, window=0, dtype=jnp.bfloat16):
-    """Returns the sequence part `way` (forward or backward) by Mosaic GPU, and its arguments."""
+    """Return the sequence part `way` (forward or backward) by Mosaic GPU, and its arguments."""
     q, key = shape(1, T, K * G, H, dtype=dtype), shape(1, T, K, H, dtype=dtype)
     ids, by_head = shape(1, T, dtype=jnp.int32), shape(1, K * G, T, dtype=jnp.float32)
     static = Static(window, True, 0, H**-0.5, False, Parts('mosaic_gpu'))
@@ -252,7 +252,7 @@ def sequence_call(way, T, K, G, H, documents=False, window=0, dtype=jnp.bfloat16
 
 
 def decode_call(B, S, K, G, H, L, T=1, dtype=jnp.bfloat16):
-    """Returns decoding of B indexed rows and its arguments; T > 1: other queries for the slots."""
+    """Return decoding of B indexed rows and its arguments; T > 1: other queries for the slots."""
     q, new = shape(B, T, K * G, H, dtype=dtype), shape(B, T, K, H, dtype=dtype)
     cache, slots = shape(B, K, H, S, dtype=dtype), shape(L, B, T, K, H, dtype=dtype)
     masks = shape(B, T, S, dtype=bool), shape(B, T, T, dtype=bool)
@@ -305,12 +305,12 @@ DECODE = (
 
 
 def supports_backward(group, width):
-    """Returns whether there is a fused backward pass."""
+    """Return whether there is a fused backward pass."""
     return fused_backward.supports(group, width, own_query=False)
 
 
 def _kernels():
-    """Returns by name functions that return a function and its argument shapes; T = 4096."""
+    """Return by name functions that return a function and its argument shapes; T = 4096."""
     found = {}
     for H, G, L, kind in FUSED:
         name = f'fused_forward_H{H}_G{G}_L{L}' + f'_{kind}' * bool(kind)
@@ -349,7 +349,7 @@ KERNELS = _kernels()
 
 
 def main(parts):
-    """Prints a line for each kernel whose name contains one of the parts, one by one."""
+    """Print a line for each kernel whose name contains one of the parts, one by one."""
     print(f'{"":40}{"registers":>10}{"spilled":>9}{"shared":>8}{"threads":>9}  grid', flush=True)
     for name in KERNELS:
         if parts and not any(part in name for part in parts):

@@ -28,7 +28,7 @@ MASK = SequenceMask(*(np.arange(200)[None],) * 2)  # for one batch row
 
 
 def lower_depth(backend, ways=('forward', 'backward'), **sizes):
-    """Returns the lowered text of a depth part's passes, with a window."""
+    """Return the lowered text of a depth part's passes, with a window."""
     calls = (depth_call(backend, way, window=3, **sizes) for way in ways)
     return [lower(function, *arrays) for function, arrays in calls]
 

@@ -56,7 +56,7 @@ class Call:
         self.slots = jnp.int32(case['L'] if case['num'] is None else case['num']), *rest
 
     def run(self, parts, sums=None, fresh=True):
-        """Returns o, lse and all gradients; those of the slots as the new `sums`, if given."""
+        """Return o, lse and all gradients; those of the slots as the new `sums`, if given."""
         case, inputs = self.case, self.inputs
         scale = case['H'] ** -0.5
         static = Static(case['window'], True, case['slot_window'], scale, True, parts, not fresh)
@@ -72,7 +72,7 @@ class Call:
         return [np.asarray(x) for x in (*found[:2], *gradients)]
 
     def by_a_query(self):
-        """Returns bool [L, B, R]: the slots that some query sees."""
+        """Return bool [L, B, R]: the slots that some query sees."""
         taken, _, slots = self.seen
         seen = np.zeros(self.inputs[3].shape[:3], bool)
         for b, t, slot in np.argwhere(slots):

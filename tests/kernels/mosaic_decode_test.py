@@ -19,7 +19,7 @@ TOKEN = USUAL._replace(q=(8, 1, 16, 64), k=(8, 1, 2, 64), places=2048)
 
 
 def run(case, dtype='float32'):
-    """Returns o of a case by the interpreted kernel, and in float64."""
+    """Return o of a case by the interpreted kernel, and in float64."""
     window = (DEFAULTS | case)['slot_window']
     given, right, counted = make_case(case, dtype, np.nan)
     slots = [given.pop(name, None) for name in ('k_depth_LCTKH', 'v_depth_LCTKH', 'slot_mask_LCT')]

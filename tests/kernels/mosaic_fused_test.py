@@ -52,14 +52,14 @@ HALF_LONG = {
 
 
 def run(implementation, inputs, arguments):
-    """Returns (o, lse), not jitted: an interpreted kernel must be alone in its program."""
+    """Return (o, lse), not jitted: an interpreted kernel must be alone in its program."""
     *arrays, q_depth = inputs
     options = {'implementation': implementation, 'return_lse': True, 'q_depth_BTNH': q_depth}
     return [np.asarray(x, float) for x in depth_attention(*arrays, **options, **arguments)]
 
 
 def given(dtype='float32', **sizes):
-    """Returns (inputs, arguments, exact o, exact lse) of a case; hidden slots hold NaN."""
+    """Return (inputs, arguments, exact o, exact lse) of a case; hidden slots hold NaN."""
     case = SMALL | sizes
     inputs, cotangents, arguments, *seen = draw(**case)
     inputs = [jnp.asarray(x, dtype) for x in inputs]
@@ -74,7 +74,7 @@ def given(dtype='float32', **sizes):
 
 
 def check(**sizes):
-    """Checks float32 to 2e-6, so that rounding does not hide wrong masks, loads or sums."""
+    """Check float32 to 2e-6, so that rounding does not hide wrong masks, loads or sums."""
     inputs, arguments, o, lse = given(**sizes)
     got_o, got_lse = run(FUSED, inputs, arguments)
     np.testing.assert_allclose(got_o, o, rtol=0, atol=2e-6)
@@ -145,7 +145,7 @@ def test_no_race(name, racing, monkeypatch):  # noqa: F811
 
 
 def tiles_by_block(sizes, batch, ids_BT=None, bounds=(0, 0)):
-    """Returns the fields of `tile_of` for each block of the grid, as arrays by name."""
+    """Return the fields of `tile_of` for each block of the grid, as arrays by name."""
     refs = types.SimpleNamespace(q=jnp.zeros((batch, 1)), bounds=jnp.array(bounds, jnp.int32))
     if ids_BT is not None:
         refs.first = fused._documents(jnp.asarray(ids_BT, jnp.int32), sizes)['first']
@@ -166,7 +166,7 @@ def make_sizes(length, group, **changes):
 
 
 def visible_ranges(length, window, ids_T):
-    """Returns the first visible key of each token of ascending ids, by search."""
+    """Return the first visible key of each token of ascending ids, by search."""
     first = np.array([list(ids_T).index(x) for x in ids_T])
     return np.maximum(first, np.arange(length) - window + 1) if window else first
 

@@ -59,7 +59,7 @@ class Loop(NamedTuple):
 
 
 def parse(text: str) -> tuple[list[Instruction], dict[str, int]]:
-    """Returns the instructions that nvdisasm printed, and the index of each label."""
+    """Return the instructions that nvdisasm printed, and the index of each label."""
     found, labels = [], {}
     for line in text.splitlines():
         if label := _LABEL.match(line):
@@ -80,7 +80,7 @@ def _has(code, name):
 
 
 def _range(code, labels, i):
-    """Returns the first and last instruction of the loop that ends with branch i, or None.
+    """Return the first and last instruction of the loop that ends with branch i, or None.
 
     A wait that is repeated stands at the end of the code, and then jumps back: that is no loop.
     """
@@ -93,7 +93,7 @@ def _range(code, labels, i):
 
 
 def find_loops(text: str, trips: int = 1) -> list[Loop]:
-    """Returns the inner loops of a kernel in code order; loops inside them count `trips` times.
+    """Return the inner loops of a kernel in code order; loops inside them count `trips` times.
 
     Counted is the shortest way through a round: no wait is repeated, and what only incomplete
     chunks do is passed over. A way that leaves out a product does not count.
@@ -117,7 +117,7 @@ def find_loops(text: str, trips: int = 1) -> list[Loop]:
 
 
 def _shortest(code, labels, begin, end):
-    """Returns the indices of the instructions on the shortest path through a loop."""
+    """Return the indices of the instructions on the shortest path through a loop."""
     best, before = {begin: 0}, {}
     for i in range(begin, end):
         instruction, following = code[i], []
@@ -136,7 +136,7 @@ def _shortest(code, labels, begin, end):
 
 
 def machine_code(function, *arrays) -> dict[str, str]:
-    """Returns the disassembly of each Mosaic kernel of a function of shapes, by kernel name."""
+    """Return the disassembly of each Mosaic kernel of a function of shapes, by kernel name."""
     os.environ.update(MOSAIC_GPU_DUMP_PTX='1')
     os.environ.setdefault('LLVM_DISABLE_SYMBOLIZATION', '1')
     with hopper.an_h200():
@@ -160,7 +160,7 @@ def machine_code(function, *arrays) -> dict[str, str]:
 
 
 def _named(kernel, loops, slots):
-    """Returns (name, loop, rounds that the table counts) of a kernel's loops; slots: has slots."""
+    """Return (name, loop, rounds that the table counts) of a kernel's loops; slots: has slots."""
     if kernel.startswith('depth'):  # chunks of 64 slots
         return [('slots', x, 1 / 4) for x in loops]
     keys, names = loops, ['by ids', 'documents or window', 'all visible', 'causal']
@@ -175,7 +175,7 @@ def _named(kernel, loops, slots):
 
 
 def count(function, arrays, slots: bool, trips: dict[str, int]) -> dict[str, list[str]]:
-    """Returns the table cells of each inner loop of each kernel of a function, by name."""
+    """Return the table cells of each inner loop of each kernel of a function, by name."""
     lines = {}
     for kernel, text in machine_code(function, *arrays).items():
         for name, loop, rounds in _named(kernel, find_loops(text, trips.get(kernel, 1)), slots):
@@ -187,7 +187,7 @@ def count(function, arrays, slots: bool, trips: dict[str, int]) -> dict[str, lis
 
 
 def main(parts):
-    """Prints a table for each kernel whose name contains one of the parts."""
+    """Print a table for each kernel whose name contains one of the parts."""
     if not hopper.cuda_program('nvdisasm'):
         raise SystemExit('no nvdisasm: pip install nvidia-cuda-nvdisasm')
     for name, make in hopper.KERNELS.items():

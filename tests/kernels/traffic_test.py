@@ -20,7 +20,7 @@ from tests.kernels.depth_backends_test import interpreted
 
 @pytest.fixture
 def moved(monkeypatch):
-    """Returns {number: [shape, dtype, bytes read, bytes written]} of arrays in global memory."""
+    """Return {number: [shape, dtype, bytes read, bytes written]} of arrays in global memory."""
     from jax._src.pallas.mosaic_gpu.interpret import shared_memory
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -51,14 +51,14 @@ def moved(monkeypatch):
 
 
 def arrays(T, K, G, H, L=0, B=1):
-    """Returns (q, k, lse, one side of the slots) of ones."""
+    """Return (q, k, lse, one side of the slots) of ones."""
     side = jnp.ones((L, B, T, K, H), jnp.bfloat16)
     q, k = (jnp.ones((B, T, heads, H), jnp.bfloat16) for heads in (K * G, K))
     return q, k, jnp.zeros((B, K * G, T)), side
 
 
 def totals(moved, kind):
-    """Returns bytes read and written, by kind(shape, dtype, bytes written) of the array."""
+    """Return bytes read and written, by kind(shape, dtype, bytes written) of the array."""
     found = {}
     for shape, dtype, read, written in moved.values():
         name = kind(shape, dtype, written)

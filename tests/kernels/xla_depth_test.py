@@ -37,7 +37,7 @@ def forward(x):
 
 
 def backward(x, dy):
-    """Returns the gradient of x by one reverse scan that passes the slots' cotangents on."""
+    """Return the gradient of x by one reverse scan that passes the slots' cotangents on."""
     _, inputs, slots = forward(x)
 
     def step(carry, given):

@@ -123,7 +123,7 @@ MASKS = {
 
 
 def step(T, N, K, H, L, slots=False, window=0, others=False, implementation='xla'):
-    """Returns the step with segment ids, for output and all gradients, and its argument shapes."""
+    """Return the step with segment ids, for output and all gradients, and its argument shapes."""
 
     def run(q, k, v, ids, do, *sides):
         arguments = {'segment_ids_BT': ids, 'window': window, 'implementation': implementation}
@@ -144,7 +144,7 @@ def compiled(function, arrays):
 
 
 def largest_array(text):
-    """Returns the size of the largest array of a compiled program, including fusions."""
+    """Return the size of the largest array of a compiled program, including fusions."""
     shapes = re.findall(r'\b(?:pred|[a-z]+\d+)\[([\d,]+)\]', text)
     return max(math.prod(map(int, shape.split(','))) for shape in shapes)
 

@@ -11,7 +11,7 @@ from tests.forked_commands import ROOT, Finished
 
 
 def call(name, *arguments, cwd=ROOT, **variables) -> Finished:
-    """Runs `python -m launch.NAME ARGUMENTS` in `cwd` with environment variables.
+    """Run `python -m launch.NAME ARGUMENTS` in `cwd` with environment variables.
 
     It compiles as fast as can be; its caches lie next to a folder that is not ROOT.
     """
@@ -25,7 +25,7 @@ def call(name, *arguments, cwd=ROOT, **variables) -> Finished:
 
 
 def wait_for(condition, seconds=60):
-    """Returns once `condition()` holds; fails if it takes longer."""
+    """Return once `condition()` holds; fails if it takes longer."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, 'it never happened'
@@ -42,7 +42,7 @@ def is_running(pid) -> bool:
 
 
 def write_words(folder, count=6, length=400) -> list[bytes]:
-    """Writes 0.txt, 1.txt, ... of random words; returns the texts."""
+    """Write 0.txt, 1.txt, ... of random words; returns the texts."""
     words, draw = ['to ', 'be, ', 'or ', 'not\n'], random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
     texts = [''.join(draw.choice(words) for _ in range(length)).encode() for _ in range(count)]

@@ -42,7 +42,7 @@ class SpreadRuns(Runs):
         return {'module': ['launch.local', *flags, '--', *command], 'flags': [f'--mesh={mesh}']}
 
     def stop(self, name, step, processes, devices, mesh=''):
-        """Starts it, and stops it by SIGTERM once it has logged `step`."""
+        """Start it, and stops it by SIGTERM once it has logged `step`."""
 
         def act(process, out):
             self.wait_for(name, step, process)
@@ -55,7 +55,7 @@ class SpreadRuns(Runs):
         assert not (self.folder / name / 'summary.json').exists()
 
     def run_here(self, name, stop_at=None):
-        """Runs it in this process, without the report, to its end or to a SIGTERM in a step."""
+        """Run it in this process, without the report, to its end or to a SIGTERM in a step."""
         train_batch = Dataset.train_batch
 
         def train_batch_and_stop(dataset, step, *rows):
@@ -74,7 +74,7 @@ class SpreadRuns(Runs):
         wait_for(lambda: process.poll() is not None or last_step(folder) >= step, seconds=300)
 
     def check_like_unbroken(self, same_bits=False):
-        """Samples of `broken` are those of the unbroken run, its losses up to rounding.
+        """Sample of `broken` are those of the unbroken run, its losses up to rounding.
 
         Each step read its windows once and has one row.
         """

@@ -454,7 +454,7 @@ def mudd(layers, x_TD, row, model):
         return z * below + z.real * density * (z - z.real)
 
     def read(weights):
-        """Returns one x_TD for each way."""
+        """Return one x_TD for each way."""
         found = []
         for t, newest_D in enumerate(outputs[-1]):
             weight_CA = weights['bias']  # A: 0 for the newest output, 1 for the one before it

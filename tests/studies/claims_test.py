@@ -392,7 +392,7 @@ def test_counted_claims_need_no_run():
 
 
 def measured(shift, depth=0.0):
-    """Measures of one run in which every number of a claim is `shift` above 0 or a base."""
+    """Measure of one run in which every number of a claim is `shift` above 0 or a base."""
     words = {name: {'entered': 0.1, 'tokens': 9} for name in ('comment', 'docstring', 'whitespace')}
     return {
         'blocks_entered': {

@@ -16,7 +16,7 @@ LOSSES = {'mod': [2.0, 2.2, 2.1], 'dense': [2.1, 2.32, 2.19]}
 
 @pytest.fixture
 def make_run(tmp_path):
-    """Writes a finished run of three evaluations; returns its directory."""
+    """Write a finished run of three evaluations; returns its directory."""
 
     def write(name, bits, knobs=(), **changes):
         config = base.get_config()

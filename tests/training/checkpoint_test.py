@@ -23,7 +23,7 @@ from tests.two_processes import on_two_processes
 
 
 def make_state(seed):
-    """Makes leaves of several kinds: AdamW's tuples, bfloat16, int32, bool."""
+    """Make leaves of several kinds: AdamW's tuples, bfloat16, int32, bool."""
     key = jax.random.key(seed)
     params = {
         'dense': {'kernel': jax.random.normal(key, (8, 4)), 'bias': jnp.full((4,), seed + 0.5)},

@@ -24,7 +24,7 @@ def cheap_reports():
 
 
 def skip_reports(patch):
-    """Skips slow parts that are tested elsewhere: baselines, and XLA's count of FLOPs."""
+    """Skip slow parts that are tested elsewhere: baselines, and XLA's count of FLOPs."""
 
     def counted_flops(hparams, num_steps):
         return {'flops_per_step': step_flops(hparams), 'flops_per_step_xla': None}
@@ -41,7 +41,7 @@ def programs(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def compiled_once(programs):
-    """Compiles programs without optimization, and each of them once per session."""
+    """Compile programs without optimization, and each of them once per session."""
     with compilation_cache.persistent_compilation_cache(programs):
         yield
 

@@ -91,7 +91,7 @@ def compiled_apply(hparams, routing):
 
 
 def by_hand(variables, hparams, batches, routing, **layers):
-    """Returns (nats, targets, bytes, tokens, selected in each layer) of a pass, in float64."""
+    """Return (nats, targets, bytes, tokens, selected in each layer) of a pass, in float64."""
     apply = functools.partial(compiled_apply(hparams, routing), **layers)
     sums = np.zeros(6)
     for batch in batches:

@@ -61,7 +61,7 @@ def test_a_mesh_that_does_not_fit_the_model_is_refused(tiny_config, experts, siz
 
 
 def mesh_of(**sizes):
-    """Makes an abstract mesh; other axes have size 1."""
+    """Make an abstract mesh; other axes have size 1."""
     return AbstractMesh(tuple(sizes.get(axis, 1) for axis in sharding.AXES), sharding.AXES)
 
 

@@ -154,7 +154,7 @@ LOOPED_FORMS = {
 
 
 def run_of(hparams, state=None):
-    """Makes the SavedRun of a state, by default without arrays."""
+    """Make the SavedRun of a state, by default without arrays."""
     return SavedRun(hparams, state, NUM_STEPS, NUM_STEPS, FINGERPRINT, ())
 
 

@@ -47,7 +47,7 @@ def dense(tiny_config, tmp_path_factory):
 
 
 def taught(tiny_config, folder, **changes):
-    """Returns Hparams of a routed run that learns from the run in `folder`."""
+    """Return Hparams of a routed run that learns from the run in `folder`."""
     return from_config(tiny_config(**ROUTED | {'training.distill_from': str(folder)} | changes))
 
 
@@ -81,7 +81,7 @@ def test_micro_batches_do_not_change_distillation(tiny_config, dense, teacher):
 
 
 def trained(state, batch, teacher, num_steps=12):
-    """Returns the divergence before each of some steps on one batch, and the last metrics."""
+    """Return the divergence before each of some steps on one batch, and the last metrics."""
     found = []
     for _ in range(num_steps):
         state, metrics = step(state, batch, teacher=teacher)
@@ -176,7 +176,7 @@ def test_a_step_without_its_teacher_is_refused(tiny_config, dense, teacher):
 
 
 def on_four_devices(folder, runs):
-    """Trains on one device and on four, and prints the metrics of both."""
+    """Train on one device and on four, and prints the metrics of both."""
     hparams, found = taught(conftest._tiny_config, folder, **WIDE), []
     for mesh_spec in ('data=1', 'fsdp=2,tensor=2'):
         run = loop.train(hparams, f'{runs}/{mesh_spec}', mesh_spec)

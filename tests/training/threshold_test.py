@@ -30,7 +30,7 @@ def records_of(state, batch, routing):
 
 
 def lowest_scores(records, batch):
-    """Returns [routed layers]: the C-th largest score of each row by sorting, mean over rows."""
+    """Return [routed layers]: the C-th largest score of each row by sorting, mean over rows."""
     lowest_RB = []
     for scores_BT in records.scores_BT:
         rows = zip(scores_BT, batch['segment_ids_BT'], strict=True)

@@ -34,7 +34,7 @@ def initial(hparams):
 
 
 def make_batch(seed, rows=4, length=32, padded=False):
-    """Makes rows of two documents without ignored labels; `padded` pads the end of row 0."""
+    """Make rows of two documents without ignored labels; `padded` pads the end of row 0."""
     tokens_BT = np.random.default_rng(seed).integers(0, 64, (rows, length + 1)).astype(np.int32)
     segment_ids_BT = np.ones((rows, length), np.int32)
     segment_ids_BT[:, length // 3 :] = 2

@@ -28,7 +28,7 @@ def trained_part(state):
 
 
 def gradient(state):
-    """Returns the gradient of the first step: AdamW's running mean is then (1 - b1) times it."""
+    """Return the gradient of the first step: AdamW's running mean is then (1 - b1) times it."""
     mean = optax.tree_utils.tree_get(state.optimizer_state, 'mu')
     return jax.tree.map(lambda leaf: leaf / (1 - state.hparams.optimizer.b1), mean)
 
@@ -50,7 +50,7 @@ def state(hparams):
 
 
 def losses_by_hand(hparams, params, batch):
-    """Returns (loss, z_loss, rule_loss) and the gradient of rule_loss, in float64."""
+    """Return (loss, z_loss, rule_loss) and the gradient of rule_loss, in float64."""
     logits_BTV, records = forward(hparams, {'params': params}, batch)
     logits_BTV = np.asarray(logits_BTV, np.float64)
     counted_BT = batch['labels_BT'] != -100

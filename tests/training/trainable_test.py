@@ -32,7 +32,7 @@ def flat(params):
 
 
 def trained(hparams, num_steps=3):
-    """Returns the state before and after some steps, and the metrics of each."""
+    """Return the state before and after some steps, and the metrics of each."""
     state, rows = jax.jit(lambda: init_state(hparams, NUM_STEPS))(), []
     negative = state.params['final_norm']['scale'].at[0].set(-0.0)
     state = state.replace(params=state.params | {'final_norm': {'scale': negative}})
@@ -140,7 +140,7 @@ def test_a_factor_of_a_frozen_parameter_is_refused(tiny_config):
 
 
 def products(hparams):
-    """Returns the FLOPs of a step by XLA before optimization, which counts a loop once."""
+    """Return the FLOPs of a step by XLA before optimization, which counts a loop once."""
     state = jax.eval_shape(lambda: init_state(hparams, NUM_STEPS))
     return jax.jit(train_step).lower(state, make_batch(0)).cost_analysis()['flops']
 

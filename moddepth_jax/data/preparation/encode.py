@@ -18,7 +18,7 @@ _PROGRESS_BYTES = 1 << 18  # between two reports of progress
 
 
 def _task_rows(task: Task, options: Options) -> Iterator[tuple[Row, int]]:
-    """Yields (row, bytes of the task up to its end) of all spans of a task."""
+    """Yield (row, bytes of the task up to its end) of all spans of a task."""
     before = 0
     for part in task.spans:
         where = part.path, part.name, options.text_field, part.span, options.encoding
@@ -39,7 +39,7 @@ def encode(
     options: Options,
     advance: Callable[[int], None],
 ) -> None:
-    """Writes the missing parts of an unfinished task into the directory `parts`.
+    """Write the missing parts of an unfinished task into the directory `parts`.
 
     `advance` takes the bytes that are done since its last call. Raises BadText for a bad row unless
     `options.skip_bad`; the rows before it are kept.
@@ -75,7 +75,7 @@ def encode(
 def train_tokenizer(
     tasks: list[Task], options: Options, directory: pathlib.Path, advance: Callable[[int], None]
 ) -> None:
-    """Trains byte-level BPE on the start of each task, without held-out documents, and saves it."""
+    """Train byte-level BPE on the start of each task, without held-out documents, and saves it."""
     from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 
     try:

@@ -40,7 +40,7 @@ class PartWriter:
         self.num_bytes = 0
 
     def add(self, name: str, text: bytes) -> None:
-        """Adds a document."""
+        """Add a document."""
         ids = self._tokenizer.encode(text)
         number = name_hash(name)
         split = 'held_out' if number < self._fraction else 'train'
@@ -55,11 +55,11 @@ class PartWriter:
         self.num_bytes += len(text)
 
     def skip(self, reason: str, message: str) -> None:
-        """Counts a row that is skipped."""
+        """Count a row that is skipped."""
         _add_skipped(self._skipped, reason, 1, [message])
 
     def save(self, path: pathlib.Path, rows: int, last: bool) -> None:
-        """Writes the part, all or nothing.
+        """Write the part, all or nothing.
 
         `rows` is the number of rows of the task that are written or skipped so far; `last` says
         whether this part completes the task.
@@ -105,7 +105,7 @@ class Part:
             raise ValueError(f'{path}: {path.stat().st_size} bytes; must be {size}')
 
     def read(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Reads (tokens_N, lengths_D) of each split, as `StoreWriter.add` takes them.
+        """Read (tokens_N, lengths_D) of each split, as `StoreWriter.add` takes them.
 
         Raises ValueError, one line, if the part was changed.
         """
@@ -133,7 +133,7 @@ def join(
     left_out: list[pathlib.Path],
     **record,
 ) -> Store:
-    """Writes the documents of all parts, in order, to the store in `directory`.
+    """Write the documents of all parts, in order, to the store in `directory`.
 
     No split is empty, as in `split_documents`. `advance` takes the bytes of tokens that are written
     since its last call. `left_out` are files without text. `record` is for `StoreWriter.finish`.

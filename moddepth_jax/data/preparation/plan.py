@@ -39,7 +39,7 @@ class Options:
     processes: int
 
     def arguments(self) -> dict:
-        """Returns the options that, with the files, determine the result, as JSON values."""
+        """Return the options that, with the files, determine the result, as JSON values."""
         encoding = codecs.lookup(self.encoding).name
         trained = {'bpe_bytes': self.bpe_bytes} if self.vocab_size is not None else {}
         path = pathlib.Path(self.tokenizer).expanduser()
@@ -76,7 +76,7 @@ class FileInfo(typing.NamedTuple):
     spans: list[Span]
 
     def is_current(self, path: pathlib.Path) -> bool:
-        """Returns whether the file has not changed since."""
+        """Return whether the file has not changed since."""
         try:
             status = path.stat()
         except OSError:
@@ -101,11 +101,11 @@ class Task(typing.NamedTuple):
     bytes: int
 
     def path(self, directory: pathlib.Path, number: int) -> pathlib.Path:
-        """Returns the path of part `number`, counted from 0."""
+        """Return the path of part `number`, counted from 0."""
         return directory / f'{self.key}-{number:05d}.part'
 
     def parts(self, directory: pathlib.Path) -> list[Part]:
-        """Opens the parts that are written, up to the first one that is missing or damaged."""
+        """Open the parts that are written, up to the first one that is missing or damaged."""
         found = []
         while not (found and found[-1].header['last']):
             try:
@@ -115,7 +115,7 @@ class Task(typing.NamedTuple):
         return found
 
     def remove_parts(self, directory: pathlib.Path, first: int) -> None:
-        """Removes the parts from number `first` on; new ones may end at other rows."""
+        """Remove the parts from number `first` on; new ones may end at other rows."""
         last = first + 1
         while self.path(directory, last).exists():
             last += 1
@@ -130,7 +130,7 @@ def survey(
     skip_bad: bool,
     advance: Callable[[int], None],
 ) -> FileInfo:
-    """Reads a file once, for its sha256 and its spans of about `span_bytes`.
+    """Read a file once, for its sha256 and its spans of about `span_bytes`.
 
     `advance` takes the bytes that are read since its last call. Raises BadText if the file cannot
     be read or has no such column. With `skip_bad` the file is then one span, and `read_rows`
@@ -165,7 +165,7 @@ def make_tasks(
     task_bytes: int,
     starts: Collection[tuple[str, int]] = (),
 ) -> list[Task]:
-    """Groups the spans of files into tasks, in the order of the result.
+    """Group the spans of files into tasks, in the order of the result.
 
     `paths` are (name, path) of the files. `starts` are (name, start) of spans that must begin a
     task.
@@ -206,7 +206,7 @@ class Plan:
 
     @classmethod
     def read(cls, file: pathlib.Path) -> 'Plan':
-        """Reads the stored plan; raises ValueError, KeyError or TypeError if it is damaged."""
+        """Read the stored plan; raises ValueError, KeyError or TypeError if it is damaged."""
         stored = read_json(file, '', {'arguments': dict, 'span_bytes': int}, 1 << 30)
         if stored is None:
             return cls()
@@ -218,6 +218,6 @@ class Plan:
         return cls(stored['arguments'], inputs, stored['span_bytes'], starts)
 
     def write(self, file: pathlib.Path) -> None:
-        """Writes the plan."""
+        """Write the plan."""
         stored = vars(self) | {'inputs': list(self.inputs.items()), 'starts': list(self.starts)}
         write_atomically(file, json.dumps(stored))

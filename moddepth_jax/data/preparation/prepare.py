@@ -31,7 +31,7 @@ _KEPT = 'finished parts are kept: the same command continues'
 
 
 def prepare(options: Options, phase) -> Store:
-    """Prepares text, or continues an earlier start; a complete store is only opened.
+    """Prepare text, or continues an earlier start; a complete store is only opened.
 
     Documents are in the order of the names of their files, then of their rows. They are split as
     `split_documents` does; empty ones are skipped. The same files and arguments give the same bytes
@@ -82,7 +82,7 @@ def prepare(options: Options, phase) -> Store:
 
 
 def _find_files(options):
-    """Returns (name, path) of each file of the sources, sorted, and the files without text."""
+    """Return (name, path) of each file of the sources, sorted, and the files without text."""
     right = f'must be a file, folder or glob of {readers.describe_formats()}'
     if not options.sources:
         raise ValueError(f'--input=: names no file; {right}')
@@ -96,7 +96,7 @@ def _find_files(options):
 
 
 def _given_tokenizer(options):
-    """Returns the tokenizer; None if it will be trained, or an earlier start has stored it."""
+    """Return the tokenizer; None if it will be trained, or an earlier start has stored it."""
     if options.vocab_size is not None or (options.directory / TOKENIZER_DIRECTORY).exists():
         return None
     try:
@@ -118,7 +118,7 @@ class _Preparation:
         self._plan_arguments = {**self._arguments, 'part_bytes': options.part_bytes}
 
     def is_trained(self):
-        """Returns whether the tokenizer was trained on the text, which then must not change."""
+        """Return whether the tokenizer was trained on the text, which then must not change."""
         return self._options.vocab_size is not None and self._tokenizer_directory.exists()
 
     def run(self) -> Store:
@@ -166,7 +166,7 @@ class _Preparation:
         return store
 
     def open_finished(self) -> Store:
-        """Opens the finished store, if it has the files and arguments that are asked for."""
+        """Open the finished store, if it has the files and arguments that are asked for."""
         store = open_store(self._directory)
         self._check_arguments(store.arguments, self._arguments)
         stored, now = {entry['name']: entry for entry in store.inputs}, dict(self._paths)
@@ -194,7 +194,7 @@ class _Preparation:
         return self._start_again(problem)
 
     def _read_plan(self):
-        """Reads the Plan; it is empty if this start cannot use any earlier work."""
+        """Read the Plan; it is empty if this start cannot use any earlier work."""
         try:
             plan = Plan.read(self._plan_file)
         except (ValueError, KeyError, TypeError) as error:
@@ -220,7 +220,7 @@ class _Preparation:
         return plan
 
     def _survey(self, plan, workers):
-        """Returns FileInfo by name, from the plan for files that have not changed since."""
+        """Return FileInfo by name, from the plan for files that have not changed since."""
         options, found = self._options, dict(plan.inputs)
         new = {n: p for n, p in self._paths if not (n in found and found[n].is_current(p))}
         jobs = ((p, options.text_field, plan.span_bytes, options.skip_bad) for p in new.values())
@@ -241,7 +241,7 @@ class _Preparation:
         raise self._refusal(f'{min(modified)} was written to while it was read', _KEPT)
 
     def _check_skipped(self, tasks):
-        """Raises ValueError if an earlier start skipped bad rows and this one may not."""
+        """Raise ValueError if an earlier start skipped bad rows and this one may not."""
         for task in tasks if not self._options.skip_bad else ():
             for part in task.parts(self._parts):
                 if bad := part.header['skipped'].keys() - {'empty'}:
@@ -250,14 +250,14 @@ class _Preparation:
                     raise self._start_again(f'{was}; add --skip_bad')
 
     def _remove_other_parts(self, tasks: list[Task]):
-        """Removes half-written files of a killed start, and parts of files that have changed."""
+        """Remove half-written files of a killed start, and parts of files that have changed."""
         keys = {task.key for task in tasks}
         for path in self._parts.iterdir():
             if path != self._plan_file and (path.suffix != '.part' or path.stem[:-6] not in keys):
                 path.unlink()
 
     def _save_tokenizer(self):
-        """Saves a tokenizer that is given; this comes first, because it needs no text."""
+        """Save a tokenizer that is given; this comes first, because it needs no text."""
         if tokenizer := self._tokenizer or _given_tokenizer(self._options):
             if not self._tokenizer_directory.exists():
                 save_atomically(tokenizer, self._tokenizer_directory)
@@ -274,7 +274,7 @@ class _Preparation:
 
 
 def _is_stored_file(path, entry):
-    """Returns whether a file is as it was prepared; it is read if its time has changed."""
+    """Return whether a file is as it was prepared; it is read if its time has changed."""
     try:
         status = path.stat()
         if status.st_size != entry['bytes']:

@@ -45,7 +45,7 @@ class Workers(contextlib.ExitStack):
     def run(
         self, function: Callable, jobs: Iterable[tuple], advance: Callable[[int], None]
     ) -> list:
-        """Returns `function(*job, advance)` of each job; jobs start in order.
+        """Return `function(*job, advance)` of each job; jobs start in order.
 
         `advance` is called in this process. Raises the errors of `function`, and ValueError if a
         process is lost.

@@ -46,7 +46,7 @@ class JsonTokenizer(PieceTokenizer):
 
 
 def _import_library():
-    """Imports the library so that it does not warn in forked processes."""
+    """Import the library so that it does not warn in forked processes."""
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
     import tokenizers
 
@@ -77,7 +77,7 @@ def _load(content, file):
 
 
 def _check_affixes(model, file, right):
-    """Raises ValueError for affixes that no token has.
+    """Raise ValueError for affixes that no token has.
 
     With such a prefix the library panics, and with such a suffix it loses text.
     """
@@ -99,7 +99,7 @@ def _check_affixes(model, file, right):
 
 
 def byte_characters() -> dict[str, int]:
-    """Returns {character: byte} of byte-level BPE: `bytes_to_unicode` of Radford et al. 2019."""
+    """Return {character: byte} of byte-level BPE: `bytes_to_unicode` of Radford et al. 2019."""
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
     return {chr(code): code for code in own} | {
@@ -108,7 +108,7 @@ def byte_characters() -> dict[str, int]:
 
 
 def _pieces(library, parsed, special, file):
-    """Returns the bytes of each id, from 0 to the highest; b'' for special ids and gaps."""
+    """Return the bytes of each id, from 0 to the highest; b'' for special ids and gaps."""
     ids = library.get_vocab(with_added_tokens=True)
     highest = max(ids.values(), default=-1)
     if highest >= _MAX_IDS:
@@ -164,7 +164,7 @@ def _parts(stage):
 
 
 def train_bpe(documents: Iterator[bytes], vocab_size: int) -> JsonTokenizer:
-    """Trains a byte-level BPE tokenizer of `vocab_size` ids, including the bytes and the separator.
+    """Train a byte-level BPE tokenizer of `vocab_size` ids, including the bytes and the separator.
 
     BPE (Sennrich et al. 2016, arXiv 1508.07909) on bytes, with the word pattern of GPT-2. The
     result does not depend on the order of the UTF-8 documents or the number of threads. Raises

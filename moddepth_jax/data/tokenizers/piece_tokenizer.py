@@ -21,7 +21,7 @@ _SPACE = re.compile(r'(?<=\S) (?=\S)')
 
 
 def write_metadata(directory: str | os.PathLike, kind: str, tokenizer) -> None:
-    """Writes what a tokenizer's own file, `kind`, does not contain; makes `directory`."""
+    """Write what a tokenizer's own file, `kind`, does not contain; makes `directory`."""
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     metadata = {'kind': kind}
@@ -33,13 +33,13 @@ def write_metadata(directory: str | os.PathLike, kind: str, tokenizer) -> None:
 
 
 def read_metadata(directory: str | os.PathLike) -> dict | None:
-    """Reads the file of `write_metadata`, or None; raises ValueError, one line, if damaged."""
+    """Read the file of `write_metadata`, or None; raises ValueError, one line, if damaged."""
     right = 'save the tokenizer again, or use its own file'
     return read_json(pathlib.Path(directory) / METADATA_FILE, right, _METADATA_FIELDS)
 
 
 def check_ids(ids, vocab_size: int) -> np.ndarray:
-    """Flattens `ids`; raises ValueError for an id outside [0, vocab_size)."""
+    """Flatten `ids`; raises ValueError for an id outside [0, vocab_size)."""
     ids = np.asarray(ids).reshape(-1)
     unknown = ids[(ids < 0) | (ids >= vocab_size)]
     if unknown.size:
@@ -48,7 +48,7 @@ def check_ids(ids, vocab_size: int) -> np.ndarray:
 
 
 def chunk_text(text: str, prefixed: bool) -> Iterator[str]:
-    """Splits a long text into chunks that encode, one by one, to the tokens of the text.
+    """Split a long text into chunks that encode, one by one, to the tokens of the text.
 
     This saves memory: tokenizer libraries need dozens of bytes for each byte of text. Chunks end
     where common tokenizers end a token: before a single space or between two lines. If the
@@ -134,7 +134,7 @@ class PieceTokenizer(abc.ABC):
         return found
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes the file as it was read, then the metadata, into `directory`."""
+        """Write the file as it was read, then the metadata, into `directory`."""
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / self._kind).write_bytes(self._content)
@@ -142,4 +142,4 @@ class PieceTokenizer(abc.ABC):
 
     @abc.abstractmethod
     def _ids(self, text: str) -> list[int]:
-        """Encodes one chunk of text."""
+        """Encode one chunk of text."""

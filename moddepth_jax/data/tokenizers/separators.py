@@ -21,7 +21,7 @@ _SHOWN = 8  # special tokens in an error
 def find_separator(
     file: pathlib.Path, special: dict[str, int], first: str | None, given: str | None
 ) -> tuple[int, tuple[int, ...]]:
-    """Returns the separator of a tokenizer, and its stops: the separator, perhaps an end of text.
+    """Return the separator of a tokenizer, and its stops: the separator, perhaps an end of text.
 
     The separator is the first of these: `given` by the user; the bos_token of the
     tokenizer_config.json next to the file, if add_bos_token is true or the template puts it
@@ -61,7 +61,7 @@ def _some(special):
 
 
 def _read(path):
-    """Reads the config, with tokens as text; empty if there is no file."""
+    """Read the config, with tokens as text; empty if there is no file."""
     config = read_json(path, 'correct or remove it') or {}
     for name in ('bos_token', 'eos_token'):
         if isinstance(config.get(name), dict):

@@ -39,19 +39,19 @@ class Tokenizer(typing.Protocol):
     dtype: type
 
     def encode(self, data: bytes) -> np.ndarray:
-        """Encodes `data` to ids, `dtype` [N]; none is special, even if the text spells one."""
+        """Encode `data` to ids, `dtype` [N]; none is special, even if the text spells one."""
 
     def decode(self, ids) -> bytes:
-        """Decodes `ids`, integers of any shape, to bytes; special ids are skipped.
+        """Decode `ids`, integers of any shape, to bytes; special ids are skipped.
 
         Like `pieces`, raises ValueError for an id outside [0, vocab_size).
         """
 
     def pieces(self, ids) -> list[bytes]:
-        """Returns the bytes of each id, b'' for special ones; joined, they equal `decode`."""
+        """Return the bytes of each id, b'' for special ones; joined, they equal `decode`."""
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes the files from which `make_tokenizer(directory)` makes this tokenizer again."""
+        """Write the files from which `make_tokenizer(directory)` makes this tokenizer again."""
 
 
 class ByteTokenizer(Tokenizer):
@@ -85,14 +85,14 @@ class ByteTokenizer(Tokenizer):
 
 
 def is_bytes(name: str | os.PathLike) -> bool:
-    """Returns whether `name`, as in `make_tokenizer`, is bytes; raises ValueError like that."""
+    """Return whether `name`, as in `make_tokenizer`, is bytes; raises ValueError like that."""
     path = pathlib.Path(os.path.expanduser(name))
     metadata = read_metadata(path) if name != 'bytes' and path.is_dir() else None
     return name == 'bytes' or (metadata is not None and metadata['kind'] == 'bytes')
 
 
 def make_tokenizer(name: str | os.PathLike, separator: str | None = None) -> Tokenizer:
-    """Makes the tokenizer `name`.
+    """Make the tokenizer `name`.
 
     That is bytes, a tokenizer.json, a SentencePiece .model, or a folder with one. `separator` is
     the text of the special token that starts every document, by default that of `find_separator`.
@@ -128,7 +128,7 @@ def make_tokenizer(name: str | os.PathLike, separator: str | None = None) -> Tok
 
 
 def save_atomically(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
-    """Saves a tokenizer, all or nothing, to `directory`, which must not exist."""
+    """Save a tokenizer, all or nothing, to `directory`, which must not exist."""
     temporary = directory.with_name(directory.name + '.tmp')
     shutil.rmtree(temporary, ignore_errors=True)
     tokenizer.save(temporary)
@@ -136,7 +136,7 @@ def save_atomically(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
 
 
 def tokenizer_of(data: DataHparams, workdir: str | os.PathLike | None = None) -> Tokenizer:
-    """Returns the tokenizer of a run: the one in its `workdir`, if any, or the one of `data`.
+    """Return the tokenizer of a run: the one in its `workdir`, if any, or the one of `data`.
 
     Raises ValueError, one line, like `make_tokenizer`, or for text that was not prepared.
     """

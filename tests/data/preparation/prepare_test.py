@@ -223,7 +223,7 @@ BAD = {
 
 
 def _plant(folder, kind=None):
-    """Writes a good file of 20 rows and then a bad one; returns the path of the bad one."""
+    """Write a good file of 20 rows and then a bad one; returns the path of the bad one."""
     folder.mkdir()
     (folder / 'a.jsonl').write_bytes(_jsonl(TEXTS))
     name, content, _ = BAD.get(kind, ('b.jsonl', _jsonl(TEXTS), None))
@@ -316,7 +316,7 @@ class _Backwards(_InProcess):
 
 
 def _four_files(folder, bad_line=6, bad_file=2):
-    """Writes four files of 60 rows; returns (path, lines) of one with a row without the field."""
+    """Write four files of 60 rows; returns (path, lines) of one with a row without the field."""
     folder.mkdir()
     for i in range(4):
         lines = _jsonl(f'text {i} {row} ' * 4 for row in range(60)).splitlines(keepends=True)
