@@ -146,7 +146,7 @@ def _exclusive(path):
 
 
 def _measure(path, key, candidates, shapes, device):
-    """Return results by label, and writes them to a file if every candidate was tried."""
+    """Return results by label, and write them to a file if every candidate was tried."""
     global _spent
     logging.warning(
         'depth_attention on %s: measuring %d candidates for %d x %d queries, once: at most %g s '

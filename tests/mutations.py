@@ -42,7 +42,7 @@ def mutated(mutation: dict) -> str:
 
 
 def run_tests(mutation: dict) -> str:
-    """Plant a mistake and runs its tests; returns 'caught by TEST' or another result."""
+    """Plant a mistake and run its tests; return 'caught by TEST' or another result."""
     python = NEXT_PYTHON if mutation.get('next') else sys.executable
     if not os.path.exists(python):
         return f'NO RESULT: `make test-next` makes {python}'

@@ -195,7 +195,7 @@ def _write_zeros(s, loader, totals):
 
 
 def _add(s, loader, chunk, place, has_token, side, total, weights, heads, factor, shown, fresh):
-    """Add weights @ heads * factor to the sums of a chunk, and starts writing them.
+    """Add weights @ heads * factor to the sums of a chunk, and start writing them.
 
     Args:
       s: shared memory by name.
@@ -262,7 +262,7 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
         stage, buffer = lax.rem(step, buffers.chunks), lax.rem(item, buffers.heads)
 
         def start_sums(sides):
-            """Wait until the sums' memory is free, and starts loading them unless fresh."""
+            """Wait until the sums' memory is free, and start loading them unless fresh."""
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for side, (i, part) in itertools.product(() if fresh else sides, _column_parts(loader)):
                 target, ready = s.sums.at[side % buffers.sums, i], s.sums_ready.at[side]

@@ -181,7 +181,7 @@ class _Sums:
         self.buffers, self.pieces = shared.sums.shape[0] // TILES, -(-sizes.width // CHUNK)
 
     def start(self):
-        """Wait until the buffers are free, and starts loading the first pieces into them."""
+        """Wait until the buffers are free, and start loading the first pieces into them."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for number in range(self.buffers):
             self._load(jnp.int32(0), number)
@@ -228,7 +228,7 @@ class _Sums:
         self._for_places(side, piece, move)
 
     def add(self, side, _):
-        """Add the gradients of a side to its pieces, whose loads have begun, and writes them."""
+        """Add the gradients of a side to its pieces, whose loads have begun, and write them."""
         sizes, number = self.sizes, side * TILES + self.warpgroup
         left = self.shared.scores.at[number]
         left = left[...].T if sizes.interpret else left.T
@@ -257,7 +257,7 @@ class _Sums:
 
 
 def _over_slots(refs, shared, place, warpgroup, sizes, dq, fresh):
-    """Return dq plus the slots' part, and adds to the slots' sums, 8 slots of 8 tokens at a time.
+    """Return dq plus the slots' part, and add to the slots' sums, 8 slots of 8 tokens at a time.
 
     Of the 64 columns of scores a row uses those whose slot belongs to its own token.
     """

@@ -37,7 +37,7 @@ def _soften(scores, acc, highest, total, factor):
 
 
 def load_queries(refs, shared, tile, token, warpgroup, sizes):
-    """Copy the queries of a tile to shared memory, and q_depth if there are any, and waits."""
+    """Copy the queries of a tile to shared memory, and q_depth if there are any, and wait."""
     sides = [(refs.q, shared.q)]
     if sizes.own_query:
         sides.append((refs.q_depth, shared.q_depth))
@@ -198,7 +198,7 @@ def load_rows(place, sizes):
 
 
 def store_matrix(place, x, sizes):
-    """Write what `load_rows` reads, and makes it visible to products and copies."""
+    """Write what `load_rows` reads, and make it visible to products and copies."""
     place[...] = x.reshape(place.shape) if sizes.interpret else x
     plgpu.commit_smem()
 

@@ -135,7 +135,7 @@ def stage_of(step, sizes):
 
 
 def next_stage(shared, step, sizes):
-    """Wait until the stage of a step is free, and returns it."""
+    """Wait until the stage of a step is free, and return it."""
     stage = stage_of(step, sizes)
     pl.when(step >= sizes.stages)(lambda: plgpu.barrier_wait(shared.used.at[stage]))
     return stage

@@ -182,7 +182,7 @@ def _map(path, dtype):
 
 
 def open_store(directory: str | os.PathLike) -> Store:
-    """Open the prepared text in `directory` and checks that all files are as they were written.
+    """Open the prepared text in `directory` and check that all files are as they were written.
 
     Each call checks prepared.json, which is written last, and the sizes of the files. The content
     of a small store is also checked at each call; that of a large one once per machine, and again

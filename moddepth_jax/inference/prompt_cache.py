@@ -44,7 +44,7 @@ class PromptCache:
         return self._capacity
 
     def take(self, routing: str, prompts, separator: int | None):
-        """Remove and returns (Cache, number of tokens of each prompt in it), or (None, None).
+        """Remove and return (Cache, number of tokens of each prompt in it), or (None, None).
 
         The last token of a prompt is never in it, because its logits are needed. `separator` begins
         a document; None if no token does.

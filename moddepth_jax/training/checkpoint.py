@@ -202,7 +202,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         return {'step': None, 'skipped': skipped}
 
     def _verify(self, step):
-        """Return the content of the manifest if all files are as they were written, or raises."""
+        """Return the content of the manifest if all files are as they were written, or raise."""
         self._verified.discard(step)
         content = read_manifest(self._path(step))
         if content['step'] != step:
@@ -255,7 +255,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             raise ValueError(error)
 
     def _commit(self, step, content):
-        """Wait for Orbax, then writes the manifest and removes old steps; runs in a thread."""
+        """Wait for Orbax, then write the manifest and remove old steps; this runs in a thread."""
         reason, cause = '', None
         try:
             self._orbax.wait_until_finished()
@@ -355,7 +355,7 @@ class _SaveVote:
             self._store.key_value_delete(f'moddepth_jax/saves/{number - 2}')
 
     def report_part(self, error: str = '') -> str:
-        """Report this process's error, or ''; waits for all and returns the first error."""
+        """Report this process's error, or ''; wait for all, and return the first error."""
         if not self._several:
             return error
         if not self._reported:

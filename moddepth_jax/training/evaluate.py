@@ -161,7 +161,7 @@ def perplexity(loss: float) -> float:
 def evaluate_causal(
     variables, hparams: Hparams, dataset, mesh, num_batches: int, batches_per_layer: int = 0
 ) -> dict:
-    """Evaluate under the causal rule, and compares with top-C if that is the rule of training.
+    """Evaluate under the causal rule, and compare with top-C if that is the rule of training.
 
     The result is that of `evaluate`. For a model that looks ahead in training it also has
     `loss_top_c`, the loss of the same weights under top-C, and `routing_gap` = loss - loss_top_c

@@ -92,7 +92,7 @@ def train(
     source: str | None = None,
     report_programs=None,
 ) -> Run:
-    """Train to the last step, or resumes where an earlier call in the same workdir stopped.
+    """Train to the last step, or resume where an earlier call in the same workdir stopped.
 
     On CPUs, two calls with equal hyper-parameters, versions, devices and threads end with the same
     bits, however often they were killed in between. Every process of a run calls this.
@@ -217,7 +217,7 @@ def _open_metrics(workdir, state, metadata, wandb):
 
 
 def restore_or_init(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints) -> tuple:
-    """Restore the newest good checkpoint, or makes a fresh state; placed by `state_shardings`.
+    """Restore the newest good checkpoint, or make a fresh state; placed by `state_shardings`.
 
     Every process calls this. Returns (TrainState, metadata of its next checkpoint, lines for the
     user). Raises ValueError, one line, for a checkpoint of other data, steps or stage.

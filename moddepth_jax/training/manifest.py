@@ -29,7 +29,7 @@ def write_manifest(directory: pathlib.Path, content: dict) -> None:
 
 
 def read_manifest(directory: pathlib.Path) -> dict:
-    """Verify every file and returns the content of the manifest.
+    """Verify every file and return the content of the manifest.
 
     Raises ValueError, one line, if there is no manifest, or if it or a file has changed. Raises
     OSError if a file cannot be read.

@@ -184,7 +184,7 @@ def _loss_reason(error):
 
 
 def run_on_all(function: Callable[[], Any]) -> Any:
-    """Call `function` on every process and returns its local result; all raise if one fails.
+    """Call `function` on every process and return its local result; all raise if one fails.
 
     `function` must not wait for other processes, since one of them may have failed. Every process
     calls this, and the functions below, in the same order.

@@ -23,7 +23,7 @@ from moddepth_jax.training.trainable import check_trainable
 def prepare_run(
     hparams: Hparams, mesh_spec: str, workdir: str | os.PathLike | None = None
 ) -> tuple[int, Dataset, jax.sharding.Mesh]:
-    """Check a run and returns its number of steps, dataset and mesh.
+    """Check a run and return its number of steps, dataset and mesh.
 
     A tokenizer stored in `workdir` takes precedence over `data.tokenizer`. Raises ValueError, one
     line, for a budget, corpus, tokenizer, vocabulary, dtype or mesh that does not fit.

@@ -115,7 +115,7 @@ def temporary_files(names: set[str], file: str) -> set[str]:
 def open_workdir(
     path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()
 ) -> list[str]:
-    """Make `path` the directory of a run of `config`, or checks that it is one already.
+    """Make `path` the directory of a run of `config`, or check that it is one already.
 
     A new or empty directory gets `config.json`; an existing run is not changed. The caller then
     uses `lock_directory` and `update_config`.

@@ -276,7 +276,7 @@ def write_summary(workdir: str | os.PathLike, summary: dict):
 
 
 def read_summary(workdir: str | os.PathLike, fields: dict | None = None) -> dict | None:
-    """Read summary.json and checks it for `fields` of `check_fields`; None if it does not exist.
+    """Read summary.json and check it for `fields` of `check_fields`; None if it does not exist.
 
     Raises ValueError, one line, if it is damaged.
     """

@@ -235,7 +235,7 @@ class Trainer:
             concurrent.futures.wait([future])
 
     def close(self):
-        """Wait for the program that is being compiled ahead, if any, and drops the others."""
+        """Wait for the program that is being compiled ahead, if any, and drop the others."""
         if self.compiler:
             self.compiler.shutdown(cancel_futures=True)
 
@@ -256,7 +256,7 @@ class Trainer:
         self.in_flight.append((step + 1, metrics, targets_per_byte))
 
     def _collect(self, in_flight):
-        """Wait until only `in_flight` steps are running, and reports those that ended."""
+        """Wait until only `in_flight` steps are running, and report those that ended."""
         while len(self.in_flight) > in_flight:
             step, metrics, targets_per_byte = self.in_flight.popleft()
             metrics = jax.device_get(metrics)

@@ -89,7 +89,7 @@ class Runs:
             self.environment |= {'XLA_FLAGS': flags, 'NPROC': str(2 * devices)}
 
     def start(self, name, act=lambda process, out: None, flags=(), module=('launch.train',)):
-        """Train in the workdir `name`, or resumes there; returns (status, stdout, stderr).
+        """Train in the workdir `name`, or resume there; return (status, stdout, stderr).
 
         Meanwhile act(process, out) is called, with the file of its stdout.
         """

@@ -85,7 +85,7 @@ class World:
         return dict(zip(rows, found, strict=True))
 
     def _prepare(self, folder, row):
-        """Copy the folder, attacks a path unless there is a moment, and returns the command."""
+        """Copy the folder, attack a path unless there is a moment, and return the command."""
         shutil.copytree(self.original, folder, symlinks=True)
         path = row.path and folder / row.path
         if row.path == 'cache':

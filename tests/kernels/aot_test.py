@@ -20,7 +20,7 @@ pytestmark = pytest.mark.aot
 
 @pytest.fixture(scope='module')
 def table():
-    """Return the table of tests.kernels.hopper as lists of cells by kernel, and prints it."""
+    """Return the table of tests.kernels.hopper as lists of cells by kernel, and print it."""
     if reason := hopper.missing():
         pytest.skip(reason)
     # Mosaic writes to the standard output of the process.

@@ -42,7 +42,7 @@ class SpreadRuns(Runs):
         return {'module': ['launch.local', *flags, '--', *command], 'flags': [f'--mesh={mesh}']}
 
     def stop(self, name, step, processes, devices, mesh=''):
-        """Start it, and stops it by SIGTERM once it has logged `step`."""
+        """Start it, and stop it by SIGTERM once it has logged `step`."""
 
         def act(process, out):
             self.wait_for(name, step, process)

@@ -176,7 +176,7 @@ def test_a_step_without_its_teacher_is_refused(tiny_config, dense, teacher):
 
 
 def on_four_devices(folder, runs):
-    """Train on one device and on four, and prints the metrics of both."""
+    """Train on one device and on four, and print the metrics of both."""
     hparams, found = taught(conftest._tiny_config, folder, **WIDE), []
     for mesh_spec in ('data=1', 'fsdp=2,tensor=2'):
         run = loop.train(hparams, f'{runs}/{mesh_spec}', mesh_spec)

@@ -75,7 +75,7 @@ def encode(
 def train_tokenizer(
     tasks: list[Task], options: Options, directory: pathlib.Path, advance: Callable[[int], None]
 ) -> None:
-    """Train byte-level BPE on the start of each task, without held-out documents, and saves it."""
+    """Train byte-level BPE on the start of each task, without held-out documents, and save it."""
     from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 
     try:
