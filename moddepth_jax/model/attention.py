@@ -16,7 +16,7 @@ from moddepth_jax.model.value_embeddings import ValueEmbedding
 
 
 def model_segment_ids(hparams: ModelHparams, segment_ids_BT):
-    """Return the segment ids for attention: 1 for all real tokens under `across_documents`."""
+    """Return the ids that attention and routers use: 1 for real tokens under `across_documents`."""
     if hparams.across_documents:
         return (segment_ids_BT > 0).astype(segment_ids_BT.dtype)
     return segment_ids_BT
