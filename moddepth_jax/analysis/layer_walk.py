@@ -102,7 +102,7 @@ def _visit(params, carry, count, tokens, layer_args, embedded_BTD, *, stack, kin
             caught['inputs_BTD'] = args[0]
         elif isinstance(module, Block) and method == 'delta':
             caught['delta_BCD'] = result[0]
-        elif isinstance(module, Block) and not module.gathered and method == '__call__':
+        elif isinstance(module, Block) and not module.kind.gathered and method == '__call__':
             caught['outputs_BTD'] = result[0]
         elif isinstance(module, Block) and method == '_run' and module.attention_connection:
             caught['added'] = result[0] + result[2]  # the output is not input + delta here
