@@ -180,7 +180,7 @@ def test_prompt_and_steps_equal_the_full_forward(name, tiny_config):
 
 
 WITH_STEPS = ('dense', 'aux_loss', 'mod and moda')
-FAST_IN_CHUNKS = (*WITH_STEPS, 'row capacity', 'attention routed', 'mlp routed', 'looped, exits')
+FAST_IN_CHUNKS = (*WITH_STEPS, 'row capacity', 'mlp routed', 'looped, exits')
 FAST_IN_CHUNKS += ('token choice, first keys',)
 
 
