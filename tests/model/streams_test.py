@@ -150,9 +150,7 @@ DEEP = [(name, 'block') for name in SCANNED]
 DEEP += [(name, 'none') for name in SCANNED if name != 'mudd']
 
 
-@pytest.mark.parametrize(
-    ('name', 'remat'), parameters((('moda', 'block'),), DEEP)
-)
+@pytest.mark.parametrize(('name', 'remat'), parameters((('moda', 'block'),), DEEP))
 def test_memory_is_linear_in_depth_and_the_program_does_not_grow(name, remat, tiny_config):
     """64 layers take at most 2.1 times the memory of 32, and 1.01 times the instructions.
 
