@@ -171,7 +171,7 @@ IN_FLOAT64 += ('adapters, looped moda', 'looped', 'recursions, aux_loss', 'token
 IN_FLOAT64 += ('embedding residual, values', 'looped, exits of a block with all')
 IN_FLOAT64 += ('token choice, gated exit',)
 FAST = ('norm threshold grows', 'mudd', 'shared values', 'value attention, recent')
-FAST += ('experts choose', 'recursions')
+FAST += ('experts choose', 'recursions', 'value embeddings, attention residual')
 
 
 @pytest.mark.parametrize('name', parameters(FAST))

@@ -183,7 +183,7 @@ def in_blocks(x_RX, expert_M):
 
 
 def _with_backward(products, sums):
-    """Return matmul(x_RX, w_EXY, expert_M) -> [R, Y] whose backward pass also goes by blocks.
+    """Return matmul(x_RX, w_EXY, expert_M) -> [R, Y] whose backward pass also runs in blocks.
 
     Args:
       products: products(x, w_EXY, expert_M, axis) multiplies each block of x by its expert's
