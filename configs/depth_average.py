@@ -2,7 +2,9 @@
 
 python -m launch.train --config=configs/depth_average.py
 
-It starts as the residual model. Each layer adds one scalar for every earlier output.
+It starts as the residual model. Each layer adds one scalar for every earlier output. Held-out bits
+per byte, mean of 8 seeds in study-moda: 2.358; the residual model (configs/moda.py:slots=none):
+2.355. A step has 1.006 times the residual model's FLOPs. The time of a run has not been measured.
 """
 
 from configs import depth_dense

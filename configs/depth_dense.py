@@ -2,7 +2,10 @@
 
 python -m launch.train --config=configs/depth_dense.py
 
-It starts as the residual model. Its cost and parameters grow with the square of the depth.
+It starts as the residual model. Its cost and parameters grow with the square of the depth. Held-out
+bits per byte, mean of 8 seeds in study-moda: 2.511; the residual model
+(configs/moda.py:slots=none): 2.355. A step has 1.39 times the residual model's FLOPs. The time of a
+run has not been measured.
 """
 
 from configs import moda
