@@ -234,6 +234,23 @@ def test_blocks_of_one_sublayer_are_the_full_form(tiny_config):
         assert opens(size) == [sublayer % size == 0 for sublayer in range(8)]
 
 
+def test_blocks_of_one_sublayer_compute_the_full_form(tiny_config):
+    """Both have one program for the loss and its gradients, and blocks of two have another."""
+
+    def program(size):
+        knobs = {'model.num_layers': 2, 'model.remat': 'none'}
+        model = Transformer(small_hparams(tiny_config, size_of(size), knobs))
+
+        def loss(params):
+            return jnp.sum(model.apply({'params': params}, SMALL_BT, SMALL_SEGMENTS_BT)[0])
+
+        params = jax.eval_shape(model.init, jax.random.key(0), SMALL_BT)['params']
+        return jax.jit(jax.value_and_grad(loss)).lower(params).as_text()
+
+    full = program(0)
+    assert program(1) == full != program(2)
+
+
 @pytest.mark.parametrize('gathered', [False, True])
 def test_a_token_reads_only_its_own_sources(gathered):
     """Sources of other tokens change no bit of a read or of the gradients of its sources."""

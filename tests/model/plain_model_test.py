@@ -68,10 +68,9 @@ START_OF_STREAMS = None, ('read_scale', 'mix_scale', 'add_scale')  # projections
 START_OF_MEANS = None, None
 # Streams that are equal stay equal under any mixture, and a norm removes the factor of any read.
 # These logits are far apart, so that the rows of the mixture sum to 1 but its columns do not.
-EQUAL_STREAMS = {
-    **dict.fromkeys([f'projections_{name}/kernel' for name in ('read', 'mix', 'add')], 0),
-    **{'add_bias': 0, 'mix_bias': np.random.default_rng(0).normal(size=(4, 4)) * 8},
-}, None
+FAR_LOGITS = {'add_bias': 0, 'mix_bias': np.random.default_rng(0).normal(size=(4, 4)) * 8}
+FAR_LOGITS |= {f'projections_{name}/kernel': 0 for name in ('read', 'mix', 'add')}
+EQUAL_STREAMS = FAR_LOGITS, None
 # name: (knobs of both models, knobs of the feature, how to turn it off)
 FEATURES = {
     'embedding residual': (HEAD_NORM, EMBEDDED, BLEND),

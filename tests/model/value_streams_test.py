@@ -56,7 +56,6 @@ def test_shared_values_of_a_later_layer_do_not_depend_on_its_input(knobs, has_ow
     depth = DepthSlots(jnp.float32(rng.normal(size=(1, B, T, *heads))))
     tokens = TokenInfo(jnp.tile(jnp.arange(T), (B, 1)), jnp.asarray(SMALL_SEGMENTS_BT))
 
-
     @functools.partial(jax.grad, has_aux=True)
     def change(x_BTD):
         y_BTD = stack.apply(kind, layer, x_BTD, depth, tokens, LayerArgs()).x_BTD - x_BTD
