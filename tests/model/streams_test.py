@@ -210,14 +210,13 @@ def test_no_layer_keeps_the_slots(name, remat, tiny_config):
     assert kept[40] < 2.2 * kept[20]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('mix', [VALUES, SPARSE, SHARED], ids=['learned', 'sparse', 'shared'])
 def test_the_first_values_are_kept_once(mix, tiny_config):
     """With rematerialization, layers save only their input, and not also the values of the first.
 
     Both have the same size here.
     """
-    loss, params, hparams = loss_of(tiny_config, 20, mix)
+    loss, params, hparams = loss_of(tiny_config, 20, mix, {'model.d_ff': 48})
     _, vjp = jax.eval_shape(lambda params: jax.vjp(loss, params), params)
     slots, _ = empty_slots(hparams.model, jnp.zeros((BATCH, LENGTH, 1)))
     mine = [leaf for leaf in jax.tree.leaves(vjp) if LENGTH in leaf.shape]
