@@ -42,13 +42,29 @@ def draw(*shape, seed=0):
 
 
 def test_a_zero_query_reads_the_mean_of_the_visible_sources():
-    """The mean covers written slots and newer sources. Hidden sources would change it visibly."""
-    slots, newer = draw(6, 2, 3, 8), draw(2, 2, 3, 8, seed=1)
+    """The mean covers written slots and newer sources. Hidden sources would change it visibly.
+
+    Each of the 7 gets a seventh of the gradient, and the query gets one too, so that it can learn.
+    """
+    slots, newer, dx = draw(6, 2, 3, 8), draw(2, 2, 3, 8, seed=1), draw(2, 3, 8, seed=2)
     slots[5] = 1e9
-    depth = DepthSlots(slots, count=5)
-    found, _ = mix_sources(EPSILON, np.zeros(8, np.float32), tuple(newer), depth)
-    expected = np.concatenate([slots[:5], newer]).mean(axis=0)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+    def mix(query, newer, slots):
+        return mix_sources(EPSILON, query, tuple(newer), DepthSlots(slots, count=5))[0]
+
+    @jax.jit
+    def differentiate(*inputs):
+        found, vjp = jax.vjp(mix, *inputs)
+        return found, *vjp(dx)
+
+    found, dquery, dnewer, dslots = differentiate(np.zeros(8, np.float32), newer, slots)
+    visible = np.concatenate([slots[:5], newer])
+    np.testing.assert_allclose(found, visible.mean(axis=0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dnewer, [dx / 7] * 2, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dslots, [dx / 7] * 5 + [0 * dx], rtol=1e-5, atol=1e-6)
+    keys = visible / np.sqrt(np.mean(visible**2, axis=-1, keepdims=True))
+    dlogits = np.sum((visible - visible.mean(axis=0)) / 7 * dx, axis=-1, keepdims=True)
+    np.testing.assert_allclose(dquery, np.sum(dlogits * keys, axis=(0, 1, 2)), rtol=1e-4, atol=1e-5)
 
 
 def test_sources_are_read_as_they_are_and_keys_are_normed():
@@ -139,16 +155,34 @@ def test_gradients_of_slots_are_those_of_the_sums(gathered, masked, dtype):
 
 @pytest.mark.parametrize('size', parameters((3,), (1, 3)))
 def test_n_sources_act_as_n_squared_epsilon(size, tiny_config, monkeypatch):
-    """With zero queries, n sources equal a plain model whose norms have n^2 times the epsilon."""
-    knobs = {'model.dtype': 'float64', 'model.norm_eps': 0.3}
+    """With zero queries, n sources equal a plain model whose norms have n^2 times the epsilon.
+
+    Logits and gradients of all common parameters.
+    """
+    knobs = {'model.dtype': 'float64', 'model.norm_eps': 0.3, 'model.remat': 'none'}
+    real_BT = SMALL_SEGMENTS_BT > 0
+    rng = np.random.default_rng(7)
     with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
         plain, other = (small_hparams(tiny_config, knobs, some) for some in ({}, size_of(size)))
+        weights_BTV = real_BT[..., None] * rng.normal(size=(*real_BT.shape, plain.model.vocab_size))
         params = with_leaves(random_variables(other, SMALL_BT)['params'], {'query': 0})
-        apply = jax.jit(Transformer(other).apply)
-        logits_BTV, _ = jax.device_get(apply({'params': params}, SMALL_BT, SMALL_SEGMENTS_BT))
-        params, _ = transfer_params(other.model, params, plain)
-    stack = unstack_layers(Stack(plain.model, 'top_c'), params['stack'])
-    params = jax.device_get(params | {'layers': [layer for _, layer in stack]})
+
+        def loss(params):
+            logits_BTV, _ = Transformer(other).apply(
+                {'params': params}, SMALL_BT, SMALL_SEGMENTS_BT
+            )
+            return jnp.sum(logits_BTV * weights_BTV), logits_BTV
+
+        run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        (_, logits_BTV), slopes = jax.device_get(run(params))
+        params, slopes = (transfer_params(other.model, of, plain)[0] for of in (params, slopes))
+
+    def by_layer(params):
+        layers = unstack_layers(Stack(plain.model, 'top_c'), params['stack'])
+        rest = {name: leaf for name, leaf in params.items() if name != 'stack'}
+        return jax.device_get(rest | {'layers': [layer for _, layer in layers]})
+
+    params, slopes = by_layer(params), by_layer(slopes)
     reads = range(2 * plain.model.num_layers + 1)  # for all sublayers and the final norm
     sources = itertools.cycle(1 + math.ceil(read / size) for read in reads)
     norm = oracle.rms_norm
@@ -157,12 +191,17 @@ def test_n_sources_act_as_n_squared_epsilon(size, tiny_config, monkeypatch):
         return norm(x, weights, types.SimpleNamespace(norm_eps=next(sources) ** 2 * model.norm_eps))
 
     monkeypatch.setattr(oracle, 'rms_norm', norm_of_a_sum)
-    run = oracle.Pass()
-    expected_BTV = oracle.forward(params, SMALL_BT, SMALL_SEGMENTS_BT, plain.model, run)
-    real_BT = SMALL_SEGMENTS_BT > 0
+
+    def forward(params):
+        return oracle.forward(params, SMALL_BT, SMALL_SEGMENTS_BT, plain.model, oracle.Pass())
+
+    expected_BTV = forward(params)
     np.testing.assert_allclose(logits_BTV[real_BT], expected_BTV[real_BT], rtol=1e-10, atol=1e-12)
+    oracle.assert_gradients(
+        slopes, lambda params: np.sum(forward(params) * weights_BTV), params, 1e-9, rng
+    )
     monkeypatch.setattr(oracle, 'rms_norm', norm)
-    without_BTV = oracle.forward(params, SMALL_BT, SMALL_SEGMENTS_BT, plain.model, run)
+    without_BTV = forward(params)
     assert np.abs(logits_BTV - without_BTV)[real_BT].max() > 0.01
 
 
@@ -193,6 +232,23 @@ def test_blocks_of_one_sublayer_are_the_full_form(tiny_config):
     assert opens(0) == opens(1) == [True] * 8
     for size in (2, 3, 4, 5, 8):
         assert opens(size) == [sublayer % size == 0 for sublayer in range(8)]
+
+
+def test_blocks_of_one_sublayer_compute_the_full_form(tiny_config):
+    """Both have one program for the loss and its gradients, and blocks of two have another."""
+
+    def program(size):
+        knobs = {'model.num_layers': 2, 'model.remat': 'none'}
+        model = Transformer(small_hparams(tiny_config, size_of(size), knobs))
+
+        def loss(params):
+            return jnp.sum(model.apply({'params': params}, SMALL_BT, SMALL_SEGMENTS_BT)[0])
+
+        params = jax.eval_shape(model.init, jax.random.key(0), SMALL_BT)['params']
+        return jax.jit(jax.value_and_grad(loss)).lower(params).as_text()
+
+    full = program(0)
+    assert program(1) == full != program(2)
 
 
 @pytest.mark.parametrize('gathered', [False, True])

@@ -19,7 +19,9 @@ from moddepth_jax.model.transformer import Transformer
 MODA = {'model.depth.stream': 'moda'}
 ATTENTION = {'model.depth.stream': 'attention'}
 VALUES = {'model.depth.stream': 'value_residual'}
-SHARED, SPARSE = (VALUES | {'model.depth.value_mix': mix} for mix in ('shared', 'sparse'))
+SHARED, SPARSE, FIXED = (
+    VALUES | {'model.depth.value_mix': mix} for mix in ('shared', 'sparse', 'fixed')
+)
 MIXED = {'model.depth.stream': 'value_attention'}
 RECENT = MIXED | {'model.depth.value_stride': 3, 'model.depth.recent_layers': 1}
 SOURCES = {'model.depth.stream': 'attention_residual'}
@@ -171,11 +173,14 @@ CASES = {
         'predictor',
     ),
     'value residual': (VALUES | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
-    'value residual grows': (VALUES | ROUTED | GROWS | POST, 'predictor'),
+    'value residual grows': (VALUES | routed_by('norm', 'predictor') | GROWS | POST, 'predictor'),
     'value residual, sparse': (SPARSE | WINDOWS | REORDERED, 'dense'),
     'shared values': (SHARED | WINDOWS | FULL_NORM, 'dense'),
     'value attention': (MIXED | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
-    'value attention grows': (RECENT | ROUTED | GROWS | POST, 'predictor'),
+    'value attention grows': (
+        RECENT | routed_by('straight_through', 'predictor') | GROWS | POST,
+        'predictor',
+    ),
     'value attention, recent': (RECENT | WINDOWS | FULL_NORM | REORDERED, 'dense'),
     'embedding residual': (EMBEDDED | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
     'embedding residual, moda': (EMBEDDED | MODA | POST | WINDOWS, 'dense'),
@@ -189,7 +194,7 @@ CASES = {
         'predictor',
     ),
     'value embeddings, masked': (ALL_LOOKED_UP | MODA | ROUTED | ROOMY | MASKED, 'predictor'),
-    'value embeddings, value residual': (LOOKED_UP | VALUES | WINDOWS, 'dense'),
+    'value embeddings, value residual': (LOOKED_UP | FIXED | WINDOWS, 'dense'),
     'value embeddings, value attention': (ALL_LOOKED_UP | MIXED | ROUTED | GROWS, 'predictor'),
     'value embeddings, attention residual': (LOOKED_UP | SOURCES, 'dense'),
     'value embeddings, hyper-connections': (
@@ -207,11 +212,15 @@ CASES = {
         'predictor',
     ),
     'hyper-connections, static': (
-        STATIC | ROUTED | GROWS | {'model.depth.num_streams': 3},
-        'predictor',
+        STATIC | routed_by('random', 'threshold') | GROWS | {'model.depth.num_streams': 3},
+        'threshold',
     ),
     'hyper-connections, constrained': (
         CONSTRAINED | WINDOWS | FULL_NORM | {'model.depth.num_streams': 2},
+        'dense',
+    ),
+    'looped hyper-connections': (
+        ALL_LOOPED | HYPER | HEAD_NORM | {'model.depth.num_streams': 2},
         'dense',
     ),
     'mudd': (MUDD | WINDOWS | HEAD_NORM, 'dense'),
@@ -292,7 +301,10 @@ CASES = {
     'attention residual': (SOURCES | ROUTED | ROOMY | HEAD_NORM, 'predictor'),
     'attention residual grows': (SOURCES_OF_2 | ROUTED | GROWS | FULL_NORM, 'predictor'),
     'attention residual, blocks of 2': (SOURCES_OF_2 | WINDOWS | REORDERED, 'dense'),
-    'attention residual, blocks of 3': (SOURCES_OF_3 | ROUTED | ROOMY, 'predictor'),
+    'attention residual, blocks of 3': (
+        SOURCES_OF_3 | routed_by('position', 'threshold') | ROOMY,
+        'threshold',
+    ),
     'adapters': (ROUTED | ROOMY | HEAD_NORM | ADAPTERS, 'predictor'),
     'adapters, looped moda': (ALL_LOOPED | MODA | ADAPTERS, 'dense'),
     'adapters, experts': (experts(num_routed=3) | REORDERED | ADAPTERS, 'dense'),

@@ -18,25 +18,32 @@ from moddepth_jax.model.layers import lm_head
 from moddepth_jax.model.routing import batch_buckets
 from moddepth_jax.model.transformer import Transformer
 from tests.model.cases import (
+    ALL_LOOKED_UP,
     ATTENTION,
     AVERAGE,
     BATCH,
     CASES,
+    CONSTRAINED,
     DENSE,
     EMBEDDED,
     HEAD_NORM,
+    HYPER,
     LENGTH,
     LOOKED_UP,
     LOOPED,
     MIXED,
     MODA,
     MUDD,
+    RECENT,
     RECURSIONS,
     ROUTED,
     SOURCES,
     SOURCES_OF_3,
+    SPARSE,
+    STATIC,
     TOKENS_BT,
     UNROLLED,
+    VALUES,
     build,
     equations,
     filled,
@@ -169,7 +176,7 @@ def decode_both(model, rows=ROWS):
 IN_FLOAT64 = ('attention stream', 'value embeddings, hyper-connections', 'value embeddings grow')
 IN_FLOAT64 += ('adapters, looped moda', 'looped', 'recursions, aux_loss', 'token choice')
 IN_FLOAT64 += ('embedding residual, values', 'looped, exits of a block with all')
-IN_FLOAT64 += ('token choice, gated exit',)
+IN_FLOAT64 += ('token choice, gated exit', 'looped hyper-connections')
 FAST = ('norm threshold grows', 'mudd', 'shared values', 'value attention, recent')
 FAST += ('experts choose', 'recursions', 'value embeddings, attention residual')
 
@@ -381,6 +388,8 @@ def test_no_slot_outlives_its_token(routing, tiny_config):
     expected = shapes()
     dense_only = () if routing else (MUDD, MUDD | UNROLLED)
     kept = ATTENTION, AVERAGE, DENSE, MODA, SOURCES, SOURCES_OF_3, MIXED, EMBEDDED, LOOKED_UP
+    kept += VALUES, SPARSE, RECENT | {'model.depth.value_stride': 2}
+    kept += HYPER, STATIC, CONSTRAINED, ALL_LOOKED_UP
     for stream in (*kept, *dense_only):
         assert shapes(stream) == expected
 

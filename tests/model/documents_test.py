@@ -9,10 +9,14 @@ from moddepth_jax.model import attention
 from moddepth_jax.model.decoding import prefill, unroll
 from moddepth_jax.model.transformer import Transformer
 from tests.model.cases import (
+    ATTENTION,
     AVERAGE,
     CONSTRAINED,
+    DENSE,
+    EMBEDDED,
     HYPER,
     LENGTH,
+    LOOKED_UP,
     MIXED,
     MODA,
     MUDD,
@@ -20,9 +24,13 @@ from tests.model.cases import (
     OF_MLP,
     OTHER_BT,
     ROUTED,
+    SHARED,
     SIZES,
     SOURCES,
+    STATIC,
     TOKENS_BT,
+    VALUES,
+    parameters,
     random_variables,
     small_hparams,
 )
@@ -46,35 +54,39 @@ def changed(one_BTV, other_BTV):
     return (one_BTV != other_BTV).any(-1)
 
 
-@pytest.mark.parametrize(
-    'knobs',
-    [
-        {},
-        *(pytest.param(some, marks=pytest.mark.slow) for some in (BY_SEGMENT, MODA)),
-        *(MODA | BY_SEGMENT, AVERAGE),
-        *(
-            SOURCES | BY_SEGMENT,
-            HYPER | BY_SEGMENT,
-            pytest.param(CONSTRAINED, marks=pytest.mark.slow),
-            MUDD,
-            MIXED | BY_SEGMENT,
-            pytest.param(OF_ATTENTION | BY_SEGMENT, marks=pytest.mark.slow),
-            pytest.param(OF_MLP | BY_SEGMENT, marks=pytest.mark.slow),
-        ),
-    ],
-    ids=[
-        *('dense', 'selected by segment', 'moda', 'moda selected by segment', 'average stream'),
-        *('attention residual selected by segment', 'hyper-connections selected by segment'),
-        *('mhc', 'mudd', 'value attention selected by segment'),
-        *('attention routed by segment', 'mlp routed by segment'),
-    ],
-)
-def test_packed_documents_are_isolated(knobs, tiny_config):
+MODELS = {
+    'dense': {},
+    'selected by segment': BY_SEGMENT,
+    'moda': MODA,
+    'moda selected by segment': MODA | BY_SEGMENT,
+    'attention stream': ATTENTION,
+    'dense stream': DENSE | BY_SEGMENT,
+    'average stream': AVERAGE,
+    'attention residual selected by segment': SOURCES | BY_SEGMENT,
+    'hyper-connections selected by segment': HYPER | BY_SEGMENT,
+    'static hyper-connections': STATIC,
+    'mhc': CONSTRAINED,
+    'mudd': MUDD,
+    'value residual selected by segment': VALUES | BY_SEGMENT,
+    'shared values': SHARED,
+    'value attention selected by segment': MIXED | BY_SEGMENT,
+    'embedding residual selected by segment': EMBEDDED | BY_SEGMENT,
+    'value embeddings': LOOKED_UP | BY_SEGMENT,
+    'attention routed by segment': OF_ATTENTION | BY_SEGMENT,
+    'mlp routed by segment': OF_MLP | BY_SEGMENT,
+}
+FAST = ('dense', 'moda selected by segment', 'average stream', 'mudd')
+FAST += ('attention residual selected by segment', 'hyper-connections selected by segment')
+FAST += ('value attention selected by segment', 'shared values')
+
+
+@pytest.mark.parametrize('name', parameters(FAST, MODELS))
+def test_packed_documents_are_isolated(name, tiny_config):
     """A document's logits keep their bits when other documents of the row change.
 
     Under top-C this holds if tokens are selected per segment.
     """
-    _, _, run = runner(tiny_config, knobs)
+    _, _, run = runner(tiny_config, MODELS[name])
     logits_BTV, _ = run(TOKENS_BT, PACKED_BT)
     for document in (1, 2, 3):
         inside_BT = PACKED_BT == document

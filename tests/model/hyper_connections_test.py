@@ -1,5 +1,7 @@
 """Hyper-connections: initial values, what their matrices conserve, and precision."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,6 +71,39 @@ def test_sinkhorn_has_finite_gradients_for_any_logits(size):
     value, gradient = jax.value_and_grad(loss)(jnp.asarray(spread(size)))
     assert np.isfinite(value) and np.isfinite(gradient).all()
     np.testing.assert_allclose(sinkhorn(jnp.asarray(spread(size))).sum(axis=-1), 1, rtol=1e-6)
+
+
+def test_constrained_mixtures_keep_the_mean_and_equal_streams(tiny_config):
+    """With an output of 0, for random parameters and tokens, in float64.
+
+    With far logits, 20 steps make rows sum to 1 but not columns. Streams stay equal nevertheless.
+    """
+    x_BTE = np.random.default_rng(0).normal(size=(2, 3, 4 * 16))
+    zeros_BTD = np.zeros((2, 3, 16))
+    with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
+        hparams = small_hparams(tiny_config, CONSTRAINED, {'model.dtype': 'float64'}).model
+        module = HyperConnection(hparams)
+        init = functools.partial(module.init, method='add')
+        shapes = jax.eval_shape(init, jax.random.key(0), x_BTE, zeros_BTD)['params']
+        params = random_like(shapes, dtype='float64')
+
+        @jax.jit
+        def mixed(x_BTE, distance):
+            far = params | {'mix_bias': distance * params['mix_bias']}
+            return module.apply({'params': far}, x_BTE, zeros_BTD, method='add')
+
+        equal_BTE = np.tile(x_BTE[..., :16], 4)
+        near_BTE, far_BTE, kept_BTE = jax.device_get(
+            (mixed(x_BTE, 1.0), mixed(x_BTE, 40.0), mixed(equal_BTE, 40.0))
+        )
+
+    def mean(x_BTE):
+        return x_BTE.reshape(2, 3, 4, 16).mean(axis=2)
+
+    assert np.abs(near_BTE - x_BTE).max() > 1
+    np.testing.assert_allclose(mean(near_BTE), mean(x_BTE), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(kept_BTE, equal_BTE, rtol=1e-12, atol=1e-12)
+    assert np.abs(mean(far_BTE) - mean(x_BTE)).max() > 1e-3
 
 
 @pytest.mark.parametrize('form', [HYPER, STATIC, CONSTRAINED], ids=['dynamic', 'static', 'mhc'])

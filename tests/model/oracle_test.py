@@ -127,6 +127,7 @@ CASES = {
     'hyper-connections': HYPER | PRE | HEAD | WINDOWS,
     'hyper-connections, static': STATIC | REORDERED | {'depth.num_streams': 3},
     'hyper-connections, constrained': CONSTRAINED | PRE | UNROLLED,
+    'looped hyper-connections': LOOPED | HYPER | PRE | {'depth.num_streams': 2},
     'attention residual, reordered': SOURCES | REORDERED | UNROLLED | TIED,
     'attention residual, blocks of 2': SOURCES_OF_2 | PRE | FULL,
     'attention residual, blocks of 3': SOURCES_OF_3 | PRE | TOKEN,

@@ -180,11 +180,18 @@ KEPT = {
     'attention residual': SOURCES,
     'mudd, static, bfloat16': STATIC_WAYS | {'model.dtype': 'bfloat16', 'model.d_ff': 32},
     'attention residual, bfloat16': SOURCES | ROUTED | {'model.dtype': 'bfloat16'},
+    'attention residual, blocks of 3': SOURCES_OF_3,
+    'attention stream': ATTENTION | {'model.d_ff': 64},
+    'mudd': MUDD,
 }
+FORMS = [(name, remat) for name in KEPT for remat in ('none', 'block')]
+FORMS.remove(('mudd', 'none'))  # as in DEEP
 
 
-@pytest.mark.parametrize('remat', parameters(('none',), ('none', 'block')))
-@pytest.mark.parametrize('name', parameters(('masked', 'bfloat16', 'value attention'), KEPT))
+@pytest.mark.parametrize(
+    ('name', 'remat'),
+    parameters([(name, 'none') for name in ('masked', 'bfloat16', 'value attention')], FORMS),
+)
 def test_no_layer_keeps_the_slots(name, remat, tiny_config):
     """A gradient saves the slots once, and nothing larger.
 
@@ -201,3 +208,18 @@ def test_no_layer_keeps_the_slots(name, remat, tiny_config):
         assert max(leaf.size for leaf in mine) == np.prod(buffer)
         kept[num_layers] = sum(leaf.size for leaf in mine)
     assert kept[40] < 2.2 * kept[20]
+
+
+@pytest.mark.parametrize('mix', [VALUES, SPARSE, SHARED], ids=['learned', 'sparse', 'shared'])
+def test_the_first_values_are_kept_once(mix, tiny_config):
+    """With rematerialization, layers save only their input, and not also the values of the first.
+
+    Both have the same size here.
+    """
+    loss, params, hparams = loss_of(tiny_config, 20, mix, {'model.d_ff': 48})
+    _, vjp = jax.eval_shape(lambda params: jax.vjp(loss, params), params)
+    slots, _ = empty_slots(hparams.model, jnp.zeros((BATCH, LENGTH, 1)))
+    mine = [leaf for leaf in jax.tree.leaves(vjp) if LENGTH in leaf.shape]
+    assert sum(leaf.shape == slots.shape for leaf in mine) == 1
+    per_layer = [leaf for leaf in mine if leaf.size > 10 * slots.size]
+    assert len(per_layer) == 1 and per_layer[0].shape[1:] == (BATCH, LENGTH, 64)

@@ -1,5 +1,7 @@
 """Streams that change the values of attention: equal models, and what they do not read."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from moddepth_jax.model.kv_cache import cache_bytes
 from moddepth_jax.model.layer import LayerArgs
 from moddepth_jax.model.layers import apply_rope
 from moddepth_jax.model.routing import TokenInfo
-from moddepth_jax.model.stack import Stack, unstack_layers
+from moddepth_jax.model.stack import Stack, run_unrolled, unstack_layers
 from moddepth_jax.model.streams.value_attention import mix_values
 from moddepth_jax.model.streams.value_residual import add_first_values
 from tests.model.cases import (
@@ -53,14 +55,19 @@ def test_shared_values_of_a_later_layer_do_not_depend_on_its_input(knobs, has_ow
     rng, heads = np.random.default_rng(2), (hparams.model.num_kv_heads, hparams.model.head_dim)
     depth = DepthSlots(jnp.float32(rng.normal(size=(1, B, T, *heads))))
     tokens = TokenInfo(jnp.tile(jnp.arange(T), (B, 1)), jnp.asarray(SMALL_SEGMENTS_BT))
-    outputs = []
-    for _ in range(2):
-        x_BTD = jnp.float32(rng.normal(size=(B, T, hparams.model.d_model)))
-        outputs.append(stack.apply(kind, layer, x_BTD, depth, tokens, LayerArgs()).x_BTD - x_BTD)
+
+    @functools.partial(jax.grad, has_aux=True)
+    def change(x_BTD):
+        y_BTD = stack.apply(kind, layer, x_BTD, depth, tokens, LayerArgs()).x_BTD - x_BTD
+        return jnp.sum(jnp.tanh(y_BTD)), y_BTD
+
+    inputs = jnp.float32(rng.normal(size=(2, B, T, hparams.model.d_model)))
+    slopes, outputs = zip(*map(jax.jit(change), inputs), strict=True)
     real_BT = SMALL_SEGMENTS_BT > 0
     difference = np.abs(outputs[0] - outputs[1])[real_BT].max()
     assert difference > 0.1 if has_own else difference < 1e-5
     assert np.abs(outputs[0])[real_BT].max() > 0.1
+    assert all(np.any(slope_BTD) == has_own for slope_BTD in slopes)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -90,15 +97,36 @@ def draw_mixture(dtype='float32'):
 
 
 def test_queries_of_zero_read_the_mean_of_the_visible_values():
-    """The own value is one of them, and the only one if no slot is visible."""
+    """The own value is one of them, and the only one if no slot is visible.
+
+    Each gets an equal part of the gradient. Hidden values and their keys get none.
+    """
     q_BTNH, own, depth = draw_mixture()
-    found_BTKH, _ = mix_values(0 * q_BTNH, own, depth)
+    dv_BTKH = np.float32(np.random.default_rng(4).normal(size=SIZE['own']))
+
+    def mix(q_BTNH, own, slots, valid_LBT):
+        return mix_values(q_BTNH, own, depth._replace(slots=slots, valid_LBT=valid_LBT))[0]
+
+    @jax.jit
+    def differentiate(q_BTNH, valid_LBT):
+        mixed, vjp = jax.vjp(lambda *of: mix(*of, valid_LBT), q_BTNH, own, depth.slots)
+        return mixed, *vjp(dv_BTKH)
+
+    found_BTKH, dq_BTNH, down, dslots = differentiate(0 * q_BTNH, depth.valid_LBT)
+    assert np.any(dq_BTNH)
     for b, t in np.ndindex(2, 3):
-        seen = [depth.slots.v_BTKH[i, b, t] for i in range(4) if depth.valid_LBT[i, b, t]]
+        sees_L = np.asarray(depth.valid_LBT[:, b, t])
+        seen = [depth.slots.v_BTKH[i, b, t] for i in range(4) if sees_L[i]]
         mean_KH = np.mean([*seen, own.v_BTKH[b, t]], axis=0)
         np.testing.assert_allclose(found_BTKH[b, t], mean_KH, rtol=1e-5, atol=1e-6)
-    hidden_BTKH, _ = mix_values(q_BTNH, own, depth._replace(valid_LBT=jnp.zeros((4, 2, 3), bool)))
-    np.testing.assert_array_equal(hidden_BTKH, own.v_BTKH)
+        part_KH = dv_BTKH[b, t] / (len(seen) + 1)
+        np.testing.assert_allclose(down.v_BTKH[b, t], part_KH, rtol=1e-5, atol=1e-6)
+        parts_LKH = sees_L[:, None, None] * part_KH
+        np.testing.assert_allclose(dslots.v_BTKH[:, b, t], parts_LKH, rtol=1e-5, atol=1e-6)
+    found_BTKH, *slopes = differentiate(q_BTNH, jnp.zeros((4, 2, 3), bool))
+    np.testing.assert_array_equal(found_BTKH, own.v_BTKH)
+    np.testing.assert_array_equal(slopes[1].v_BTKH, dv_BTKH)
+    assert not any(map(np.any, (slopes[0], slopes[1].k_BTKH, *slopes[2])))
 
 
 def test_mixtures_do_not_depend_on_the_position():
@@ -116,6 +144,31 @@ def test_mixtures_do_not_depend_on_the_position():
     np.testing.assert_allclose(mixed(0), mixed(1000), rtol=1e-3, atol=1e-4)
     unrotated, _ = mix_values(q_BTNH, own, depth)
     np.testing.assert_allclose(mixed(0), unrotated, rtol=1e-4, atol=1e-5)
+
+
+def test_two_layers_do_not_depend_on_the_position(tiny_config):
+    """With norms of queries and keys before RoPE, in float64: outputs and all gradients.
+
+    With a norm after RoPE, its scale of each dimension would act at another angle.
+    """
+    knobs = {'model.dtype': 'float64', 'model.num_layers': 2}
+    with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
+        hparams = small_hparams(tiny_config, MIXED, HEAD_NORM, knobs)
+        params = random_variables(hparams, SMALL_BT)['params']['stack']
+        rng = np.random.default_rng(2)
+        x_BTD, weights_BTD = rng.normal(size=(2, B, T, hparams.model.d_model))
+
+        def loss(params, x_BTD, first):
+            tokens = TokenInfo(first + jnp.tile(jnp.arange(T), (B, 1)), SMALL_SEGMENTS_BT)
+            stack = Stack(hparams.model, 'dense')
+            y_BTD, _ = run_unrolled(stack, params, tokens, LayerArgs(), x_BTD)
+            return jnp.sum(y_BTD * weights_BTD), y_BTD
+
+        run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+        near, far = (jax.device_get(run(params, x_BTD, first)) for first in (0, 1000))
+    assert all(map(np.any, jax.tree.leaves(near)))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
+    jax.tree.map(close, far, near)
 
 
 def test_mixtures_are_formed_in_float32_and_rounded_once():

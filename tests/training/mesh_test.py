@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from moddepth_jax.hparams import from_config
+from moddepth_jax.model.streams import STREAMS
 from moddepth_jax.training import mesh as sharding
 from moddepth_jax.training.train_step import init_state
 from tests.data.prepared_text import refusal
@@ -65,7 +66,11 @@ def mesh_of(**sizes):
     return AbstractMesh(tuple(sizes.get(axis, 1) for axis in sharding.AXES), sharding.AXES)
 
 
-@pytest.mark.parametrize('stream', ['dense', 'attention', 'moda'])
+# Parts of the paths of vectors and narrow matrices.
+NARROW = ('norm', 'router', 'predictor', 'connection', 'reader', 'weights', 'outer', 'bias')
+
+
+@pytest.mark.parametrize('stream', STREAMS)
 def test_parameters_and_their_moments_have_equal_shardings(tiny_config, stream):
     """They are sharded over fsdp, tensor and expert, except vectors and narrow matrices."""
     changes = {'model.num_layers': 4, 'model.depth.stream': stream, 'model.experts.layers': '1,2'}
@@ -81,7 +86,7 @@ def test_parameters_and_their_moments_have_equal_shardings(tiny_config, stream):
         path = jax.tree_util.keystr(path, simple=True, separator='/')
         place.shard_shape(leaf.shape)  # raises where it does not divide
         split[path] = place.spec
-        narrow = leaf.ndim < 2 or any(name in path for name in ('norm', 'router', 'predictor'))
+        narrow = leaf.ndim < 2 or any(name in path for name in NARROW)
         assert narrow == (place.spec == PartitionSpec()), path
     moments = [path for path in split if '/mu/' in path or '/nu/' in path]
     for path in moments:

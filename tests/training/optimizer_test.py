@@ -48,14 +48,19 @@ AVERAGE = {'model.depth.stream': 'average', 'model.layer_loop': 'unrolled'}
 EMBEDDED = {'model.embedding_residual': 'learned', 'model.value_embeddings': 'alternate'}
 OF_EACH_LOOP = {'model.looped_layers': 'all', 'model.loops': 2, 'model.loop_norms': 'own'}
 OF_EACH_LOOP |= {'model.loop_embeddings': 'learned'}
+HYPER = {'model.depth.stream': 'hyper_connections'}
+OF_STREAMS = [f'{part}_{leaf}' for part in ('read', 'mix', 'add') for leaf in ('bias', 'scale')]
+MUDD = {'model.depth.stream': 'mudd', 'model.routing.router': 'none'}
 
 
 @pytest.mark.parametrize(
     ('decay_embeddings', 'model', 'scalars'),
     [
-        (True, AVERAGE, {'weights'}),
-        (False, EMBEDDED, {'residual_scale', 'embedding_scale', 'gate'}),
-        (True, OF_EACH_LOOP, {'loop_embeddings'}),
+        (True, AVERAGE, {'w', 'weights'}),
+        (False, EMBEDDED, {'w', 'residual_scale', 'embedding_scale', 'gate'}),
+        (True, OF_EACH_LOOP, {'w', 'loop_embeddings'}),
+        (True, HYPER, {'w', *OF_STREAMS}),
+        (True, MUDD, {'inner', 'outer'}),
     ],
 )
 def test_weight_decay_is_for_matrices_only(tiny_config, decay_embeddings, model, scalars):
@@ -88,7 +93,7 @@ def test_weight_decay_is_for_matrices_only(tiny_config, decay_embeddings, model,
     embedding = {'embedding'}
     assert decayed == {'kernel'} | (embedding if decay_embeddings else set())
     kept -= set() if decay_embeddings else embedding
-    assert kept == {'scale', 'bias', 'w'} | scalars
+    assert kept == {'scale', 'bias'} | scalars
 
 
 def test_rates_and_decay_are_scaled_by_the_first_glob_that_fits(tiny_config):
