@@ -34,7 +34,7 @@ class ObservedLayer(NamedTuple):
     tokens: TokenInfo
     records: Records
     # Arrays of the block by name: inputs_BTD; outputs_BTD, or indices_BC and delta_BCD; `added`;
-    # `mixtures`; `source_reads`: by the name of the reader, (norm_eps, query_D, Sources, DepthSlots).
+    # `mixtures`; `source_reads`: (norm_eps, query_D, Sources, DepthSlots) by name of the reader.
     caught: dict
     sown: dict  # Flax intermediates
 
