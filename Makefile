@@ -21,7 +21,7 @@ NEXT := .venv-next/bin/python
 NEXT_TESTS := tests/kernels tests/model tests/inference tests/launch/backends_test.py \
     $(addprefix tests/training/,losses_test.py train_step_test.py mesh_test.py gpu_collectives_test.py)
 
-.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-budgets study-routing study-capacity study-every-block study-gates study-moda study-streams study-streams-fast study-recursions study-text study-experts study-gpu study-moda-gpu docs-notebooks docs-api
+.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-budgets study-routing study-capacity study-every-block study-gates study-moda study-streams study-streams-fast study-sources study-recursions study-text study-experts study-gpu study-moda-gpu docs-notebooks docs-api
 .DELETE_ON_ERROR:
 
 train: .venv/installed
@@ -130,6 +130,11 @@ study-streams: .venv/installed
 study-streams-fast: .venv/installed
 	$(call isoflop) $(AT_8X64) --learning_rates=0.006 \
 	    --variants=dense,attnres,attnres_block,hyper,mudd
+
+# Repeats runs of study-streams to measure what each sublayer reads.
+study-sources: .venv/installed
+	$(call isoflop) $(AT_STEPS) --sizes=8x64 --learning_rates=0.003 --seeds=12,13,14,15 \
+	    --variants=attnres,attnres_block
 
 # Eight blocks run in all variants except once_2 and once_3.
 study-recursions: .venv/installed

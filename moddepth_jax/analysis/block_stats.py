@@ -15,6 +15,7 @@ import optax
 import scipy.stats
 
 from moddepth_jax.analysis import depth_mass as depth_mass_lib
+from moddepth_jax.analysis import source_mass as source_mass_lib
 from moddepth_jax.analysis import stream_gains as stream_gains_lib
 from moddepth_jax.analysis import token_classes
 from moddepth_jax.analysis.layer_walk import (
@@ -276,7 +277,7 @@ def first_token(observed: Observations) -> dict:
 
 @measure()
 def depth_mass(observed: Observations) -> dict | None:
-    """Return means over batches of analysis/depth_mass.py; None for `dense` and `average`.
+    """Return means over batches of analysis/depth_mass.py; None if a stream reads outputs.
 
     `depth` and `first_token` are the shares of each layer's attention on slots and on the first
     token (the attention sink).
@@ -291,6 +292,18 @@ def depth_mass(observed: Observations) -> dict | None:
         'depth': np.mean([mass.depth_L for mass in masses], axis=0).tolist(),
         'first_token': np.mean([mass.first_token_L for mass in masses], axis=0).tolist(),
     }
+
+
+@measure()
+def source_mass(observed: Observations) -> dict | None:
+    """Return the `source_table` of analysis/source_mass.py; None without attention residuals."""
+    if not source_mass_lib.has_sources(observed.hparams):
+        return None
+    masses = [
+        source_mass_lib.source_mass(observed.variables, observed.hparams, batch, observed.routing)
+        for batch in observed.batches
+    ]
+    return source_mass_lib.source_table(masses)
 
 
 @measure()

@@ -10,6 +10,7 @@ from matplotlib.colors import LinearSegmentedColormap, ListedColormap, LogNorm
 from matplotlib.figure import Figure
 
 from moddepth_jax.analysis.depth_mass import DepthMass
+from moddepth_jax.analysis.source_mass import SourceMass
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model import ahead
 from moddepth_jax.model.routing import RoutingRecord
@@ -231,13 +232,22 @@ def plot_depth_mass(mass: DepthMass, title: str, path):
 
 
 def _draw_slots(axes, mass):
-    percent_LS = np.ma.masked_equal(100 * mass.slots_LS, 0.0)
-    mesh = axes.pcolormesh(percent_LS, cmap=_MASS_MAP, vmin=0, edgecolors='white', linewidth=0.5)
-    _rows(axes, mass.layers)
-    _columns(axes, mass.slots, len(mass.slots))
-    kinds = [kind for kind in _SLOT_KINDS if any(kind[0] in name for name in mass.slots)]
-    axes.set_xlabel(f'slot, named after its writing layer ({", ".join(kinds)})')
+    mesh = _draw_weights(axes, mass.slots_LS, mass.layers, mass.slots)
+    axes.set_xlabel(f'slot, named after its writing layer ({_kinds(mass.slots)})')
     _colour_bar(axes.figure, mesh, axes, '% of the attention')
+
+
+def _draw_weights(axes, weights_RS, rows, columns):
+    """Draw percentages as a heatmap, in which weights of 0 are empty cells."""
+    percent_RS = np.ma.masked_equal(100 * weights_RS, 0.0)
+    mesh = axes.pcolormesh(percent_RS, cmap=_MASS_MAP, vmin=0, edgecolors='white', linewidth=0.5)
+    _rows(axes, rows)
+    _columns(axes, columns, len(columns))
+    return mesh
+
+
+def _kinds(names):
+    return ', '.join(kind for kind in _SLOT_KINDS if any(kind[0] in name for name in names))
 
 
 def _draw_bars(axes, mass):
@@ -250,6 +260,20 @@ def _draw_bars(axes, mass):
         axes.bar_label(bars, fmt='%.1f', padding=2, fontsize=7)
     axes.margins(x=0.12)
     axes.set_xlabel('% of the attention')
+
+
+def plot_source_mass(mass: SourceMass, title: str, path):
+    """Write a heatmap of weights of sources, these across and the first read at the bottom."""
+    num_reads, num_sources = mass.weights_RS.shape
+    size = min(max(0.32 * num_sources, 3) + 2.5, 18), min(max(2.8, 1.6 + 0.26 * num_reads), 18)
+    figure = Figure(figsize=size, dpi=150, layout='constrained')
+    axes = figure.subplots()
+    mesh = _draw_weights(axes, mass.weights_RS, mass.reads, mass.sources)
+    axes.set_ylabel('reading sublayer')
+    axes.set_xlabel(f'source, named after the sublayer that opens it ({_kinds(mass.sources)})')
+    axes.set_title(title, loc='left', fontsize=10, pad=12, parse_math=False)
+    _colour_bar(figure, mesh, axes, '% of the softmax')
+    figure.savefig(path)
 
 
 def plot_importance(importance: dict, title: str, path):

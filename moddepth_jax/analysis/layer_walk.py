@@ -23,6 +23,7 @@ from moddepth_jax.model.routing import scatter_tokens
 from moddepth_jax.model.stack import Stack, merge_records
 from moddepth_jax.model.stack_scan import empty_slots, put_slots
 from moddepth_jax.model.streams import LayerKind, layer_kinds
+from moddepth_jax.model.streams.attention_residual import SourceReader
 from moddepth_jax.model.transformer import causal_sizes, token_info
 
 
@@ -33,7 +34,7 @@ class ObservedLayer(NamedTuple):
     tokens: TokenInfo
     records: Records
     # Arrays of the block by name: inputs_BTD; outputs_BTD, or indices_BC and delta_BCD; `added`;
-    # `mixtures`.
+    # `mixtures`; `source_reads`: (norm_eps, query_D, Sources, DepthSlots) by name of the reader.
     caught: dict
     sown: dict  # Flax intermediates
 
@@ -108,6 +109,10 @@ def _visit(params, carry, count, tokens, layer_args, embedded_BTD, *, stack, kin
             caught['added'] = result[0] + result[2]  # the output is not input + delta here
         elif method == 'mixture':  # of attention and mlp
             caught.setdefault('mixtures', []).append(result)
+        elif isinstance(module, SourceReader) and method == 'read':  # a router's, then the block's
+            reads = caught.setdefault('source_reads', {})
+            query_D = module.query * module.scale
+            reads[module.name] = (module.hparams.norm_eps, query_D, *args)
         return result
 
     x_BTD, slots, valid_LBT = carry

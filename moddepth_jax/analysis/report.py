@@ -15,6 +15,7 @@ import rich.console
 import rich.table
 import rich.text
 
+from moddepth_jax.analysis.source_mass import has_sources, source_mass
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.inference.generate import generate
@@ -50,6 +51,8 @@ def report_programs(state, dataset):
         programs['compiling the routing of the picture'] = functools.partial(_routing_record, run)
     if model.depth.slots_per_layer:
         programs['compiling the attention on slots'] = functools.partial(_depth_mass, run)
+    if has_sources(state.hparams):
+        programs['compiling the weights of sources'] = functools.partial(_source_mass, run)
     return programs | {'compiling the decoding of the sample': functools.partial(_sample, run)}
 
 
@@ -65,7 +68,7 @@ def write_report(run: Run, console: rich.console.Console | None = None):
     _print(console, *_lines(run))
     if model.routed_layers and run.hparams.data.source == 'recall':
         _print(console, *_roc_lines(run))
-    pictures = _pictures(model)
+    pictures = _pictures(run.hparams)
     names = [f'drawing {", ".join(file for file, *_ in pictures)}'] * bool(pictures)
     _print(console, f'{" and ".join([*names, "writing a sample"])} ...')
     for file, _, draw in pictures:
@@ -217,9 +220,14 @@ def _draw_expert_load(run, path):
 def _depth_mass(run):
     from moddepth_jax.analysis.depth_mass import depth_mass
 
+    rule = causal_routing(run.hparams)
+    return depth_mass(run.state.variables, run.hparams, _some_rows(run), rule)
+
+
+def _some_rows(run):
+    """A batch of about DEPTH_TOKENS held-out tokens."""
     rows = max(1, DEPTH_TOKENS // run.hparams.data.sequence_length)
-    batch = {name: side[:rows] for name, side in run.dataset.held_out_batch(0).items()}
-    return depth_mass(run.state.variables, run.hparams, batch, causal_routing(run.hparams))
+    return {name: side[:rows] for name, side in run.dataset.held_out_batch(0).items()}
 
 
 def _draw_depth_mass(run, path):
@@ -231,6 +239,20 @@ def _draw_depth_mass(run, path):
     _write_numbers(run, mass, path)
 
 
+def _source_mass(run):
+    rule = causal_routing(run.hparams)
+    return source_mass(run.state.variables, run.hparams, _some_rows(run), rule)
+
+
+def _draw_source_mass(run, path):
+    from moddepth_jax.analysis import heatmaps
+
+    mass = _source_mass(run)
+    title = f'{run.workdir.name}: weights of earlier outputs, held-out text'
+    heatmaps.plot_source_mass(mass, title, path)
+    _write_numbers(run, mass, path)
+
+
 def _write_numbers(run, measured, path):
     """Write the fields of a NamedTuple, and the routing under which they were measured."""
     numbers = {name: np.asarray(value).tolist() for name, value in measured._asdict().items()}
@@ -239,13 +261,16 @@ def _write_numbers(run, measured, path):
     write_atomically(path.with_suffix('.json'), text)
 
 
-def _pictures(model):
+def _pictures(hparams):
     """(file, description, drawing function) of each picture that applies to the model."""
+    model = hparams.model
     routing = 'routing.png', 'tokens selected by each routed block', _draw_routing
     load = 'expert_load.png', 'how evenly the tokens fall on the experts', _draw_expert_load
     mass = 'depth_mass.png', 'how much attention goes to earlier layers', _draw_depth_mass
-    has = (model.routed_layers, model.expert_layers, model.depth.slots_per_layer)
-    return list(itertools.compress((routing, load, mass), has))
+    sources = 'source_mass.png', 'which earlier outputs each sublayer reads', _draw_source_mass
+    has = model.routed_layers, model.expert_layers, model.depth.slots_per_layer
+    has = *has, has_sources(hparams)
+    return list(itertools.compress((routing, load, mass, sources), has))
 
 
 def _sample(run):
@@ -261,7 +286,7 @@ def _sample(run):
 
 
 def _next_steps(run):
-    workdir, model, pictures = run.workdir, run.hparams.model, _pictures(run.hparams.model)
+    workdir, model, pictures = run.workdir, run.hparams.model, _pictures(run.hparams)
     yield 'Next:'
     for i, (file, shows, _) in enumerate(pictures):
         yield f'  {"" if i else "look":9}{workdir / file}: {shows}'

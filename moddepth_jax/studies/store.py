@@ -38,7 +38,7 @@ MAY_DIFFER = (  # knobs that may differ from those of a finished run: no result 
 )
 MEASURED = (  # variants whose runs are measured
     *('dense', 'mod', 'random', 'moda', 'mod_moda', 'dense_post', 'moda_post'),
-    *('attnres', 'hyper', 'mhc', 'mudd'),
+    *('attnres', 'attnres_block', 'hyper', 'mhc', 'mudd'),
     *('value_residual', 'value_attention', 'value_embeddings'),
 )
 _MEASURED_BATCHES = 32  # held-out batches

@@ -67,8 +67,8 @@ def test_measures_of_a_router_that_takes_odd_positions(tiny_config):
 def test_measures_of_a_dense_model(tiny_config):
     result = _measured(tiny_config, MODA, num_batches=2)
     assert (result['routing'], result['tokens']) == ('dense', 64)
-    absent = ('blocks_entered', 'classes', 'language', 'first_token')
-    assert [result[name] for name in absent] == [None] * 4
+    absent = ('blocks_entered', 'classes', 'language', 'first_token', 'source_mass')
+    assert [result[name] for name in absent] == [None] * 5
     assert result['entropy']['correlation'] is None and 0 < result['entropy']['mean'] < np.log(257)
     assert all(row['probe_r2'] < 1 for row in result['layers'])
     mass = result['depth_mass']

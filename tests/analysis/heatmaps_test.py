@@ -8,6 +8,7 @@ import pytest
 from moddepth_jax.analysis import heatmaps
 from moddepth_jax.analysis.depth_mass import DepthMass
 from moddepth_jax.analysis.heatmaps import DENSE, LOOKAHEAD, SELECTED, SKIPPED
+from moddepth_jax.analysis.source_mass import SourceMass
 from moddepth_jax.hparams import from_config
 
 LIGHT, FULL, EMPTY = (heatmaps._LOAD_MAP(place)[:3] for place in (0.5, 1.0, 0.0))
@@ -129,3 +130,14 @@ def test_depth_mass_has_layers_from_the_bottom_up(tmp_path, num_slots):
     )
     assert len(first_token) > 10 and bool(len(depth)) == bool(num_slots)
     assert not num_slots or depth.max() < first_token.min()
+
+
+def test_weights_of_sources_have_reads_from_the_bottom_up(tmp_path):
+    """The last read has all its weight on the second of six sources; others have none at all."""
+    weights_RS = np.zeros((5, 6))
+    weights_RS[4, 1] = 1
+    mass = SourceMass(('0a', '0f', '1a', '1f', 'end'), tuple('e01234'), weights_RS, np.arange(5))
+    heatmaps.plot_source_mass(mass, 'p$_$q', tmp_path / 'source_mass.png')
+    picture = matplotlib.image.imread(tmp_path / 'source_mass.png')
+    height, breadth = middle_of(picture, heatmaps._MASS_MAP(1.0)[:3])
+    assert height < 0.3 and 0.15 < breadth < 0.4

@@ -52,7 +52,7 @@ def make_run(tiny_config, workdir, router='learned', **more):
     changes |= {'training.num_steps': 0, 'flop_budget': 2e9, **more}
     hparams = from_config(tiny_config(**changes))
     variables = {}
-    if hparams.model.routed_layers or hparams.model.depth.slots_per_layer:  # the pictures need it
+    if hparams.model.routed_layers or hparams.model.depth.stream != 'residual':  # for the pictures
         variables = random_variables(hparams, np.zeros((1, 32), np.int32))
     gap = {'loss_top_c': 1.396, 'routing_gap': 0.004} if hparams.model.looks_ahead else {}
     summary = {
@@ -186,6 +186,16 @@ def test_run_with_depth_slots_shows_the_attention_on_them(printed, router):
     assert numbers['routing'] == ('predictor' if router == 'learned' else 'dense')
     assert numbers['layers'] == ['0', '1'] and numbers['slots'] == ['0a', '0f']
     assert numbers['slots_LS'][0] == [0, 0] and 0 < sum(numbers['slots_LS'][1]) < 1
+
+
+@pytest.mark.slow
+def test_run_with_attention_residuals_shows_the_weights_of_sources(printed):
+    out, workdir = printed('none', **{'model.depth.stream': 'attention_residual'})
+    assert next_steps(out)[0].startswith(f'look     {workdir}/source_mass.png:')
+    assert matplotlib.image.imread(workdir / 'source_mass.png').std() > 0.05
+    numbers = json.loads((workdir / 'source_mass.json').read_text())
+    assert numbers['routing'] == 'dense' and numbers['sources'] == ['e', '0a', '0f']
+    assert numbers['weights_RS'][0] == [1, 0, 0] and numbers['newest_R'] == [0, 1, 2]
 
 
 def expert_knobs(**changes):

@@ -48,6 +48,7 @@ class Pass:
       seen: {layer: Seen} of experts.
       choices: {layer: a dict for each row} of routed blocks, by the names of RoutingRecord.
       loops: how many loops each token of each row went through, if tokens can exit.
+      reads: for each read of attention residuals, {token: the weights of its sources}.
     """
 
     routing: str = 'top_c'
@@ -56,6 +57,7 @@ class Pass:
     seen: dict = dataclasses.field(default_factory=dict)
     choices: dict = dataclasses.field(default_factory=dict)
     loops: list = dataclasses.field(default_factory=list)
+    reads: list = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -337,13 +339,15 @@ def attention_residual(layers, x_TD, row, model):
 
     def read(weights, tokens, sources):
         """Return one x_TD for each way."""
-        found = []
+        found, weights_of = [], {}
         for t in tokens:
             sums = [sum(source) for source in sources[t]]
             keys = [rms_norm(v_D, {'scale': weights['scale']}, model) for v_D in sums]
             logits = np.array([weights['query'] @ key_D for key_D in keys])
             p = np.exp(logits - logits.real.max())
-            found.append(sum(one * v_D for one, v_D in zip(p / p.sum(), sums, strict=True)))
+            weights_of[t] = p / p.sum()
+            found.append(sum(one * v_D for one, v_D in zip(weights_of[t], sums, strict=True)))
+        row.run.reads.append(weights_of)
         return np.array(found).reshape(len(tokens), -1)
 
     def add(sublayer, tokens, sources, outputs):
