@@ -1,5 +1,6 @@
 """The stream `hyper_connections`: several residual streams, mixed around every sublayer."""
 
+import functools
 import math
 
 import flax.linen as nn
@@ -15,6 +16,7 @@ from moddepth_jax.model.streams.base import Stream, wide
 STREAMS_BY_DEFAULT = 4
 SCALE = 0.01  # initial scale of the part of the weights that depends on the token
 SINKHORN_STEPS = 20
+FARTHEST = 50.0  # exp(-50) is far above the smallest float32
 # Initial values of `constrained`: the logit of the stream that a sublayer reads (the weights of all
 # streams sum to 1), and the logits of the mixture on and off its diagonal.
 READ_LOGIT, MIX_LOGITS = 3.0, (3.0, -3.0)
@@ -24,12 +26,40 @@ def sinkhorn(logits):
     """Return positive matrices [..., S, S] whose rows sum to 1, and whose columns nearly do.
 
     exp, and then SINKHORN_STEPS times: divide columns, then rows, by their sums. The last division
-    makes the rows exact. Logarithms avoid sums of 0 for any logits.
+    makes the rows exact. The first makes the largest logit of a column free to choose: with 0, no
+    sum overflows. Logits that are further below it than FARTHEST count as FARTHEST below: no sum
+    is 0.
     """
+    # With the tokens last, sums over S add vectors of tokens.
+    logits = jnp.moveaxis(logits, (-2, -1), (0, 1))
+    largest = jax.lax.stop_gradient(logits.max(axis=0, keepdims=True))
+    matrix = jnp.exp(jnp.maximum(logits - largest, -FARTHEST))
     for _ in range(SINKHORN_STEPS):
-        logits -= jax.nn.logsumexp(logits, axis=-2, keepdims=True)
-        logits -= jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return jnp.exp(logits)
+        matrix = _shares(1, _shares(0, matrix))
+    return jnp.moveaxis(matrix, (0, 1), (-2, -1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _shares(axis, x):
+    """Return positive numbers divided by their sums along an axis.
+
+    The gradient is that of the definition, written with the results: XLA on a CPU takes a quarter
+    of the time of the derived one, and no squared sum underflows.
+    """
+    return x / x.sum(axis=axis, keepdims=True)
+
+
+def _shares_forward(axis, x):
+    sums = x.sum(axis=axis, keepdims=True)
+    return x / sums, (x / sums, sums)
+
+
+def _shares_backward(axis, saved, gradient):
+    shares, sums = saved
+    return ((gradient - jnp.sum(gradient * shares, axis=axis, keepdims=True)) / sums,)
+
+
+_shares.defvjp(_shares_forward, _shares_backward)
 
 
 def _normed(x, axes, epsilon):
