@@ -76,6 +76,13 @@ def attention_residual(leaves, layer, part, name, shape):
     return leaves[f'{name}.{2 * layer + part.startswith("mlp")}']
 
 
+def average(leaves, layer, part, name, shape):
+    """DenseFormer, which has no sum before the first block."""
+    if not layer:
+        return jnp.ones(shape)
+    return leaves[f'averages.alphas.{layer - 1}.weight'][0]
+
+
 def mudd(leaves, layer, part, name, shape):
     """MUDD connections by age, padded with zeros. The public first block reads the embedding."""
     if not layer:
@@ -146,6 +153,11 @@ MODELS = {
     'value_residual': ({'depth.stream': 'value_residual', 'depth.value_mix': 'fixed'}, None),
     'value_shared': ({'depth.stream': 'value_residual', 'depth.value_mix': 'shared'}, None),
     'attention_residual': ({'depth.stream': 'attention_residual'}, attention_residual),
+    'attention_residual_blocks': (
+        {'depth.stream': 'attention_residual', 'depth.sublayers_per_source': 5},
+        attention_residual,
+    ),
+    'average': ({'depth.stream': 'average', 'layer_loop': 'unrolled'}, average),
     'hyper_connections': ({'depth.stream': 'hyper_connections'}, hyper),
     'hyper_static': ({'depth.stream': 'hyper_connections', 'depth.hyper_form': 'static'}, hyper),
     'mhc': ({'depth.stream': 'hyper_connections', 'depth.hyper_form': 'constrained'}, constrained),

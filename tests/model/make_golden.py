@@ -13,6 +13,7 @@ FOLDER has clones of these repositories of github.com:
   hyq718/Depth-Attention            3bdad70
   karpathy/nanochat                 92d63d4
   KellerJordan/modded-nanogpt       e59ae87
+  epfml/DenseFormer                 c99a623
 
 Nothing of this project is imported. What the public code leaves open is that of Llama. Each file
 but value_attention has `tokens` [2, 7], `logits` [2, 7, V], `weights` of the logits in the loss
@@ -194,6 +195,41 @@ class Residual(Llama):
         return self.lm_head(self.norm(read(2 * LAYERS)))
 
 
+class ResidualBlocks(Residual):
+    """Attention residuals over the sums of 5 sublayers: the second sum begins at an mlp."""
+
+    def forward(self, tokens):
+        sums, number = [self.embed_tokens(tokens)], 0
+
+        def read(i):
+            return self.mix(torch.stack(sums), self.query[i], self.scale[i], CONFIG.rms_norm_eps)
+
+        for i, sublayer in enumerate(self.sublayers(tokens)):
+            output = sublayer(read(i))
+            sums = sums + [output] if number == 0 else sums[:-1] + [sums[-1] + output]
+            number = (number + 1) % 5
+        return self.lm_head(self.norm(read(2 * LAYERS)))
+
+
+class Average(Llama):
+    """DenseFormer: after each block a weighted sum of its output and all earlier ones."""
+
+    def __init__(self, code):
+        super().__init__()
+        self.averages = _module(code / 'DenseFormer/denseformer/denseformer.py').DWAModules(LAYERS)
+
+    def forward(self, tokens):
+        x = self.embed_tokens(tokens)
+        torch.set_default_dtype(x.dtype)  # of an empty tensor that the public code fills
+        self.averages.init_accumulators(x)
+        for i, sublayer in enumerate(self.sublayers(tokens)):
+            x = x + sublayer(x)
+            if i % 2:
+                x = self.averages(x, i // 2)
+        torch.set_default_dtype(torch.float32)
+        return self.lm_head(self.norm(x))
+
+
 class Values(nn.Module):
     """ResFormer's values (half and half), or SVFormer's: whole models of the released code."""
 
@@ -318,6 +354,8 @@ MODELS = {
     'hyper_static': Static,
     'nanochat': nanochat,
     'modded_nanogpt': modded_nanogpt,
+    'average': Average,
+    'attention_residual_blocks': ResidualBlocks,
 }
 
 
