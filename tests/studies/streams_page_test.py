@@ -148,6 +148,29 @@ def test_time_per_flop():
         assert cells == expected, name
 
 
+def test_weights_of_sources():
+    """Cells with at most one digit after the point: percent of the softmax."""
+    places = ('even', 'embedding', 'newest', 'rest')
+    rows = table('read by', 'full: even', *places[1:], 'blocks of 4: even', *places[1:])
+    assert len(rows) >= 9
+    measures = read('study-sources/measures.json')
+
+    def parts(variant, name):
+        """Return the shares of a read in percent, means over the seeds."""
+        reads = [
+            measures[run['run']]['source_mass'] for run in runs('study-sources')[variant].values()
+        ]
+        weights = np.mean([read['weights'][read['reads'].index(name)] for read in reads], axis=0)
+        seen = weights[weights > 0]
+        return 100 / len(seen), 100 * seen[0], 100 * seen[-1], 100 * seen[1:-1].sum()
+
+    for name, cells in rows.items():
+        part, _, layer = name.partition(' ')
+        read_name = {'attention': f'{layer}a', 'MLP': f'{layer}f', 'final': 'end'}[part]
+        expected = [*parts('attnres', read_name), *parts('attnres_block', read_name)]
+        assert [float(cell) for cell in cells] == [round(x, 1) for x in expected], name
+
+
 @pytest.mark.parametrize(
     ('config', 'variant'),
     [
