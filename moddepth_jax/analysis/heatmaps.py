@@ -237,10 +237,11 @@ def _draw_slots(axes, mass):
     _colour_bar(axes.figure, mesh, axes, '% of the attention')
 
 
-def _draw_weights(axes, weights_RS, rows, columns):
-    """Draw percentages as a heatmap, in which weights of 0 are empty cells."""
+def _draw_weights(axes, weights_RS, rows, columns, most=None):
+    """Draw percentages, up to `most`, as a heatmap, in which weights of 0 are empty cells."""
     percent_RS = np.ma.masked_equal(100 * weights_RS, 0.0)
-    mesh = axes.pcolormesh(percent_RS, cmap=_MASS_MAP, vmin=0, edgecolors='white', linewidth=0.5)
+    style = {'edgecolors': 'white', 'linewidth': 0.5}
+    mesh = axes.pcolormesh(percent_RS, cmap=_MASS_MAP, vmin=0, vmax=most, **style)
     _rows(axes, rows)
     _columns(axes, columns, len(columns))
     return mesh
@@ -268,7 +269,9 @@ def plot_source_mass(mass: SourceMass, title: str, path):
     size = min(max(0.32 * num_sources, 3) + 2.5, 18), min(max(2.8, 1.6 + 0.26 * num_reads), 18)
     figure = Figure(figsize=size, dpi=150, layout='constrained')
     axes = figure.subplots()
-    mesh = _draw_weights(axes, mass.weights_RS, mass.reads, mass.sources)
+    # The first read has one source, whose 100% would leave the others pale.
+    most = 100 * mass.weights_RS[1:].max()
+    mesh = _draw_weights(axes, mass.weights_RS, mass.reads, mass.sources, most)
     axes.set_ylabel('reading sublayer')
     axes.set_xlabel(f'source, named after the sublayer that opens it ({_kinds(mass.sources)})')
     axes.set_title(title, loc='left', fontsize=10, pad=12, parse_math=False)
