@@ -174,7 +174,9 @@ class Constrained(Llama):
 
 
 class Residual(Llama):
-    """Full attention residuals."""
+    """Attention residuals over the sums of `size` sublayers; full ones if it is 1."""
+
+    size = 1
 
     def __init__(self, code):
         super().__init__()
@@ -191,24 +193,17 @@ class Residual(Llama):
             return self.mix(torch.stack(sources), self.query[i], self.scale[i], CONFIG.rms_norm_eps)
 
         for i, sublayer in enumerate(self.sublayers(tokens)):
-            sources.append(sublayer(read(i)))
+            output = sublayer(read(i))
+            if i % self.size:
+                output = sources.pop() + output
+            sources.append(output)
         return self.lm_head(self.norm(read(2 * LAYERS)))
 
 
 class ResidualBlocks(Residual):
-    """Attention residuals over the sums of 5 sublayers: the second sum begins at an mlp."""
+    """Sums of 5 sublayers: the second one begins at an mlp."""
 
-    def forward(self, tokens):
-        sums, number = [self.embed_tokens(tokens)], 0
-
-        def read(i):
-            return self.mix(torch.stack(sums), self.query[i], self.scale[i], CONFIG.rms_norm_eps)
-
-        for i, sublayer in enumerate(self.sublayers(tokens)):
-            output = sublayer(read(i))
-            sums = sums + [output] if number == 0 else sums[:-1] + [sums[-1] + output]
-            number = (number + 1) % 5
-        return self.lm_head(self.norm(read(2 * LAYERS)))
+    size = 5
 
 
 class Average(Llama):
