@@ -12,7 +12,7 @@ from tests.documented import ROOT
 
 RESULTS = ROOT / 'results/cpu'
 STREAMS, SHALLOW, DEEP = 'study-streams', 'study-moda/8x64', 'study-moda/24x64'
-BENCHES = [f'depth_streams_2026-11-{day}.json' for day in (23, 24)]
+BENCHES = [f'depth_streams_2026-11-{day}.json' for day in (23, 24, 26)]
 # First cell of a row: the variant, and its label in the benchmark of time.
 ROWS = {
     '`residual`': ('dense', 'dense'),
@@ -134,7 +134,7 @@ def test_time_per_flop():
         for row in read(name)[-1]['rows']
         if row['remat'] == 'block'
     }
-    long = {row['model']: row for row in read(BENCHES[-1])[0]['rows']}
+    long = {row['model']: row for name in BENCHES for row in read(name)[0]['rows']}
 
     def shown(some, digits):
         times, flops = ([row[key] for row in some] for key in ('time_ratio', 'flops_ratio'))
