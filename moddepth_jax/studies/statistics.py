@@ -1,5 +1,6 @@
 """Statistics for few seeds: t intervals, p-values corrected by Holm's procedure, and power."""
 
+import bisect
 import functools
 import math
 from typing import NamedTuple
@@ -143,13 +144,9 @@ def _detectable_effect(seeds, level):
 
 def seeds_needed(difference: float, spread: float, level: float) -> int | None:
     """Return the fewest seeds that decide a difference with probability POWER; None if too many."""
-    few, many = MIN_SEEDS - 1, MOST_SEEDS
     if not spread or not math.isfinite(spread):
         return MIN_SEEDS if difference and spread == 0 else None
     effect = abs(difference) / spread
-    if _power(effect, many, level) < POWER:
-        return None
-    while many - few > 1:
-        middle = (few + many) // 2
-        few, many = (few, middle) if _power(effect, middle, level) >= POWER else (middle, many)
-    return many
+    seeds = range(MIN_SEEDS, MOST_SEEDS + 1)
+    enough = bisect.bisect_left(seeds, POWER, key=lambda count: _power(effect, count, level))
+    return seeds[enough] if enough < len(seeds) else None
