@@ -35,7 +35,7 @@ class BlindResult(NamedTuple):
         )
 
 
-def blind_check(evidence: Evidence, tables: int, seed: int = 0) -> BlindResult:
+def blind_check(evidence: Evidence, tables: int) -> BlindResult:
     """Judge the whole table on permuted evidence and count verdicts on comparisons of losses.
 
     This tests the judges, but not whether differences are normally distributed: permuted ones are
@@ -49,7 +49,7 @@ def blind_check(evidence: Evidence, tables: int, seed: int = 0) -> BlindResult:
     if not tested:
         right = 'needs a comparison of losses that has all its seeds; docs/isoflop.md has studies'
         raise ValueError(f'--blind={tables}: {right}')
-    generator, wrong_tables, decided = np.random.default_rng(seed), 0, 0
+    generator, wrong_tables, decided = np.random.default_rng(0), 0, 0
     for _ in range(tables):
         table = claims.judge(permuted(evidence, generator))
         found = [table[number] for number in tested]
