@@ -19,7 +19,7 @@ _OFF_BUDGET = 0.01
 def write_page(study: dict, directory):
     """Write study.html with the figures of `plots.draw` as embedded SVG; it needs no network."""
     directory = pathlib.Path(directory)
-    rest = {name: value for name, value in study.items() if name not in ('runs', 'fits')}
+    rest = {name: value for name, value in study.items() if name != 'runs'}
     template = pathlib.Path(__file__).with_suffix('.html').read_text(encoding='utf-8')
     svgs = {name: (directory / f'{name}.svg').read_bytes() for name in FIGURES}
     summary = f'{_count(len(study["runs"]), "run")} finished, {len(study["missing"]) or "none"} '
@@ -46,13 +46,13 @@ def warnings(study: dict) -> list[str]:
 
 def _runs(study):
     runs, missing = study['runs'], len(study['missing'])
-    if missing or not study.get('complete', True):  # older studies have no such field
+    if missing or not study['complete']:
         yield (
             f'The study is not finished: {missing} {"run is" if missing == 1 else "runs are"} '
             'missing, and the best sizes may change.'
         )
     lost = [row['run'] for row in runs if row['loss'] is None or not math.isfinite(row['loss'])]
-    lost = [*study.get('diverged', ()), *lost]
+    lost = [*study['diverged'], *lost]
     if lost:
         yield f'These runs diverged and are in no figure: {", ".join(lost)}.'
     short = [row for row in runs if row['steps'] < MIN_STEPS]
