@@ -12,6 +12,7 @@ from matplotlib import rc_context
 
 from moddepth_jax.studies.plot_style import SETTINGS, new_figure, scientific, set_y_limits
 from moddepth_jax.studies.statistics import INVALID_GAP, Interval, interval
+from moddepth_jax.studies.store import training_curve
 from moddepth_jax.training.metrics import METRICS_FILE, read_metrics
 from moddepth_jax.training.progress import format_count
 from moddepth_jax.training.run_dir import read_finished
@@ -258,11 +259,8 @@ def draw_curves(variants: list[Variant], path: pathlib.Path):
             for number, run in enumerate(variant.runs):
                 look = {'color': f'C{place}', 'linewidth': 1.2, 'alpha': 0.85}
                 label = None if number else f'{variant.name} (seeds: {len(variant.runs)})'
-                steps, losses = run.curve('loss')
-                parts = np.array_split(np.arange(len(steps)), min(SMOOTHED, len(steps)) or 1)
-                ends = [part[-1] for part in parts if len(part)]
-                means = [losses[part].mean() for part in parts if len(part)]
-                panels[0].plot(run.flops_at(steps[ends]), means, label=label, **look)
+                steps, means = np.reshape(training_curve(run.rows, SMOOTHED), (-1, 2)).T
+                panels[0].plot(run.flops_at(steps), means, label=label, **look)
                 steps, bits = run.curve('eval/bits_per_byte')
                 panels[1].plot(run.flops_at(steps), bits, marker='o', markersize=2.5, **look)
         for axes, what in zip(

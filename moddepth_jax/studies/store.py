@@ -216,7 +216,7 @@ def collect(
         else:
             check_run(directory, run, hparams)
             sources.append(summary)
-            curve = training_curve(read_metrics(place))
+            curve = training_curve(read_metrics(place), CURVE_POINTS)
             rows.append(_row(run, hparams.model) | _of_summary(hparams.model, summary, curve))
     rows.sort(key=_order)
     if len(texts := {source['corpus_sha256'] for source in sources}) > 1:
@@ -287,7 +287,7 @@ def _of_summary(model, summary, curve):
     return row | {'state_sha256': summary['state_sha256']}
 
 
-def training_curve(rows: list[dict], points: int = CURVE_POINTS) -> list[list[float]]:
+def training_curve(rows: list[dict], points: int) -> list[list[float]]:
     """Reduce metrics.jsonl to `points` pairs [step, mean loss since the previous pair], in nats."""
     known = [(row['step'], row['loss']) for row in rows if isinstance(row.get('loss'), int | float)]
     parts = np.array_split(np.array(known), min(points, len(known))) if known else []

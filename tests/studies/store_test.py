@@ -167,8 +167,8 @@ def test_a_directory_with_other_content_is_refused(tmp_path):
 
 def test_each_point_of_a_curve_is_the_mean_since_the_previous_point():
     rows = [{'step': step, 'loss': float(step)} for step in range(1, 101)]
-    assert store.training_curve(rows, points=4) == [[25, 13.0], [50, 38.0], [75, 63.0], [100, 88.0]]
-    assert store.training_curve([{'step': 3, 'eval/loss': 1.0}]) == []
+    assert store.training_curve(rows, 4) == [[25, 13.0], [50, 38.0], [75, 63.0], [100, 88.0]]
+    assert store.training_curve([{'step': 3, 'eval/loss': 1.0}], 4) == []
 
 
 def test_all_seeds_at_the_best_size_of_the_largest_budget_are_measured_once(tmp_path, monkeypatch):
