@@ -69,13 +69,16 @@ _TOKEN_CHOICE = {
 _FIRST_KEYS = {'model.routing.loop_keys': 'first', 'model.routing.overflow': 'grow'}
 
 
-def _moda(slots='attention+ffn', **depth):
-    knobs = {'stream': 'moda', 'slots': slots, **depth}
+def _depth(**knobs):
     return {f'model.depth.{name}': value for name, value in knobs.items()}
 
 
-def _stream(stream, **model):
-    return _PLAIN | {'model.depth.stream': stream, **model}
+def _moda(slots='attention+ffn', **knobs):
+    return _depth(stream='moda', slots=slots, **knobs)
+
+
+def _stream(stream, **knobs):
+    return _PLAIN | _depth(stream=stream, **knobs)
 
 
 def _capacities(name, words, layers, looks):
@@ -105,21 +108,19 @@ STREAM_VARIANTS = {
     ),
     'depth_attention': Variant('depth attention', _stream('attention'), 'orange *'),
     'dense_average': Variant(
-        "matrices on the layers' outputs", _stream('dense', **_UNROLLED), 'orange d'
+        "matrices on the layers' outputs", _stream('dense') | _UNROLLED, 'orange d'
     ),
-    'average': Variant('learned average of the layers', _stream('average', **_UNROLLED), 'green d'),
+    'average': Variant('learned average of the layers', _stream('average') | _UNROLLED, 'green d'),
     'value_residual': Variant('value residual', _stream('value_residual'), 'rose d'),
     'value_shared': Variant(
-        'values of the first layer alone',
-        _stream('value_residual', **{'model.depth.value_mix': 'shared'}),
-        'rose s',
+        'values of the first layer alone', _stream('value_residual', value_mix='shared'), 'rose s'
     ),
     'value_attention': Variant(
         'values of two earlier layers in a softmax', _stream('value_attention'), 'rose v'
     ),
     'value_attention_all': Variant(
         'values of all earlier layers in a softmax',
-        _stream('value_attention', **{'model.depth.value_stride': 1}),
+        _stream('value_attention', value_stride=1),
         'rose ^',
     ),
     'embedding_residual': Variant(
@@ -138,22 +139,23 @@ STREAM_VARIANTS = {
     'attnres': Variant('attention residuals', _stream('attention_residual'), 'red d'),
     'attnres_block': Variant(
         'attention residuals, blocks of 4 sublayers',
-        _stream('attention_residual', **{'model.depth.sublayers_per_source': 4}),
+        _stream('attention_residual', sublayers_per_source=4),
         'red s',
     ),
-    **{
-        name: Variant(label, _stream('hyper_connections', **{'model.depth.hyper_form': form}), look)
-        for name, form, label, look in (
-            ('hyper', 'dynamic', 'hyper-connections', 'green s'),
-            ('hyper_static', 'static', 'static hyper-connections', 'green p'),
-            ('mhc', 'constrained', 'manifold-constrained hyper-connections', 'green X'),
-        )
-    },
+    'hyper': Variant(
+        'hyper-connections', _stream('hyper_connections', hyper_form='dynamic'), 'green s'
+    ),
+    'hyper_static': Variant(
+        'static hyper-connections', _stream('hyper_connections', hyper_form='static'), 'green p'
+    ),
+    'mhc': Variant(
+        'manifold-constrained hyper-connections',
+        _stream('hyper_connections', hyper_form='constrained'),
+        'green X',
+    ),
     'mudd': Variant('MUDD connections', _stream('mudd'), 'sky s'),
     'mudd_static': Variant(
-        'static MUDD connections',
-        _stream('mudd', **{'model.depth.mudd_weights': 'static'}),
-        'sky p',
+        'static MUDD connections', _stream('mudd', mudd_weights='static'), 'sky p'
     ),
     'mod_moda': Variant('MoD and MoDA', _mod() | _moda(), 'green h'),
     'mod_moda_masked': Variant(
