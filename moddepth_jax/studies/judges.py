@@ -174,8 +174,7 @@ def falling_difference(place: Place, first: str, second: str, budgets: list[floa
     sample = Sample(_slopes(shares, np.log10(budgets)), high=0.0)
     means = [f'{each.mean():+.1%}' for each in shares]
     ours = f'{", ".join(means)} at {_budgets(budgets)}; {sample.interval:+.2%} per tenfold budget'
-    gap = next(filter(None, map(place.gap, pairs)), '')
-    return found_at(place, groups, ours, [sample], gap=gap)
+    return found_at(place, groups, ours, [sample], gap=place.gap(groups))
 
 
 def _at_budget(place, budget):
