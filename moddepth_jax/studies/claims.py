@@ -166,10 +166,10 @@ class Judged(NamedTuple):
 
     claim: Claim
     finding: Finding | None
-    needs: str  # what is missing if there is no finding
-    p: float  # smallest level at which the finding decides the claim, without correction
-    adjusted: float  # p after Holm's correction
-    level: float  # the level that p must not exceed
+    needs: str = ''  # what is missing if there is no finding
+    p: float = 1.0  # smallest level at which the finding decides the claim, without correction
+    adjusted: float = 1.0  # p after Holm's correction
+    level: float = LEVEL  # the level that p must not exceed
 
     @property
     def compared(self) -> bool:
@@ -196,9 +196,9 @@ def judge(evidence: Evidence) -> list[Judged]:
     found = []
     for claim in CLAIMS:
         try:
-            found.append(Judged(claim, claim.find(evidence), '', 1.0, 1.0, LEVEL))
+            found.append(Judged(claim, claim.find(evidence)))
         except NotMeasured as needs:
-            found.append(Judged(claim, None, str(needs), 1.0, 1.0, LEVEL))
+            found.append(Judged(claim, None, str(needs)))
     tested = [index for index, each in enumerate(found) if each.compared]
     p_values = [found[index].finding.decide().p for index in tested]
     adjusted, levels = holm(p_values, _family(evidence, found))
