@@ -5,7 +5,6 @@ Modules that draw are imported inside functions, because Matplotlib is slow to i
 
 import functools
 import importlib
-import itertools
 import json
 import math
 import shlex
@@ -15,6 +14,7 @@ import rich.console
 import rich.table
 import rich.text
 
+from moddepth_jax.analysis.depth_mass import depth_mass
 from moddepth_jax.analysis.source_mass import has_sources, source_mass
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.hparams.rules import causal_routing
@@ -50,9 +50,9 @@ def report_programs(state, dataset):
     if model.routed_layers:
         programs['compiling the routing of the picture'] = functools.partial(_routing_record, run)
     if model.depth.slots_per_layer:
-        programs['compiling the attention on slots'] = functools.partial(_depth_mass, run)
+        programs['compiling the attention on slots'] = functools.partial(_mass, run, depth_mass)
     if has_sources(state.hparams):
-        programs['compiling the weights of sources'] = functools.partial(_source_mass, run)
+        programs['compiling the weights of sources'] = functools.partial(_mass, run, source_mass)
     return programs | {'compiling the decoding of the sample': functools.partial(_sample, run)}
 
 
@@ -212,49 +212,33 @@ def _draw_expert_load(run, path):
     from moddepth_jax.analysis import heatmaps
 
     load = heatmaps.expert_load(run.summary['experts'], run.hparams.model.experts.num_routed)
-    title = f'{run.workdir.name}: tokens on each expert, held-out text'
-    heatmaps.plot_expert_load(load, title, path)
-    _write_numbers(run, load, path)
+    _draw_numbers(run, load, heatmaps.plot_expert_load, 'tokens on each expert', path)
 
 
-def _depth_mass(run):
-    from moddepth_jax.analysis.depth_mass import depth_mass
-
-    rule = causal_routing(run.hparams)
-    return depth_mass(run.state.variables, run.hparams, _some_rows(run), rule)
-
-
-def _some_rows(run):
-    """A batch of about DEPTH_TOKENS held-out tokens."""
+def _mass(run, measure):
+    """The result of depth_mass or source_mass on about DEPTH_TOKENS held-out tokens."""
     rows = max(1, DEPTH_TOKENS // run.hparams.data.sequence_length)
-    return {name: side[:rows] for name, side in run.dataset.held_out_batch(0).items()}
+    batch = {name: side[:rows] for name, side in run.dataset.held_out_batch(0).items()}
+    return measure(run.state.variables, run.hparams, batch, causal_routing(run.hparams))
 
 
 def _draw_depth_mass(run, path):
     from moddepth_jax.analysis import heatmaps
 
-    mass = _depth_mass(run)
-    title = f'{run.workdir.name}: attention on the slots of earlier layers, held-out text'
-    heatmaps.plot_depth_mass(mass, title, path)
-    _write_numbers(run, mass, path)
-
-
-def _source_mass(run):
-    rule = causal_routing(run.hparams)
-    return source_mass(run.state.variables, run.hparams, _some_rows(run), rule)
+    mass, what = _mass(run, depth_mass), 'attention on the slots of earlier layers'
+    _draw_numbers(run, mass, heatmaps.plot_depth_mass, what, path)
 
 
 def _draw_source_mass(run, path):
     from moddepth_jax.analysis import heatmaps
 
-    mass = _source_mass(run)
-    title = f'{run.workdir.name}: weights of earlier outputs, held-out text'
-    heatmaps.plot_source_mass(mass, title, path)
-    _write_numbers(run, mass, path)
+    mass, what = _mass(run, source_mass), 'weights of earlier outputs'
+    _draw_numbers(run, mass, heatmaps.plot_source_mass, what, path)
 
 
-def _write_numbers(run, measured, path):
-    """Write the fields of a NamedTuple, and the routing under which they were measured."""
+def _draw_numbers(run, measured, plot, what, path):
+    """Plot a NamedTuple; write its fields and the routing under which they were measured."""
+    plot(measured, f'{run.workdir.name}: {what}, held-out text', path)
     numbers = {name: np.asarray(value).tolist() for name, value in measured._asdict().items()}
     content = replace_nonfinite({'routing': causal_routing(run.hparams), **numbers})
     text = json.dumps(content, indent=2, allow_nan=False) + '\n'
@@ -268,9 +252,13 @@ def _pictures(hparams):
     load = 'expert_load.png', 'how evenly the tokens fall on the experts', _draw_expert_load
     mass = 'depth_mass.png', 'how much attention goes to earlier layers', _draw_depth_mass
     sources = 'source_mass.png', 'which earlier outputs each sublayer reads', _draw_source_mass
-    has = model.routed_layers, model.expert_layers, model.depth.slots_per_layer
-    has = *has, has_sources(hparams)
-    return list(itertools.compress((routing, load, mass, sources), has))
+    pictures = (
+        (routing, model.routed_layers),
+        (load, model.expert_layers),
+        (mass, model.depth.slots_per_layer),
+        (sources, has_sources(hparams)),
+    )
+    return [picture for picture, applies in pictures if applies]
 
 
 def _sample(run):
