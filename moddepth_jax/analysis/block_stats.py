@@ -65,6 +65,12 @@ class Observations:
         """bool [R, N]: the routed block processed the token."""
         return self.tokens.selected_LN[list(self.hparams.model.routed_layers)]
 
+    def of_batches(self, function) -> list:
+        """Return the results of function(variables, hparams, batch, routing) by batch."""
+        return [
+            function(self.variables, self.hparams, batch, self.routing) for batch in self.batches
+        ]
+
 
 def measure(routed_only: bool = False):
     """Decorator that adds a function of Observations to MEASURES.
@@ -284,10 +290,7 @@ def depth_mass(observed: Observations) -> dict | None:
     """
     if observed.hparams.model.depth.stream_class.reads_outputs:
         return None
-    masses = [
-        depth_mass_lib.depth_mass(observed.variables, observed.hparams, batch, observed.routing)
-        for batch in observed.batches
-    ]
+    masses = observed.of_batches(depth_mass_lib.depth_mass)
     return {
         'depth': np.mean([mass.depth_L for mass in masses], axis=0).tolist(),
         'first_token': np.mean([mass.first_token_L for mass in masses], axis=0).tolist(),
@@ -299,11 +302,7 @@ def source_mass(observed: Observations) -> dict | None:
     """Return the `source_table` of analysis/source_mass.py; None without attention residuals."""
     if not source_mass_lib.has_sources(observed.hparams):
         return None
-    masses = [
-        source_mass_lib.source_mass(observed.variables, observed.hparams, batch, observed.routing)
-        for batch in observed.batches
-    ]
-    return source_mass_lib.source_table(masses)
+    return source_mass_lib.source_table(observed.of_batches(source_mass_lib.source_mass))
 
 
 @measure()
@@ -311,10 +310,7 @@ def stream_gains(observed: Observations) -> dict | None:
     """Return means over batches of analysis/stream_gains.py by block; None without mixtures."""
     if not stream_gains_lib.has_mixtures(observed.hparams):
         return None
-    gains = [
-        stream_gains_lib.stream_gains(observed.variables, observed.hparams, batch, observed.routing)
-        for batch in observed.batches
-    ]
+    gains = observed.of_batches(stream_gains_lib.stream_gains)
     forward, backward = np.mean(gains, axis=0).tolist()
     return {'forward': forward, 'backward': backward}
 
