@@ -1,9 +1,9 @@
 """Converts an Inspection to JSON and to a self-contained web page."""
 
-import importlib.resources
 import itertools
 import json
 import math
+import pathlib
 import unicodedata
 
 import jax
@@ -140,9 +140,9 @@ def _layer(inspection, layer, logits_of):
 
 def render(data: dict) -> str:
     """Return the page for `page_data`: HTML, style, script and data in one file."""
-    here = importlib.resources.files('moddepth_jax.analysis')
-    page = here.joinpath('routing_page.html').read_text(encoding='utf-8')
-    script = here.joinpath('routing_page.js').read_text(encoding='utf-8')
+    here = pathlib.Path(__file__)
+    page = here.with_suffix('.html').read_text(encoding='utf-8')
+    script = here.with_suffix('.js').read_text(encoding='utf-8')
     text = json.dumps(data, allow_nan=False, separators=(',', ':'))
     for character in '<>&':  # so that no text can close the script element
         text = text.replace(character, f'\\u{ord(character):04x}')
