@@ -219,7 +219,9 @@ def plot_depth_mass(mass: DepthMass, title: str, path):
     figure = Figure(figsize=size, dpi=150)
     if num_slots:
         first, bars = figure.subplots(1, 2, width_ratios=(width + 1, 4))
-        _draw_slots(first, mass)
+        mesh = _draw_weights(first, mass.slots_LS, mass.layers, mass.slots)
+        first.set_xlabel(f'slot, named after its writing layer ({_kinds(mass.slots)})')
+        _colour_bar(figure, mesh, first, '% of the attention')
     else:
         first = bars = figure.subplots()
     _draw_bars(bars, mass)
@@ -229,12 +231,6 @@ def plot_depth_mass(mass: DepthMass, title: str, path):
     figure.legend(handles, labels, loc='lower right', ncols=2, frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
     figure.savefig(path)
-
-
-def _draw_slots(axes, mass):
-    mesh = _draw_weights(axes, mass.slots_LS, mass.layers, mass.slots)
-    axes.set_xlabel(f'slot, named after its writing layer ({_kinds(mass.slots)})')
-    _colour_bar(axes.figure, mesh, axes, '% of the attention')
 
 
 def _draw_weights(axes, weights_RS, rows, columns, most=None):
