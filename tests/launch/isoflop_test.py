@@ -19,6 +19,7 @@ from moddepth_jax.studies.claims import CLAIMS, STUDIES
 from moddepth_jax.studies.places import BEST_DENSE, MIN_SIZES
 from moddepth_jax.training.summary import num_parameters
 from moddepth_jax.training.train_step import init_state
+from tests.data.prepared_text import refusal
 from tests.forked_commands import ROOT
 from tests.launch.commands import call, wait_for
 
@@ -48,9 +49,7 @@ FLAGS = [
 def test_configs_that_no_study_can_use_are_refused_in_one_line(
     spec, kind, overrides, size, message
 ):
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        StudyConfig(spec, overrides, kind).shallower(size)
-    assert '\n' not in str(error.value)
+    assert message in refusal(lambda: StudyConfig(spec, overrides, kind).shallower(size))
 
 
 @functools.cache
