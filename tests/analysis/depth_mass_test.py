@@ -155,5 +155,3 @@ def test_sowing_costs_nothing_in_training(tiny_config, monkeypatch, stream):
     arrays = [leaf for leaf in sown if isinstance(leaf, jax.Array)]
     assert arrays and {id(array) for array in arrays} <= {id(array) for array in used}
 
-
-TEXT_T = TOKENS_BT[0, :6]
