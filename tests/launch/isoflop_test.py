@@ -22,6 +22,7 @@ from moddepth_jax.training.train_step import init_state
 from tests.data.prepared_text import refusal
 from tests.forked_commands import ROOT
 from tests.launch.commands import call, wait_for
+from tests.studies.claims_test import variants_of
 
 FLAGS = [
     '--budgets=1e9,2e9',
@@ -90,8 +91,7 @@ def variants_at(spec):
     for claim in CLAIMS:
         budgets = claim.args.get('budgets', [])
         if claim.spec == spec or spec.flops in budgets and claim.spec.study == spec.study:
-            args = (claim.args.get(name, []) for name in ('first', 'second', 'others', 'variants'))
-            names.update(*([arg] if isinstance(arg, str) else arg for arg in args))
+            names |= variants_of(claim)
     return names - {BEST_DENSE} | ({'dense', 'shallow'} if BEST_DENSE in names else set())
 
 
