@@ -37,7 +37,7 @@ def test_micro_batches_do_not_change_the_step(name, tiny_config):
         state = TrainState(0, {}, averages, (), 0, 0, hparams, 4)
 
         def run(params, state=state, hparams=hparams):
-            return _gradients(state.replace(params=params), hparams, 'top_c', batch)
+            return _gradients(state.replace(params=params), hparams, 'top_c', batch, None)
 
         found.append(jax.device_get(jax.jit(run)(variables['params'])))
     (gradient, metrics), (of_parts, metrics_of_parts) = found
