@@ -3,7 +3,6 @@
 import functools
 import gzip
 import importlib.util
-import pathlib
 import sys
 import types
 
@@ -24,9 +23,8 @@ from moddepth_jax.model.transformer import Transformer
 from tests import documented
 
 depth_attention_module = sys.modules['kernels_pallas.depth_attention']
-ROOT = pathlib.Path(__file__).parents[1]
 EXTEND, LIBRARY, README = (
-    documented.files((ROOT / name).read_text())
+    documented.files(documented.read(name))
     for name in ('docs/extend.md', 'docs/library.md', 'README.md')
 )
 SMALL = {

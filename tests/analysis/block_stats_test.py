@@ -10,8 +10,8 @@ import pytest
 from moddepth_jax.analysis.block_stats import block_stats, layers, observe, rank_correlation
 from moddepth_jax.data.corpus import Corpus
 from moddepth_jax.data.pipeline import HeldOut
-from moddepth_jax.hparams import DataHparams
 from moddepth_jax.model.transformer import Transformer
+from tests.data.prepared_text import data_hparams
 from tests.model.cases import ALL_LOOPED, MODA, random_variables, small_hparams
 
 T = 16
@@ -20,10 +20,7 @@ TEXT = b'import math\nx = 777\nfor word in "ab cd":  # a\n    print(word, 12345)
 
 def _held_out(num_rows):
     text = (TEXT * num_rows)[: num_rows * T]
-    knobs = dict(text_field='text', tokenizer='bytes', held_out_fraction=0.5, batch_size=2)
-    knobs |= dict(mixture='', sequence_length=T, log_windows=False, encoding='utf-8')
-    data = DataHparams(source='stdlib', **knobs)
-    return HeldOut(data, Corpus('stdlib', [], [text], '', ''))
+    return HeldOut(data_hparams('stdlib', sequence_length=T), Corpus('stdlib', [], [text], '', ''))
 
 
 def _measured(make_config, *knobs, num_batches=4):

@@ -154,6 +154,3 @@ def test_sowing_costs_nothing_in_training(tiny_config, monkeypatch, stream):
     jax.eval_shape(model.apply, variables, TOKENS_BT, SEGMENTS_BT)
     arrays = [leaf for leaf in sown if isinstance(leaf, jax.Array)]
     assert arrays and {id(array) for array in arrays} <= {id(array) for array in used}
-
-
-TEXT_T = TOKENS_BT[0, :6]

@@ -14,8 +14,7 @@ from moddepth_jax.analysis.token_classes import (
 from moddepth_jax.data.corpus import Corpus
 from moddepth_jax.data.pipeline import HeldOut, make_held_out
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
-from moddepth_jax.hparams import DataHparams
-from tests.data.prepared_text import prepare
+from tests.data.prepared_text import data_hparams, prepare
 
 CODE = b'''"""Says what it is."""
 import os  # of the system
@@ -119,16 +118,6 @@ def test_tokens_take_the_class_of_their_first_non_whitespace_byte():
 TEXTS = [b'x = "def if 12"\n', b'# 3\n', b"'''for\nwhile x in y:\n'''\nreturn 45\n"]
 
 
-def _held_out(texts, length, source='python_environment'):
-    knobs = dict(
-        mixture='', text_field='text', tokenizer='bytes', held_out_fraction=0.5, batch_size=2
-    )
-    data = DataHparams(
-        source=source, sequence_length=length, log_windows=False, encoding='utf-8', **knobs
-    )
-    return HeldOut(data, Corpus(source, [], texts, '', ''))
-
-
 def _check(dataset, length, num_rows):
     """Tokens inside a string or docstring have its class; separators are starts of text."""
     batches = [dataset.held_out_batch(i) for i in range(dataset.num_held_out_batches)]
@@ -150,16 +139,17 @@ def _check(dataset, length, num_rows):
 def test_classes_are_those_of_the_documents():
     """For any window length."""
     for length in (3, 7, 20):
-        _check(_held_out(TEXTS, length), length, 57 // length)
+        data = data_hparams('python_environment', sequence_length=length)
+        dataset = HeldOut(data, Corpus(data.source, [], TEXTS, '', ''))
+        _check(dataset, length, 57 // length)
 
 
 def test_classes_are_found_in_prepared_text(tmp_path):
     names = [(f'{i}.py', text) for i, text in enumerate(TEXTS)]
     prepare(tmp_path / 'text', names, ByteTokenizer(), 0.5)
-    knobs = dict(mixture='', text_field='text', tokenizer='prepared', held_out_fraction=0.5)
     for length in (3, 7):
-        knobs |= dict(batch_size=2, log_windows=False, encoding='utf-8', sequence_length=length)
-        dataset = make_held_out(DataHparams(source=str(tmp_path / 'text'), **knobs))
+        knobs = {'tokenizer': 'prepared', 'held_out_fraction': 0.5, 'sequence_length': length}
+        dataset = make_held_out(data_hparams(tmp_path / 'text', **knobs))
         sizes = [(len(stream) - 1) // length for stream in dataset.held_out_streams]
         assert len(sizes) == 2 and min(sizes) > 0
         _check(dataset, length, sum(sizes))

@@ -12,6 +12,7 @@ import safetensors
 from safetensors.numpy import save_file
 
 from moddepth_jax.conversion.tensor_files import INDEX_FILE, ONE_FILE, TensorFiles, write_tensors
+from tests.data.prepared_text import refusal
 
 ARRAYS = {
     'a': np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -23,13 +24,6 @@ SHAPES = {name: array.shape for name, array in ARRAYS.items()}
 
 def write(folder, dtype='float32', **how):
     write_tensors(folder, SHAPES, ARRAYS.__getitem__, dtype, **how)
-
-
-def refusal(folder):
-    with pytest.raises(ValueError) as caught, TensorFiles(folder):
-        pass
-    assert '\n' not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize('max_bytes', [10**9, 60, 1])
@@ -64,7 +58,7 @@ def test_a_truncated_file_is_named(tmp_path):
     file = tmp_path / ONE_FILE
     for size in (len(file.read_bytes()) - 1, 100, 5, 0):
         os.truncate(file, size)
-        message = refusal(tmp_path)
+        message = refusal(TensorFiles, tmp_path)
         assert f'{file}: cut short at {size} bytes or damaged' in message
         assert message.endswith('download it again')
 
@@ -75,26 +69,27 @@ def test_files_and_tensors_of_the_index_must_exist(tmp_path):
     first, *_ = sorted(tmp_path.glob('model-*'))
     content = first.read_bytes()
     first.write_bytes(content[:-3])
-    assert f'{first}: cut short' in refusal(tmp_path)
+    assert f'{first}: cut short' in refusal(TensorFiles, tmp_path)
     first.unlink()
     index = tmp_path / INDEX_FILE
     right = 'must be a file next to it; download it again'
-    assert f"{index}: 'a' is in {first.name!r}; {right}" in refusal(tmp_path)
+    assert f"{index}: 'a' is in {first.name!r}; {right}" in refusal(TensorFiles, tmp_path)
     save_file({'other': ARRAYS['a']}, first)
-    assert f"{first}: lacks the tensor 'a'" in refusal(tmp_path)
+    assert f"{first}: lacks the tensor 'a'" in refusal(TensorFiles, tmp_path)
     (tmp_path / 'folder').mkdir()
     for place in ('', '.', '..', 'folder', f'../{tmp_path.name}/{first.name}', 3, None, [[]]):
         index.write_text(json.dumps({'weight_map': {'a': place}}))
-        assert f"{index}: 'a' is in {place!r}; {right}" in refusal(tmp_path)
+        assert f"{index}: 'a' is in {place!r}; {right}" in refusal(TensorFiles, tmp_path)
     twins = f'{{"weight_map": {{"a": "{first.name}", "a": "{first.name}"}}}}'
     nested = '{"weight_map":' * 10**5
     for broken in ('{"weight', '[]', '{}', '{"weight_map": ["a"]}', nested, twins):
         index.write_text(broken)
-        message = refusal(tmp_path)
+        message = refusal(TensorFiles, tmp_path)
         assert message.startswith(f'{index}: ') and message.endswith('; download it again')
     assert "cannot be read (holds 'a' twice)" in message
     index.unlink()
-    assert 'holds neither' in refusal(tmp_path) and 'save_pretrained' in refusal(tmp_path)
+    message = refusal(TensorFiles, tmp_path)
+    assert 'holds neither' in message and 'save_pretrained' in message
 
 
 def test_links_are_followed_only_to_regular_files(tmp_path):
@@ -112,15 +107,15 @@ def test_links_are_followed_only_to_regular_files(tmp_path):
     with pytest.raises(OSError, match='a pipe, not a regular file'), TensorFiles(folder):
         pass
     blob.unlink()
-    assert 'holds neither' in refusal(folder)
+    assert 'holds neither' in refusal(TensorFiles, folder)
 
 
 def test_values_that_cannot_be_parameters_are_refused(tmp_path):
     """Other dtypes are refused before anything is read, infinities and NaNs when they are read."""
     save_file({'a': np.ones(3, np.int8)}, tmp_path / ONE_FILE)
-    assert "'a' is I8; must be one of F32, BF16, F16" in refusal(tmp_path)
+    assert "'a' is I8; must be one of F32, BF16, F16" in refusal(TensorFiles, tmp_path)
     write_header(tmp_path / ONE_FILE, {'a\nb': part([4], 0, 4, 'I8')}, data=bytes(4))
-    assert r"'a\nb' is I8" in refusal(tmp_path)
+    assert r"'a\nb' is I8" in refusal(TensorFiles, tmp_path)
     save_file({'a': np.array([1, np.nan], np.float32)}, tmp_path / ONE_FILE)
     with (
         TensorFiles(tmp_path) as files,
@@ -160,7 +155,7 @@ def test_a_hostile_header_is_refused(name, tmp_path):
     """It is refused in one line before data are read; a sparse file may be as long as it claims."""
     file = tmp_path / ONE_FILE
     write_header(file, *HOSTILE[name], data=bytes(32))
-    message = refusal(tmp_path)
+    message = refusal(TensorFiles, tmp_path)
     assert message.startswith(f'{file}: cut short at ') and len(message) < 1000
     assert message.endswith('; download it again')
 
@@ -170,7 +165,7 @@ def test_a_header_as_long_as_its_file_is_refused(tmp_path):
     file = tmp_path / ONE_FILE
     write_header(file, b'', 2**32)
     os.truncate(file, 2**32 + 8)
-    assert f'{file}: cut short at {2**32 + 8} bytes or damaged' in refusal(tmp_path)
+    assert f'{file}: cut short at {2**32 + 8} bytes or damaged' in refusal(TensorFiles, tmp_path)
 
 
 class Trap:
@@ -183,13 +178,13 @@ def test_a_pickle_is_named_and_never_loaded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trap = pickle.dumps(Trap())
     (tmp_path / 'pytorch_model.bin').write_bytes(trap)
-    message = refusal(tmp_path)
+    message = refusal(TensorFiles, tmp_path)
     assert f'{tmp_path}: holds neither {ONE_FILE} nor' in message
     assert 'pytorch_model.bin is a pickle, which could run code' in message
     (tmp_path / INDEX_FILE).write_text(json.dumps({'weight_map': {'a': 'pytorch_model.bin'}}))
-    assert 'pytorch_model.bin: cut short at' in refusal(tmp_path)
+    assert 'pytorch_model.bin: cut short at' in refusal(TensorFiles, tmp_path)
     (tmp_path / ONE_FILE).write_bytes(trap)
-    assert f'{ONE_FILE}: cut short at' in refusal(tmp_path)
+    assert f'{ONE_FILE}: cut short at' in refusal(TensorFiles, tmp_path)
     assert not (tmp_path / 'trapped').exists()
     pickle.loads(trap)
     assert (tmp_path / 'trapped').exists()

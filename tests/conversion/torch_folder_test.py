@@ -14,6 +14,7 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.training.checkpoint import state_sha256
+from tests.data.prepared_text import refusal
 from tests.model import cases
 
 
@@ -112,13 +113,9 @@ ROUTED = {'model.routing.router': 'learned'}
 def test_unsupported_models_are_refused(knobs, words, tiny_config, tmp_path):
     """In one line, before anything is written."""
     hparams = cases.small_hparams(tiny_config, knobs)
-    for call in (
-        lambda: torch_folder.kind_of(hparams.model),
-        lambda: torch_folder.export_model(tmp_path, hparams, {}, 'float32', IDS),
-    ):
-        with pytest.raises(ValueError) as caught:
-            call()
-        assert str(caught.value).startswith(f'model.{words}') and '\n' not in str(caught.value)
+    given = tmp_path, hparams, {}, 'float32', IDS
+    assert refusal(torch_folder.kind_of, hparams.model).startswith(f'model.{words}')
+    assert refusal(torch_folder.export_model, *given).startswith(f'model.{words}')
     assert not list(tmp_path.iterdir())
 
 

@@ -7,12 +7,11 @@ import pytest
 
 from moddepth_jax.data.corpus import load_corpus, load_held_out
 from moddepth_jax.data.python_text import environment_documents, stdlib_documents
-from moddepth_jax.hparams import DataHparams
-from tests.data.prepared_text import refusal
+from tests.data.prepared_text import data_hparams, refusal
 
 
 def _data(source, held_out_fraction=0.25):
-    return DataHparams(str(source), '', 'text', 'bytes', 8, 2, held_out_fraction, False, 'utf-8')
+    return data_hparams(source, held_out_fraction=held_out_fraction)
 
 
 # The standard library.

@@ -8,10 +8,9 @@ import pytest
 from moddepth_jax.data.domains import load_domains
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
-from moddepth_jax.hparams import DataHparams
-from tests.data.prepared_text import begin, prepare, refusal, write_texts
+from tests.data.prepared_text import begin, data_hparams, prepare, refusal, write_texts
 
-DATA = DataHparams('stdlib', '', 'text', 'bytes', 16, 2, 0.25, False, 'utf-8')
+DATA = data_hparams('stdlib', sequence_length=16)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Prepared text gives the batches of its text, and mixtures keep their shares."""
 
-import dataclasses
 import fractions
 import json
 import shutil
@@ -13,14 +12,12 @@ from moddepth_jax.data.corpus import load_corpus
 from moddepth_jax.data.mixture import RowSchedule, held_out_order
 from moddepth_jax.data.pipeline import check_fingerprint, make_dataset, make_held_out
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
-from moddepth_jax.hparams import DataHparams
-from tests.data.prepared_text import begin, prepare, refusal, write_texts
-
-DATA = DataHparams('unset', '', 'text', 'prepared', 16, 5, 0.25, False, 'utf-8')
+from tests.data.prepared_text import begin, data_hparams, prepare, refusal, write_texts
 
 
 def _data(source, mixture='', **changes):
-    return dataclasses.replace(DATA, source=str(source), mixture=mixture, **changes)
+    knobs = {'tokenizer': 'prepared', 'sequence_length': 16, 'batch_size': 5} | changes
+    return data_hparams(source, mixture=mixture, **knobs)
 
 
 def _same(one, other):

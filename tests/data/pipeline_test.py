@@ -11,11 +11,10 @@ from moddepth_jax.data.corpus import Corpus
 from moddepth_jax.data.pipeline import check_fingerprint, make_dataset
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer, make_tokenizer
 from moddepth_jax.data.windows import Windows, token_stream
-from moddepth_jax.hparams import DataHparams
-from tests.data.prepared_text import refusal
+from tests.data.prepared_text import data_hparams, refusal
 
 S = 256
-DATA = DataHparams('hand-made', '', 'text', 'bytes', 4, 3, 0.25, False, 'utf-8')
+DATA = data_hparams('hand-made', sequence_length=4, batch_size=3)
 HAND_MADE = Corpus('hand-made', [b'abc', b'd', b'efgh'], [b'uv', b'wxyz'], 'f00d', 'by hand')
 STREAM = [S, *b'abc', S, *b'd', S, *b'efgh']
 

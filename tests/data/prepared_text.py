@@ -1,4 +1,4 @@
-"""Small texts as files, prepared text, and the message of a refusal."""
+"""Small texts as files, prepared text, knobs of data, and the message of a refusal."""
 
 import os
 import random
@@ -9,6 +9,14 @@ import pytest
 
 from moddepth_jax.data.split import split_documents
 from moddepth_jax.data.token_store import PLAN_FILE, StoreWriter
+from moddepth_jax.hparams import DataHparams
+
+
+def data_hparams(source, **changes) -> DataHparams:
+    """Return the knobs of a source: batches of two rows of 8 bytes, with `changes`."""
+    knobs = {'mixture': '', 'text_field': 'text', 'tokenizer': 'bytes', 'sequence_length': 8}
+    knobs |= {'batch_size': 2, 'held_out_fraction': 0.25, 'log_windows': False, 'encoding': 'utf-8'}
+    return DataHparams(str(source), **knobs | changes)
 
 
 def write_texts(folder, letters: bytes, seed: int, number: int = 30) -> list[tuple[str, bytes]]:

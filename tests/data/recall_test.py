@@ -7,10 +7,10 @@ import pytest
 
 from moddepth_jax.data import recall
 from moddepth_jax.data.pipeline import make_dataset
-from moddepth_jax.hparams import DataHparams
+from tests.data.prepared_text import data_hparams
 
 SEPARATOR = 256
-DATA = DataHparams('recall', '', 'text', 'bytes', 128, 64, 0.05, False, 'utf-8')
+DATA = data_hparams('recall', sequence_length=128, batch_size=64, held_out_fraction=0.05)
 LINE = re.compile(rb'[A-U](?:[a-x]{4}|[0-7]{4}|\([a-x][YZ]\)) ')
 
 

@@ -5,10 +5,10 @@ import pytest
 
 from moddepth_jax.data import synthetic
 from moddepth_jax.data.pipeline import make_dataset
-from moddepth_jax.hparams import DataHparams
+from tests.data.prepared_text import data_hparams
 
 SEPARATOR = 256
-DATA = DataHparams('synthetic', '', 'text', 'bytes', 64, 32, 0.05, False, 'utf-8')
+DATA = data_hparams('synthetic', sequence_length=64, batch_size=32, held_out_fraction=0.05)
 
 
 def hard_mask(tokens):

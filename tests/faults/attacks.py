@@ -20,10 +20,7 @@ import time
 
 from moddepth_jax.data.directory import lock_directory
 
-SECONDS, MEMORY = (
-    300,
-    3 << 30,
-)  # of a command, which usually needs 5 seconds and half a GiB
+SECONDS, MEMORY = 300, 3 << 30  # of a command, which usually needs 5 seconds and half a GiB
 _DEEP = 100_000
 
 

@@ -9,31 +9,18 @@ import statistics
 import pytest
 
 from moddepth_jax.hparams import from_config
-from tests import compilation_cache
-from tests.launch.commands import write_words
-from tests.training.conftest import cheap_reports  # noqa: F401  a fixture here, too
+from tests.training.conftest import (  # noqa: F401  fixtures here, too
+    cheap_reports,
+    compiled_once,
+    corpus,
+    programs,
+)
 
 NUM_STEPS = 6
 
 
 @pytest.fixture(scope='session')
-def corpus(tmp_path_factory):
-    """Six files of words; returns their glob."""
-    folder = tmp_path_factory.mktemp('text')
-    write_words(folder)
-    return str(folder / '*.txt')
-
-
-@pytest.fixture(scope='module')
-def compiled_once(tmp_path_factory):
-    """The runs of all modules share most of their compiled programs."""
-    folder = tmp_path_factory.getbasetemp() / 'programs'
-    with compilation_cache.persistent_compilation_cache(folder):
-        yield
-
-
-@pytest.fixture(scope='session')
-def small_run(tiny_config, corpus):
+def small_run(tiny_config, corpus):  # noqa: F811
     """small_run(**changes): hyper-parameters of 6 steps, saved after each second one.
 
     The vocabulary has ids that no text contains.

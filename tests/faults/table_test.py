@@ -151,12 +151,8 @@ def check_end(row, done):
 def result(folder, command, done):
     """Return the result of a command: state, losses and rows of training, or the output."""
     if command.startswith('prepare'):
-        return (
-            (),
-            (),
-            (),
-            json.loads((folder / 'prepared/prepared.json').read_text())['fingerprint'],
-        )
+        prepared = json.loads((folder / 'prepared/prepared.json').read_text())
+        return (), (), (), prepared['fingerprint']
     if not command.startswith('train'):
         return (), (), (), re.sub(r'[0-9.]+ (s|tokens/s|MB/s)\b', '', done.stdout + done.stderr)
     workdir = folder / re.search('--workdir=(.*)', shlex.split(command)[2])[1]

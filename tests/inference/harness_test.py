@@ -71,11 +71,7 @@ def test_a_rolling_text_is_predicted_once_in_windows(model, make_lm):
     text = 'Forty bytes are more than two contexts..'
     ids, lm = tokens(text, ()), make_lm()
     assert len(ids) == 40
-    windows = [
-        ([SEPARATOR], ids[:16]),
-        (ids[15:16], ids[16:32]),
-        (ids[23:32], ids[32:]),
-    ]
+    windows = [([SEPARATOR], ids[:16]), (ids[15:16], ids[16:32]), (ids[23:32], ids[32:])]
     want = sum(one for one, _ in answers(model, windows))
     short = answers(model, [([SEPARATOR], tokens('short', ()))])[0][0]
     found = lm.loglikelihood_rolling(asked('loglikelihood_rolling', (text,), ('',), ('short',)))

@@ -35,18 +35,12 @@ IN_FLOAT64 = ('token choice', 'token choice, first keys')
 # The cache counts tokens without knowing which, so it cannot be cut.
 COUNTS = ('mlp routed', 'row capacity', 'value embeddings, experts')
 MODELS = (
-    'dense',
-    'mod and moda',
-    'scaled rope, moda',
-    'predictor',
-    'aux_loss',
-    'threshold',
-    'aux_loss grows',
+    *('dense', 'mod and moda', 'scaled rope, moda', 'predictor', 'aux_loss', 'threshold'),
+    *('aux_loss grows', 'mod and moda grows', 'masked', 'random', 'attention routed'),
+    *('experts choose', 'staged', 'value attention, recent', 'mudd', 'hyper-connections'),
+    *('attention residual grows', 'value embeddings', 'looped', 'looped moda', 'looped threshold'),
+    *('recursions', 'recursions grow', 'recursions, first keys', *IN_FLOAT64),
 )
-MODELS += ('mod and moda grows', 'masked', 'random', 'attention routed', 'experts choose', 'staged')
-MODELS += ('value attention, recent', 'mudd', 'hyper-connections', 'attention residual grows')
-MODELS += ('value embeddings', 'looped', 'looped moda', 'looped threshold', 'recursions')
-MODELS += ('recursions grow', 'recursions, first keys', 'token choice', 'token choice, first keys')
 
 
 def check_turn(model, hparams, kept, prompts, **how):
@@ -167,13 +161,8 @@ def test_another_model_rule_or_tokenizer_forgets_the_caches():
         again = dict(arguments[0]), *arguments[1:]
         assert kept.unroll(unroll, *again) == expected
         assert kept.take('r', [[7, 1, 2]], 7) == (None, None)
-        assert [kept.capacity(length, 10, 50) for length in (3, 10, 11, 4, 45)] == [
-            10,
-            10,
-            20,
-            20,
-            50,
-        ]
+        capacities = [kept.capacity(length, 10, 50) for length in (3, 10, 11, 4, 45)]
+        assert capacities == [10, 10, 20, 20, 50]
         kept.keep(texts, {'r': made_up_cache([1])})
         assert kept.capacity(50, 10, 50) == 50 and kept.take('r', [[7, 1, 2]], 7)[1].tolist() == [1]
         kept.keep(texts, {'r': made_up_cache([1])})

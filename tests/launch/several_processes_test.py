@@ -8,12 +8,12 @@ import signal
 import pytest
 
 from launch import config_file
-from moddepth_jax.data.pipeline import Dataset
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.loop import train
 from moddepth_jax.training.metrics import read_windows
 from tests.faults.runs import Runs, last_step
 from tests.launch.commands import is_running, wait_for
+from tests.training.conftest import signals  # noqa: F401  a fixture here, too
 
 NUM_STEPS = 110
 BATCH = 8
@@ -54,20 +54,11 @@ class SpreadRuns(Runs):
         assert f'of {NUM_STEPS}; the same command resumes from there' in out
         assert not (self.folder / name / 'summary.json').exists()
 
-    def run_here(self, name, stop_at=None):
-        """Run it in this process, without the report, to its end or to a SIGTERM in a step."""
-        train_batch = Dataset.train_batch
-
-        def train_batch_and_stop(dataset, step, *rows):
-            if step == stop_at:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return train_batch(dataset, step, *rows)
-
+    def run_here(self, name):
+        """Run it in this process, without the report, to its end or to a signal in a step."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Dataset, 'train_batch', train_batch_and_stop)
             patch.setenv('XDG_CACHE_HOME', str(self.folder / 'cache'))
-            run = train(from_config(config_file.load(str(self.config))), self.folder / name)
-        assert (run.summary is None) == (stop_at is not None)
+            return train(from_config(config_file.load(str(self.config))), self.folder / name)
 
     def wait_for(self, name, step, process):
         folder = self.folder / name
@@ -92,15 +83,16 @@ class SpreadRuns(Runs):
         assert broken['eval']['loss'] == pytest.approx(unbroken['eval']['loss'], rel=1e-5)
 
 
-def test_a_run_resumes_with_other_numbers_of_processes(tmp_path):
+def test_a_run_resumes_with_other_numbers_of_processes(tmp_path, signals):  # noqa: F811
     """Two processes, one, two: every sample once, and the losses of an unbroken run.
 
     The first two meshes split parameters and heads, the last two only rows.
     """
     runs = SpreadRuns(tmp_path)
-    runs.run_here('unbroken')
+    assert runs.run_here('unbroken').signal is None
     runs.stop('broken', 15, 2, 2, 'fsdp=2,tensor=2')
-    runs.run_here('broken', stop_at=90)
+    signals[90] = 'SIGTERM'
+    assert runs.run_here('broken').signal == 'SIGTERM'
     assert 'processes was 1, is 2' in runs.finish('broken', **runs.spread(2, 2))
     runs.check_like_unbroken()
 

@@ -114,9 +114,8 @@ def test_every_variant_is_a_valid_config():
         config.training.num_steps = 1
         config.update_from_flattened_dict(variant.changes)
         model = from_config(config).model
-        assert bool(model.routed_layers) == (variant.changes['model.routing.router'] != 'none'), (
-            name
-        )
+        routed = variant.changes['model.routing.router'] != 'none'
+        assert bool(model.routed_layers) == routed, name
 
 
 @pytest.mark.parametrize(
@@ -143,10 +142,8 @@ def test_a_control_differs_only_in_the_choice_of_tokens(control, routed, router)
 @pytest.mark.parametrize('file', ['study', 'moda', 'moe'])
 def test_variants_of_a_seed_read_the_same_batches_and_train_alike(file):
     """Everything but the model is equal: batches depend on these knobs, the seed and the step."""
-    config, found = (
-        StudyConfig(f'configs/{file}.py', {}, 'steps' if file == 'moda' else 'flops'),
-        [],
-    )
+    kind, found = 'steps' if file == 'moda' else 'flops', []
+    config = StudyConfig(f'configs/{file}.py', {}, kind)
     for variant in ('dense', 'mod', 'moda_projection', 'average', 'random', 'moda_post', 'staged'):
         run = PlannedRun(variant, '4x64', '4x64', 2e12 if file != 'moda' else 600, 0.006, 7)
         found.append(dataclasses.replace(config.hparams(run), model=None))

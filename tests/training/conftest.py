@@ -1,16 +1,18 @@
 """Fixtures of tests that run the train loop: compiled programs and one finished run are shared."""
 
+import contextlib
 import os
 import signal
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from moddepth_jax.data.pipeline import Dataset
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training import loop, summary, trainer
 from moddepth_jax.training.teacher import step_flops
-from tests import compilation_cache
 from tests.launch.commands import write_words
 
 NUM_STEPS = 7  # of the finished run
@@ -34,6 +36,29 @@ def skip_reports(patch):
         patch.setattr(module, 'step_flops_report', counted_flops)
 
 
+@contextlib.contextmanager
+def persistent_compilation_cache(folder):
+    """A context in which programs are compiled without optimization, and cached in `folder`."""
+    changes = {
+        'jax_disable_most_optimizations': True,
+        'jax_enable_compilation_cache': True,
+        'jax_compilation_cache_dir': str(folder),
+        'jax_persistent_cache_min_compile_time_secs': 0.0,
+    }
+    before = {name: jax.config.values[name] for name in changes}
+    try:
+        _configure(changes)
+        yield
+    finally:
+        _configure(before)
+
+
+def _configure(values):
+    for name, value in values.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
 @pytest.fixture(scope='session')
 def programs(tmp_path_factory):
     return tmp_path_factory.mktemp('programs')
@@ -42,7 +67,7 @@ def programs(tmp_path_factory):
 @pytest.fixture(scope='module')
 def compiled_once(programs):
     """Compile programs without optimization, and each of them once per session."""
-    with compilation_cache.persistent_compilation_cache(programs):
+    with persistent_compilation_cache(programs):
         yield
 
 
@@ -76,7 +101,7 @@ def run_hparams(tiny_config, corpus):
 @pytest.fixture(scope='session')
 def finished(run_hparams, programs, tmp_path_factory):
     """A run that was not interrupted; tests only read it."""
-    with compilation_cache.persistent_compilation_cache(programs):
+    with persistent_compilation_cache(programs):
         return loop.train(run_hparams, tmp_path_factory.mktemp('finished') / 'run')
 
 

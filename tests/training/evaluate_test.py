@@ -13,6 +13,7 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.evaluate import evaluate, evaluate_causal, perplexity
 from moddepth_jax.training.mesh import make_mesh
+from tests.training.toy_steps import forward
 
 SEPARATOR = 256
 
@@ -85,18 +86,12 @@ def variables(hparams):
     return jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim > 1 else leaf, variables)
 
 
-@functools.cache
-def compiled_apply(hparams, routing):
-    return jax.jit(functools.partial(Transformer(hparams).apply, routing=routing))
-
-
 def by_hand(variables, hparams, batches, routing, **layers):
     """Return (nats, targets, bytes, tokens, selected in each layer) of a pass, in float64."""
-    apply = functools.partial(compiled_apply(hparams, routing), **layers)
     sums = np.zeros(6)
     for batch in batches:
         labels_BT, segment_ids_BT = batch['labels_BT'], batch['segment_ids_BT']
-        logits_BTV, records = apply(variables, batch['tokens_BT'], segment_ids_BT)
+        logits_BTV, records = forward(hparams, variables, batch, routing, **layers)
         logits_BTV = np.asarray(logits_BTV, np.float64)
         high_BT1 = logits_BTV.max(-1, keepdims=True)
         log_z_BT = np.log(np.exp(logits_BTV - high_BT1).sum(-1)) + high_BT1[..., 0]

@@ -6,22 +6,11 @@ import numpy as np
 import pytest
 
 from moddepth_jax.training.train_step import TrainState, _gradients
-from tests.model.cases import (
-    HALF_ROUTED,
-    experts,
-    random_variables,
-    small_hparams,
-)
+from tests.model.cases import HALF_ROUTED, experts, random_variables, small_hparams
 
 LENGTH, VOCABULARY = 12, 48
-
-
-def two_layer_hparams(make_config, knobs, **more):
-    """Hparams of two layers, the second routed if any is; rows of 12 tokens out of 48."""
-    sizes = {'model.vocab_size': VOCABULARY, 'model.num_layers': 2, 'data.sequence_length': LENGTH}
-    return small_hparams(make_config, sizes, {'model.routing.layers': '1'}, knobs, more)
-
-
+SIZES = {'model.vocab_size': VOCABULARY, 'model.num_layers': 1, 'data.sequence_length': LENGTH}
+SIZES |= {'model.routing.layers': '0'}
 STEPS = {
     'staged': experts(num_noop=1, z_loss=0.1, balance_weight=0.5) | HALF_ROUTED,
     'experts choose': experts(choice='expert', z_loss=0.1),
@@ -41,15 +30,14 @@ def test_micro_batches_do_not_change_the_step(name, tiny_config):
     batch = jax.tree.map(jnp.asarray, batch)
     found = []
     for parts in (1, 2):
-        shape = {'training.accumulate_steps': parts, 'model.num_layers': 1}
-        shape['model.routing.layers'] = '0'
-        hparams = two_layer_hparams(tiny_config, STEPS[name], **shape)
+        micro_batches = {'training.accumulate_steps': parts}
+        hparams = small_hparams(tiny_config, SIZES, STEPS[name], micro_batches)
         variables = random_variables(hparams, tokens_BT)
         averages = variables.get('averages', {})
         state = TrainState(0, {}, averages, (), 0, 0, hparams, 4)
 
         def run(params, state=state, hparams=hparams):
-            return _gradients(state.replace(params=params), hparams, 'top_c', batch)
+            return _gradients(state.replace(params=params), hparams, 'top_c', batch, None)
 
         found.append(jax.device_get(jax.jit(run)(variables['params'])))
     (gradient, metrics), (of_parts, metrics_of_parts) = found

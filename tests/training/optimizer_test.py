@@ -53,6 +53,15 @@ OF_STREAMS = [f'{part}_{leaf}' for part in ('read', 'mix', 'add') for leaf in ('
 MUDD = {'model.depth.stream': 'mudd', 'model.routing.router': 'none'}
 
 
+def updates_of(hparams, slope):
+    """Return the first updates of parameters that are all 2, whose gradients are all `slope`."""
+    shapes = jax.eval_shape(lambda: init_state(hparams, 10)).params
+    params = jax.tree.map(lambda leaf: np.full(leaf.shape, 2, np.float32), shapes)
+    gradients = jax.tree.map(lambda leaf: np.full_like(leaf, slope), params)
+    optimizer = make_optimizer(hparams, 10)
+    return jax.jit(optimizer.update)(gradients, optimizer.init(params), params)[0]
+
+
 @pytest.mark.parametrize(
     ('decay_embeddings', 'model', 'scalars'),
     [
@@ -75,13 +84,7 @@ def test_weight_decay_is_for_matrices_only(tiny_config, decay_embeddings, model,
         'optimizer.decay_embeddings': decay_embeddings,
         **model,
     }
-    hparams = from_config(tiny_config(**changes))
-    shapes = jax.eval_shape(lambda: init_state(hparams, 10)).params
-    optimizer = make_optimizer(hparams, 10)
-
-    params = jax.tree.map(lambda leaf: np.full(leaf.shape, 2, np.float32), shapes)
-    zeros = jax.tree.map(np.zeros_like, params)
-    updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params)
+    updates = updates_of(from_config(tiny_config(**changes)), 0)
     decayed, kept = set(), set()
     for path, update in jax.tree_util.tree_leaves_with_path(updates):
         name = path[-1].key
@@ -102,13 +105,7 @@ def test_rates_and_decay_are_scaled_by_the_first_glob_that_fits(tiny_config):
     steps = []
     for given in ((), factors):
         changes = EMBEDDED | {'optimizer.warmup_fraction': 0.0, 'optimizer.rate_factors': given}
-        hparams = from_config(tiny_config(**changes))
-        params = jax.eval_shape(lambda h=hparams: init_state(h, 10)).params
-        params = jax.tree.map(lambda leaf: np.full(leaf.shape, 2, np.float32), params)
-        optimizer = make_optimizer(hparams, 10)
-        slopes = jax.tree.map(np.ones_like, params)
-        updates, _ = jax.jit(optimizer.update)(slopes, optimizer.init(params), params)
-        steps.append(updates)
+        steps.append(updates_of(from_config(tiny_config(**changes)), 1))
 
     def compare(path, plain, scaled):
         keys = [key.key for key in path]

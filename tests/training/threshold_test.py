@@ -8,14 +8,7 @@ import pytest
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.train_step import StepCounts, loss_and_metrics
 from tests.model.cases import experts
-from tests.training.toy_steps import (
-    DECAY,
-    ROUTED,
-    forward,
-    initial,
-    make_batch,
-    step,
-)
+from tests.training.toy_steps import DECAY, ROUTED, forward, initial, make_batch, step
 
 
 @pytest.fixture(scope='module')

@@ -53,8 +53,9 @@ def _forward(hparams, routing):
     return jax.jit(apply)
 
 
-def forward(hparams, variables, batch, routing='top_c'):
-    return _forward(hparams, routing)(variables, batch['tokens_BT'], batch['segment_ids_BT'])
+def forward(hparams, variables, batch, routing='top_c', **layers):
+    tokens_BT, segment_ids_BT = batch['tokens_BT'], batch['segment_ids_BT']
+    return _forward(hparams, routing)(variables, tokens_BT, segment_ids_BT, **layers)
 
 
 def with_rare_nan(state):

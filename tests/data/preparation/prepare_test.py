@@ -25,8 +25,7 @@ from moddepth_jax.data.preparation.prepare import prepare
 from moddepth_jax.data.token_store import SPLITS, StoreWriter
 from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
-from moddepth_jax.hparams import DataHparams
-from tests.data.prepared_text import refusal
+from tests.data.prepared_text import data_hparams, refusal
 
 FRACTION = 0.25
 
@@ -93,8 +92,8 @@ def _jsonl(texts):
 
 
 def _raw(folder, tokenizer='bytes', fraction=FRACTION):
-    data = DataHparams(f'{folder}/**/*.*', '', 'text', tokenizer, 8, 2, fraction, False, 'utf-8')
-    return load_corpus(data)
+    knobs = {'tokenizer': tokenizer, 'held_out_fraction': fraction}
+    return load_corpus(data_hparams(f'{folder}/**/*.*', **knobs))
 
 
 def _texts(store):

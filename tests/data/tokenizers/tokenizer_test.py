@@ -7,9 +7,8 @@ import pytest
 
 from moddepth_jax.data.tokenizers import piece_tokenizer
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
-from moddepth_jax.hparams import DataHparams
 from tests.data import tokenizer_files
-from tests.data.prepared_text import refusal
+from tests.data.prepared_text import data_hparams, refusal
 
 KINDS = ('bytes', 'bpe', 'newer', 'llama', 'sentence piece')
 _WORDS = (  # of newer vocabularies: lines belong to what is before them, numbers to three digits
@@ -155,7 +154,7 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, monkeypatch, name, wo
 
 
 def data(tokenizer, source='synthetic'):
-    return DataHparams(str(source), '', 'text', str(tokenizer), 8, 2, 0.25, False, 'utf-8')
+    return data_hparams(source, tokenizer=str(tokenizer))
 
 
 def test_the_tokenizer_of_a_run_precedes_that_of_the_config(made, tmp_path):
