@@ -43,9 +43,9 @@ class Generation:
     stopped: list[bool]
     dropped: int
     grown_to: int
-    guessed: int = 0
-    held: int = 0
-    reused: int = 0
+    guessed: int
+    held: int
+    reused: int
 
     @property
     def notes(self) -> list[str]:
@@ -58,7 +58,7 @@ class Generation:
         return [note for note, happened in notes.items() if happened]
 
 
-def check_prompt(hparams: Hparams, prompt, num_tokens: int, name: str = 'a prompt'):
+def _check_prompt(hparams, prompt, num_tokens, name):
     """Raise ValueError if a prompt (token ids) and `num_tokens` more do not fit the context."""
     context, size = hparams.data.sequence_length, hparams.model.vocab_size
     _check_integers('prompt', prompt)
@@ -87,7 +87,7 @@ def check_request(
         raise ValueError('prompts=[]: must hold at least one')
     for number, prompt in enumerate(prompts, 1):
         name = f'prompt {number}' if len(prompts) > 1 else 'a prompt'
-        check_prompt(hparams, prompt, num_tokens, name)
+        _check_prompt(hparams, prompt, num_tokens, name)
     _check_integers('num_samples', [num_samples])
     _check_integers('top_k', [cuts.get('top_k', 0)])
     if num_samples < 1:
