@@ -288,10 +288,10 @@ class Trainer:
 
     def _row(self, step, metrics):
         first = step - self.stopwatch.steps
-        flops = np.diff([run_flops(self.hparams, self.num_steps, at) for at in (first, step)])[0]
+        before, after = (run_flops(self.hparams, self.num_steps, at) for at in (first, step))
         tokens = self.hparams.data.batch_size * self.hparams.data.sequence_length
         row = {name: np.asarray(x).tolist() for name, x in self._named(metrics).items()}
-        rates = self.stopwatch.rates(tokens, float(flops))
+        rates = self.stopwatch.rates(tokens, after - before)
         memory = {'peak_memory_bytes': devices.peak_memory()[0]}
         return row | rates | devices.mfu(rates['flops_per_second']) | memory
 
