@@ -137,7 +137,7 @@ def _read_prompts():
 def _request(run, tokenizer, texts, cut=False):
     """The arguments of `generate` except the model; raises its errors, or cuts prompts' left."""
     from moddepth_jax.hparams.rules import causal_routing, check_causal
-    from moddepth_jax.inference.generate import check_chunk, check_draft, check_request
+    from moddepth_jax.inference.generate import check_request
 
     prompts = []
     for text in texts:
@@ -158,14 +158,13 @@ def _request(run, tokenizer, texts, cut=False):
         'top_k': TOP_K.value,
         'seed': SEED.value,
         'num_samples': NUM_SAMPLES.value,
+        'prefill_chunk': PREFILL_CHUNK.value,
+        'draft_tokens': DRAFT_TOKENS.value,
     }
     check_request(run.hparams, **request)
-    check_chunk(PREFILL_CHUNK.value)
-    check_draft(run.hparams, DRAFT_TOKENS.value)
     routing = ROUTING.value or causal_routing(run.hparams)
     check_causal(run.hparams, routing)
-    how = {'prefill_chunk': PREFILL_CHUNK.value, 'draft_tokens': DRAFT_TOKENS.value}
-    return request | {'routing': routing, **how}
+    return request | {'routing': routing}
 
 
 def _write(run, tokenizer, shown=False, *, prompts, **request):

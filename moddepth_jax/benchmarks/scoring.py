@@ -8,7 +8,7 @@ import numpy as np
 from moddepth_jax.benchmarks.models import make_model, random_variables
 from moddepth_jax.benchmarks.timing import time_interleaved
 from moddepth_jax.hparams.rules import causal_routing
-from moddepth_jax.inference.scoring import row_lengths, score
+from moddepth_jax.inference.scoring import row_length, score
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.summary import versions
 from moddepth_jax.training.tables import column_per_row, fixed
@@ -42,7 +42,7 @@ def _one_by_one(variables, hparams, requests):
     totals = []
     for context, labels in requests:
         tokens = [*context, *labels[:-1]]
-        length = next(length for length in row_lengths(hparams) if length >= len(tokens))
+        length = row_length(hparams, len(tokens))
         row_BT = np.zeros((1, length), np.int32)
         row_BT[0, : len(tokens)] = tokens
         segment_ids_BT = (np.arange(length) < len(tokens))[None].astype(np.int32)

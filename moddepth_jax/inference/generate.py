@@ -43,9 +43,9 @@ class Generation:
     stopped: list[bool]
     dropped: int
     grown_to: int
-    guessed: int = 0
-    held: int = 0
-    reused: int = 0
+    guessed: int
+    held: int
+    reused: int
 
     @property
     def notes(self) -> list[str]:
@@ -58,7 +58,7 @@ class Generation:
         return [note for note, happened in notes.items() if happened]
 
 
-def check_prompt(hparams: Hparams, prompt, num_tokens: int, name: str = 'a prompt'):
+def _check_prompt(hparams, prompt, num_tokens, name):
     """Raise ValueError if a prompt (token ids) and `num_tokens` more do not fit the context."""
     context, size = hparams.data.sequence_length, hparams.model.vocab_size
     _check_integers('prompt', prompt)
@@ -80,16 +80,16 @@ def check_prompt(hparams: Hparams, prompt, num_tokens: int, name: str = 'a promp
 
 
 def check_request(
-    hparams: Hparams, prompts, num_tokens, *, seed=0, num_samples=1, temperature=1.0, **cuts
+    hparams: Hparams, prompts, num_tokens, seed, num_samples, prefill_chunk, draft_tokens, **draw
 ):
-    """Raise ValueError like `generate` for the same arguments."""
+    """Raise ValueError like `generate` for the same arguments; `draw` as in `check_sampling`."""
     if not len(prompts):
         raise ValueError('prompts=[]: must hold at least one')
     for number, prompt in enumerate(prompts, 1):
         name = f'prompt {number}' if len(prompts) > 1 else 'a prompt'
-        check_prompt(hparams, prompt, num_tokens, name)
+        _check_prompt(hparams, prompt, num_tokens, name)
     _check_integers('num_samples', [num_samples])
-    _check_integers('top_k', [cuts.get('top_k', 0)])
+    _check_integers('top_k', [draw['top_k']])
     if num_samples < 1:
         raise ValueError(f'num_samples={num_samples}: must be 1 or more')
     seeds = [seed] if np.ndim(seed) == 0 else list(seed)
@@ -100,18 +100,10 @@ def check_request(
     if len(seeds) not in (1, len(prompts)):
         right = f'must be one, or one for each of the {len(prompts)} prompts'
         raise ValueError(f'seed={str(seed)[:60]}: holds {len(seeds)}; {right}')
-    check_sampling(temperature, **cuts)
-
-
-def check_chunk(prefill_chunk: int):
-    """Raise ValueError if `prefill_chunk` is not a number of tokens to read at a time."""
+    check_sampling(**draw)
     _check_integers('prefill_chunk', [prefill_chunk])
     if prefill_chunk < 0:
         raise ValueError(f'prefill_chunk={prefill_chunk}: must be 0 (one pass) or more')
-
-
-def check_draft(hparams: Hparams, draft_tokens: int):
-    """Raise ValueError if the model cannot guess `draft_tokens` tokens with its dense blocks."""
     _check_integers('draft_tokens', [draft_tokens])
     if draft_tokens < 0:
         raise ValueError(f'draft_tokens={draft_tokens}: must be 0 (no guesses) or more')
@@ -395,9 +387,9 @@ def generate(
     routing = routing or causal_routing(hparams)
     check_causal(hparams, routing)
     draw = {'temperature': temperature, 'top_p': top_p, 'top_k': top_k}
-    check_request(hparams, prompts, num_tokens, seed=seed, num_samples=num_samples, **draw)
-    check_chunk(prefill_chunk)
-    check_draft(hparams, draft_tokens)
+    check_request(
+        hparams, prompts, num_tokens, seed, num_samples, prefill_chunk, draft_tokens, **draw
+    )
 
     # Sizes of the caches: those of routed blocks begin small and grow if they may.
     context, model = hparams.data.sequence_length, hparams.model

@@ -129,11 +129,10 @@ def _score_options(unrolled, options: _Options, *, hparams, routing):
     return first, jax.tree.map(lambda side_XBP: jnp.concatenate(list(side_XBP), axis=1), rest)
 
 
-def row_lengths(hparams: Hparams, parts: int = 2) -> list[int]:
-    """Return the lengths that rows are padded to: `_sizes` from 16, then the model's context."""
-    context = hparams.data.sequence_length
-    sizes = _sizes(_MIN_LENGTH, parts)
-    return [*itertools.takewhile(lambda length: length < context, sizes), context]
+def row_length(hparams: Hparams, num_tokens: int, parts: int = 2) -> int:
+    """Return the padded length of `num_tokens`: one of `_sizes` from 16, or the model's context."""
+    length = next(size for size in _sizes(_MIN_LENGTH, parts) if size >= num_tokens)
+    return min(length, hparams.data.sequence_length)
 
 
 def _sizes(least, parts):
@@ -188,8 +187,8 @@ def score(
     """Score each continuation given its context, in the order of the requests.
 
     A context with several continuations is computed once, and they continue from its cache. Other
-    requests are computed in one pass. Rows are sorted by length and padded to few lengths (such as
-    `row_lengths`), for each of which a program compiles. A row is one document. The batch changes
+    requests are computed in one pass. Rows are sorted by length and padded to few lengths (see
+    `row_length`), for each of which a program compiles. A row is one document. The batch changes
     the results by rounding only.
 
     Args:
@@ -240,8 +239,7 @@ def _in_one_pass(variables, requests, numbers, *, batch_size, hparams, routing):
     rows = sorted(numbers, key=lambda i: len(requests[i].tokens), reverse=True)
     for begin in range(0, len(rows), batch_size):
         batch = rows[begin : begin + batch_size]
-        longest = len(requests[batch[0]].tokens)
-        length = next(length for length in row_lengths(hparams) if length >= longest)
+        length = row_length(hparams, len(requests[batch[0]].tokens))
         arrays = _arrays([requests[i] for i in batch], batch_size, length)
         results = _score_batch(variables, *arrays, hparams=hparams, routing=routing)
 
@@ -280,7 +278,7 @@ def _from_contexts(variables, requests, questions, *, batch_size, hparams, routi
 
 
 def _context_length(longest, hparams):
-    return next(length for length in row_lengths(hparams, parts=4) if length >= longest)
+    return row_length(hparams, longest, parts=4)
 
 
 def _shape(questions, hparams, shapes):

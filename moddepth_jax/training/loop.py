@@ -171,6 +171,14 @@ def train(
                 notes.append(writer.problem)
                 metadata['metrics_problems'] = [*metadata['metrics_problems'], writer.problem]
 
+            for line in (
+                *describe(hparams, num_steps, state.params, dataset),
+                *parameter_lines(state.params),
+                *mesh_lines(mesh, state),
+                *notes,
+            ):
+                progress.note(line)
+
             trainer = Trainer(
                 state,
                 metadata,
@@ -184,14 +192,6 @@ def train(
                 teacher,
             )
             outputs.callback(trainer.close)
-            for line in (
-                *describe(hparams, num_steps, state.params, dataset),
-                *parameter_lines(state.params),
-                *mesh_lines(mesh, state),
-                *notes,
-            ):
-                progress.note(line)
-
             with PreemptionHandler() as preemption:
                 state = trainer.run(preemption, checkpoints)
             step, signal = int(state.step), preemption.signal_name

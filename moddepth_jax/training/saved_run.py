@@ -51,20 +51,19 @@ class SavedRun:
         model = self.hparams.model
         if loops == model.loops:
             return self
+        problem = ''
         if not model.looped:
-            raise ValueError(f'--loops={loops}: no block of this run is looped')
-        if causal_routing(self.hparams) == 'threshold':
-            right = f'must be {model.loops}: each loop has its own thresholds from training'
-            raise ValueError(f'--loops={loops}: {right}')
-        if model.depth.stream_class.sized_by_depth:
-            right = f'must be {model.loops}: the {model.depth.stream} stream has weights for each'
-            raise ValueError(f'--loops={loops}: {right}')
-        if model.routing.routes_loops:
-            right = f'must be {model.loops}: each loop has its own router'
-            raise ValueError(f'--loops={loops}: {right}')
-        if model.sized_by_loops and loops > model.loops:
-            right = f'must be at most {model.loops}: each loop has its own {model.sized_by_loops}'
-            raise ValueError(f'--loops={loops}: {right}')
+            problem = 'no block of this run is looped'
+        elif causal_routing(self.hparams) == 'threshold':
+            problem = f'must be {model.loops}: each loop has its own thresholds from training'
+        elif model.depth.stream_class.sized_by_depth:
+            problem = f'must be {model.loops}: the {model.depth.stream} stream has weights for each'
+        elif model.routing.routes_loops:
+            problem = f'must be {model.loops}: each loop has its own router'
+        elif model.sized_by_loops and loops > model.loops:
+            problem = f'must be at most {model.loops}: each loop has its own {model.sized_by_loops}'
+        if problem:
+            raise ValueError(f'--loops={loops}: {problem}')
         hparams, state = self.hparams.with_loops(loops), self.state.replace(averages={})
         return dataclasses.replace(self, hparams=hparams, state=state)
 

@@ -15,9 +15,9 @@ class Table(NamedTuple):
     lines: dict[str, list[str]]
 
 
-def fixed(digits: int, scale: float = 1, suffix: str = ''):
+def fixed(digits: int, scale: float = 1):
     """Return a function that formats a number, times `scale`, with `digits` decimals."""
-    return lambda number: f'{scale * number:.{digits}f}{suffix}'
+    return lambda number: f'{scale * number:.{digits}f}'
 
 
 def column_per_row(title: str, heads, lines: dict, rows: list[dict]) -> Table:

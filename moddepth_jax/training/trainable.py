@@ -32,10 +32,8 @@ def merge_params(trainable: dict, frozen: dict) -> dict:
     """Join the two results of `split_params`."""
     if not frozen:
         return trainable
-    leaves = (traverse_util.flatten_dict(part) for part in (frozen, trainable))
-    return traverse_util.unflatten_dict(
-        {name: leaf for part in leaves for name, leaf in part.items()}
-    )
+    leaves = traverse_util.flatten_dict(frozen) | traverse_util.flatten_dict(trainable)
+    return traverse_util.unflatten_dict(leaves)
 
 
 def check_trainable(hparams: Hparams):

@@ -5,7 +5,6 @@ import concurrent.futures
 import contextlib
 import functools
 import time
-from typing import Any
 
 import jax
 import numpy as np
@@ -43,7 +42,7 @@ class Trainer:
       progress: Progress, which prints.
       writer: MetricsWriter, or None to write no metrics.
       log: WindowLog, or None to log no windows.
-      report_programs: as in `train`; compiled in a thread during the first steps.
+      report_programs: as in `train`, or None; compiled in a thread during the first steps.
       teacher: Teacher of `load_teacher`, or None.
     """
 
@@ -57,8 +56,8 @@ class Trainer:
         progress,
         writer,
         log,
-        report_programs=None,
-        teacher=None,
+        report_programs,
+        teacher,
     ):
         self.state, self.metadata, self.report_programs = state, metadata, report_programs
         self.hparams, self.num_steps = state.hparams, state.num_steps
@@ -72,7 +71,6 @@ class Trainer:
 
     def run(self, preemption, checkpoints) -> TrainState:
         """Train until the last step or a stop signal; returns the state, which is saved."""
-        self.stopwatch = Stopwatch(self.metadata['seconds'])
         for step in range(int(self.state.step), self.num_steps):
             # Before the step, so that a resumed run makes up for an evaluation that was missed.
             if self._evaluation_is_due(step):
@@ -163,7 +161,7 @@ class Trainer:
                 self.step_fns[stage, loops] = self._compile(stage, loops, measure)
         return self.step_fns[stage, loops]
 
-    def _compile(self, stage, loops, measure) -> Any:
+    def _compile(self, stage, loops, measure):
         """Compile a train step; with `measure`, a thread measures compression baselines."""
         begin, model = time.monotonic(), self.hparams.with_loops(loops).model
         what = f'the train step of {model.num_blocks} layer{"s" * (model.num_blocks > 1)}'
@@ -290,10 +288,10 @@ class Trainer:
 
     def _row(self, step, metrics):
         first = step - self.stopwatch.steps
-        flops = np.diff([run_flops(self.hparams, self.num_steps, at) for at in (first, step)])[0]
+        before, after = (run_flops(self.hparams, self.num_steps, at) for at in (first, step))
         tokens = self.hparams.data.batch_size * self.hparams.data.sequence_length
         row = {name: np.asarray(x).tolist() for name, x in self._named(metrics).items()}
-        rates = self.stopwatch.rates(tokens, float(flops))
+        rates = self.stopwatch.rates(tokens, after - before)
         memory = {'peak_memory_bytes': devices.peak_memory()[0]}
         return row | rates | devices.mfu(rates['flops_per_second']) | memory
 
