@@ -5,9 +5,9 @@ import pathlib
 import types
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from moddepth_jax.conversion.families import family_of
 from moddepth_jax.conversion.tensor_files import TensorFiles, write_tensors
@@ -61,8 +61,7 @@ def all_tensors(model: ModelHparams, params: dict, modules: dict[str, str]) -> l
     name in the checkpoint} where they differ.
     """
     numbers, tensors = layer_numbers(model), []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        keys = tuple(key.key for key in path)
+    for keys, leaf in sorted(traverse_util.flatten_dict(params).items()):
         if keys[0] != 'stack':
             tensors.append(_tensor(keys, leaf.shape)._replace(name=_TOP[keys], path=keys))
             continue
@@ -135,13 +134,13 @@ def read_leaves(files: TensorFiles, tensors: list[Tensor], wanted):
 
     def leaf(keys, wanted):
         ours = np.empty(wanted.shape, np.float32)
-        for tensor in by_path[tuple(key.key for key in keys)]:
+        for tensor in by_path[keys]:
             theirs = files.read(tensor.name)
             theirs = theirs.T if tensor.transposed else theirs
             ours[tensor.repeat] = theirs.reshape(ours[tensor.repeat].shape)
         return jnp.asarray(ours)
 
-    return jax.tree_util.tree_map_with_path(leaf, wanted)
+    return traverse_util.path_aware_map(leaf, wanted)
 
 
 def common_dtype(files: TensorFiles) -> str:

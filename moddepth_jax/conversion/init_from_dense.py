@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from moddepth_jax.conversion.transfer_params import in_layer, layer_numbers
 from moddepth_jax.hparams import ModelHparams
@@ -174,8 +175,7 @@ def _replace(params, target, changes):
     """Apply `changes`, {name of a leaf in a layer: function (leaf, layer)}, to parameters."""
     numbers = layer_numbers(target)
 
-    def replace(path, leaf):
-        keys = tuple(key.key for key in path)
+    def replace(keys, leaf):
         if keys[0] != 'stack':
             return leaf
         i, j, name = in_layer(keys)
@@ -184,4 +184,4 @@ def _replace(params, target, changes):
         new = [change(leaf[repeat], numbers[i, repeat, j]) for repeat in range(len(leaf))]
         return jnp.asarray(np.stack(new), leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(replace, params)
+    return traverse_util.path_aware_map(replace, params)
