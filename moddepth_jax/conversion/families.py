@@ -275,8 +275,8 @@ def _rope_of(fields, key, given):
     theta = given.pop('rope_theta', fields.get('rope_theta'))
     if not _is_positive(theta):
         fields.refuse(key, 'rope_theta must be a number above 0')
-    kinds = {'type': given.pop('type', None), 'rope_type': given.pop('rope_type', None)}
-    kind = kinds['rope_type'] or kinds['type'] or 'default'
+    older, newer = given.pop('type', None), given.pop('rope_type', None)
+    kind = newer or older or 'default'
     if given.pop('partial_rotary_factor', 1.0) != 1.0:
         fields.refuse(key, 'partial_rotary_factor must be 1.0, the only one supported')
     if kind == 'default' and not given:

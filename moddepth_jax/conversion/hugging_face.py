@@ -152,12 +152,12 @@ def common_dtype(files: TensorFiles) -> str:
 def check_tensors(folder, tensors: list[Tensor], files: TensorFiles, also: tuple[str, ...] = ()):
     """Raise ValueError if a tensor is missing, has another shape, or is not of the model."""
     wanted = {tensor.name: tensor.shape for tensor in tensors}
-    extra = [name for name in files.shapes if name not in wanted and not name.endswith(_BUFFER)]
     missing = [name for name in wanted if name not in files.shapes]
     if missing:
         found = f'{missing[0]} and {len(missing) - 1} more' if missing[1:] else missing[0]
         raise ValueError(f'{folder}: lacks the tensor {found}; its config.json needs it')
-    extra = [name for name in extra if name not in also]
+    known = {*wanted, *also}
+    extra = [name for name in files.shapes if name not in known and not name.endswith(_BUFFER)]
     if extra:
         right = 'the model of its config.json has none'
         raise ValueError(f'{folder}: has a tensor {short_repr(extra[0])}; {right}')

@@ -174,8 +174,7 @@ def import_model(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, dic
         tensors = tensors_of(model, wanted['params'], there)
         check_tensors(folder, tensors, files)
         variables = read_leaves(files, tensors, wanted)
-        layer_args(
-            model, variables['averages'], causal_routing(hparams)
-        )  # raises if one is missing
+        # Raises if one is missing.
+        layer_args(model, variables['averages'], causal_routing(hparams))
         new = {name: jnp.zeros(shape) for name, shape in shapes.items()}
         return variables['params'], new | variables['averages'], common_dtype(files)
