@@ -171,13 +171,13 @@ def _load_streams(data, corpus, tokenizer, part):
     """
     if corpus.members:
         _check_tokenizer(data, corpus.members, tokenizer, part)
-        splits = [('train',) if part == 'training' else m.held_out for m in corpus.members]
-        return [
-            (member, [member.store.tokens(split) for split in own])
-            for member, own in zip(corpus.members, splits, strict=True)
-        ]
-    split = 'train' if part == 'training' else 'held_out'
-    return [(None, [token_stream(getattr(corpus, split), tokenizer)])]
+        streams = []
+        for member in corpus.members:
+            splits = ('train',) if part == 'training' else member.held_out
+            streams.append((member, [member.store.tokens(split) for split in splits]))
+        return streams
+    documents = corpus.train if part == 'training' else corpus.held_out
+    return [(None, [token_stream(documents, tokenizer)])]
 
 
 def _check_tokenizer(data, members, tokenizer, part):
