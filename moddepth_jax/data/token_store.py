@@ -120,7 +120,7 @@ class StoredDocuments(Sequence):
         number = bisect.bisect_right(self._ends, index)
         if number not in self._opened:
             store, split = self._splits[number]
-            tokenizer = make_tokenizer(str(store.directory / TOKENIZER_DIRECTORY))
+            tokenizer = make_tokenizer(store.directory / TOKENIZER_DIRECTORY)
             self._opened[number] = store.tokens(split), store.offsets(split), tokenizer
         tokens, offsets, tokenizer = self._opened[number]
         index -= self._ends[number]  # counted from the end of the split

@@ -30,7 +30,7 @@ def _task_rows(task: Task, options: Options) -> Iterator[tuple[Row, int]]:
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(directory: pathlib.Path) -> Tokenizer:
-    return make_tokenizer(str(directory))
+    return make_tokenizer(directory)
 
 
 def encode(

@@ -152,7 +152,7 @@ class _Preparation:
             store = parts.join(
                 self._directory,
                 found,
-                make_tokenizer(str(self._tokenizer_directory)),
+                make_tokenizer(self._tokenizer_directory),
                 options.held_out_fraction,
                 advance,
                 self._left_out,
