@@ -36,7 +36,7 @@ class Moments(NamedTuple):
     count: float
 
     def fit(self, value: float) -> np.ndarray:
-        """Fits w [..., D] so that w . x is near `value` for every x: ridge regression, no bias."""
+        """Fit w [..., D] so that w . x is near `value` for every x: ridge regression, no bias."""
         width = self.first.shape[-1]
         mean = np.trace(self.outer, axis1=-2, axis2=-1)[..., None, None] / width
         outer = self.outer + (RIDGE * mean + 1e-30) * np.eye(width)

@@ -325,7 +325,7 @@ class StoreWriter(contextlib.ExitStack):
     def finish(
         self, skipped: dict | None = None, inputs: Sequence = (), arguments: dict | None = None
     ) -> Store:
-        """Completes the store and opens it; the arguments are fields of Store."""
+        """Complete the store and open it; the arguments are fields of Store."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
