@@ -10,6 +10,7 @@ import pytest
 from moddepth_jax.analysis.block_stats import block_stats, layers, observe, rank_correlation
 from moddepth_jax.data.corpus import Corpus
 from moddepth_jax.data.pipeline import HeldOut
+from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 from moddepth_jax.hparams import DataHparams
 from moddepth_jax.model.transformer import Transformer
 from tests.model.cases import ALL_LOOPED, MODA, random_variables, small_hparams
@@ -23,7 +24,7 @@ def _held_out(num_rows):
     knobs = dict(text_field='text', tokenizer='bytes', held_out_fraction=0.5, batch_size=2)
     knobs |= dict(mixture='', sequence_length=T, log_windows=False, encoding='utf-8')
     data = DataHparams(source='stdlib', **knobs)
-    return HeldOut(data, Corpus('stdlib', [], [text], '', ''))
+    return HeldOut(data, Corpus('stdlib', [], [text], '', ''), ByteTokenizer())
 
 
 def _measured(make_config, *knobs, num_batches=4):

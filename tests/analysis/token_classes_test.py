@@ -126,7 +126,7 @@ def _held_out(texts, length, source='python_environment'):
     data = DataHparams(
         source=source, sequence_length=length, log_windows=False, encoding='utf-8', **knobs
     )
-    return HeldOut(data, Corpus(source, [], texts, '', ''))
+    return HeldOut(data, Corpus(source, [], texts, '', ''), ByteTokenizer())
 
 
 def _check(dataset, length, num_rows):
