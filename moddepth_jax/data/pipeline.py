@@ -89,7 +89,7 @@ class Dataset(HeldOut):
     def __init__(self, data: DataHparams, seed: int, corpus: Corpus, tokenizer: Tokenizer):
         members, streams = corpus.members, []
         for member, own in _load_streams(data, corpus, tokenizer, 'training'):
-            make_windows(own, data, tokenizer, 'training', member)
+            make_windows(own, data, tokenizer, 'training', member)  # raises if there is none
             streams += own
         super().__init__(data, corpus, tokenizer)
         self._windows = Windows(streams, data.sequence_length, tokenizer.separator)
