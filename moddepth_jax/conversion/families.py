@@ -1,5 +1,6 @@
 """The Hugging Face model families that can be converted: their config.json and our knobs."""
 
+import operator
 import pathlib
 import sys
 from collections.abc import Callable
@@ -274,8 +275,8 @@ def _rope_of(fields, key, given):
     theta = given.pop('rope_theta', fields.get('rope_theta'))
     if not _is_positive(theta):
         fields.refuse(key, 'rope_theta must be a number above 0')
-    kinds = {'type': given.pop('type', None), 'rope_type': given.pop('rope_type', None)}
-    kind = kinds['rope_type'] or kinds['type'] or 'default'
+    older, newer = given.pop('type', None), given.pop('rope_type', None)
+    kind = newer or older or 'default'
     if given.pop('partial_rotary_factor', 1.0) != 1.0:
         fields.refuse(key, 'partial_rotary_factor must be 1.0, the only one supported')
     if kind == 'default' and not given:
@@ -306,24 +307,17 @@ def family_of(model: ModelHparams, first: str | None = None) -> str:
 
     Raises ValueError if no family fits.
     """
-    for wrong, what, name in (
-        (model.routed_layers, f'routing.router={model.routing.router!r}', 'routed blocks'),
-        (model.depth.stream != 'residual', f'depth.stream={model.depth.stream!r}', 'depth streams'),
-        (model.expert_layers, f'experts.choice={model.experts.choice!r}', 'such experts'),
-        (model.looped, f'looped_layers={model.looped_layers!r}', 'looped blocks'),
-        (
-            model.embedding_residual != 'none',
-            f'embedding_residual={model.embedding_residual!r}',
-            'embedding residuals',
-        ),
-        (
-            model.value_embeddings != 'none',
-            f'value_embeddings={model.value_embeddings!r}',
-            'tables of values',
-        ),
+    for wrong, knob, name in (
+        (model.routed_layers, 'routing.router', 'routed blocks'),
+        (model.depth.stream != 'residual', 'depth.stream', 'depth streams'),
+        (model.expert_layers, 'experts.choice', 'such experts'),
+        (model.looped, 'looped_layers', 'looped blocks'),
+        (model.embedding_residual != 'none', 'embedding_residual', 'embedding residuals'),
+        (model.value_embeddings != 'none', 'value_embeddings', 'tables of values'),
     ):
         if wrong:
-            raise ValueError(f'model.{what}: no family has {name}')
+            value = operator.attrgetter(knob)(model)
+            raise ValueError(f'model.{knob}={value!r}: no family has {name}')
     differences = {}
     for kind in sorted(FAMILIES, key=lambda kind: kind != first):
         differences[kind] = _differences(model, kind)

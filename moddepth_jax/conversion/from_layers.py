@@ -49,21 +49,19 @@ def take_layers(source: Hparams, params: dict, target: Hparams, how: str) -> dic
     result, layers_of_block = with_layers(source, target, how)
     on_host = jax.tree.map(np.asarray, params['stack'])
     layers = [layer for _, layer in unstack_layers(Stack(source.model, 'top_c'), on_host)]
-    blocks = [jax.tree.map(_mean, *(layers[n] for n in some)) for some in layers_of_block]
-    each = zip(layers_of_block, _places(result.model), strict=True)
-    visits = [places if how in HOW else some * len(places) for some, places in each]
-    kinds, stack = Stack(result.model, 'top_c').stored_kinds, {}
-    blocks = [
-        _with_norms(block, kind, [layers[n] for n in some])
-        for block, kind, some in zip(blocks, kinds, visits, strict=True)
-    ]
-    for i, numbers in enumerate(Stack(result.model, 'top_c').layer_numbers):
+    stack, blocks, runs = Stack(result.model, 'top_c'), [], {}
+    each = zip(layers_of_block, _places(result.model), stack.stored_kinds, strict=True)
+    for some, places, kind in each:
+        block = jax.tree.map(_mean, *(layers[n] for n in some))
+        visits = places if how in HOW else some * len(places)
+        blocks.append(_with_norms(block, kind, [layers[n] for n in visits]))
+    for i, numbers in enumerate(stack.layer_numbers):
         of_run = [[blocks[n] for n in of_place] for of_place in numbers.T]
-        stack[f'run_{i}'] = {
+        runs[f'run_{i}'] = {
             f'layer_{j}': jax.tree.map(lambda *leaves: np.stack(leaves), *repeats)
             for j, repeats in enumerate(of_run)
         }
-    params = params | {'stack': stack}
+    params = params | {'stack': runs}
     if result.model.loop_embeddings != 'none':
         shape = (result.model.loops, result.model.d_model)
         params[EMBEDDINGS] = np.zeros(shape, params['embedding'].dtype)

@@ -5,9 +5,9 @@ import pathlib
 import types
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from moddepth_jax.conversion.families import family_of
 from moddepth_jax.conversion.tensor_files import TensorFiles, write_tensors
@@ -61,8 +61,7 @@ def all_tensors(model: ModelHparams, params: dict, modules: dict[str, str]) -> l
     name in the checkpoint} where they differ.
     """
     numbers, tensors = layer_numbers(model), []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        keys = tuple(key.key for key in path)
+    for keys, leaf in sorted(traverse_util.flatten_dict(params).items()):
         if keys[0] != 'stack':
             tensors.append(_tensor(keys, leaf.shape)._replace(name=_TOP[keys], path=keys))
             continue
@@ -135,13 +134,13 @@ def read_leaves(files: TensorFiles, tensors: list[Tensor], wanted):
 
     def leaf(keys, wanted):
         ours = np.empty(wanted.shape, np.float32)
-        for tensor in by_path[tuple(key.key for key in keys)]:
+        for tensor in by_path[keys]:
             theirs = files.read(tensor.name)
             theirs = theirs.T if tensor.transposed else theirs
             ours[tensor.repeat] = theirs.reshape(ours[tensor.repeat].shape)
         return jnp.asarray(ours)
 
-    return jax.tree_util.tree_map_with_path(leaf, wanted)
+    return traverse_util.path_aware_map(leaf, wanted)
 
 
 def common_dtype(files: TensorFiles) -> str:
@@ -153,12 +152,12 @@ def common_dtype(files: TensorFiles) -> str:
 def check_tensors(folder, tensors: list[Tensor], files: TensorFiles, also: tuple[str, ...] = ()):
     """Raise ValueError if a tensor is missing, has another shape, or is not of the model."""
     wanted = {tensor.name: tensor.shape for tensor in tensors}
-    extra = [name for name in files.shapes if name not in wanted and not name.endswith(_BUFFER)]
     missing = [name for name in wanted if name not in files.shapes]
     if missing:
         found = f'{missing[0]} and {len(missing) - 1} more' if missing[1:] else missing[0]
         raise ValueError(f'{folder}: lacks the tensor {found}; its config.json needs it')
-    extra = [name for name in extra if name not in also]
+    known = {*wanted, *also}
+    extra = [name for name in files.shapes if name not in known and not name.endswith(_BUFFER)]
     if extra:
         right = 'the model of its config.json has none'
         raise ValueError(f'{folder}: has a tensor {short_repr(extra[0])}; {right}')

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from moddepth_jax.conversion.transfer_params import in_layer, layer_numbers
 from moddepth_jax.hparams import ModelHparams
@@ -25,7 +26,6 @@ STRENGTHS = (0.0, 2.0, 4.0, 8.0)
 SLOTS = {'attention_slot': 'attention', 'ffn_slot': 'mlp', 'block_slot': 'block'}
 RIDGE = 1e-3  # relative to the mean square of the inputs of a fit
 TOKENS_PER_WIDTH = 64  # tokens of a fit for each dimension of the stream
-_PRECISE = {'precision': 'highest'}
 
 
 class Moments(NamedTuple):
@@ -36,7 +36,7 @@ class Moments(NamedTuple):
     count: float
 
     def fit(self, value: float) -> np.ndarray:
-        """Fits w [..., D] so that w . x is near `value` for every x: ridge regression, no bias."""
+        """Fit w [..., D] so that w . x is near `value` for every x: ridge regression, no bias."""
         width = self.first.shape[-1]
         mean = np.trace(self.outer, axis1=-2, axis2=-1)[..., None, None] / width
         outer = self.outer + (RIDGE * mean + 1e-30) * np.eye(width)
@@ -105,8 +105,7 @@ def _layer(params, x_BTD, tokens, *, model, kind):
         {'params': params}, x_BTD, tokens, mutable=['intermediates']
     )
     if model.routed_layers and model.routing.part == 'mlp':  # the input of routers
-        inputs = 'attention', x_BTD, tokens
-        x_BTD, *_ = block.apply({'params': params}, *inputs, method='sublayer')
+        x_BTD, *_ = block.apply({'params': params}, 'attention', x_BTD, tokens, method='sublayer')
     q_BTNH = recorded['intermediates']['attention']['sequence'][0][0]
     if model.depth.slot_keys != 'unrotated':  # relative to a key of their own position
         q_BTNH = apply_rope(q_BTNH, -tokens.positions_BT, model.rope_theta, model.scaled_rope)
@@ -122,8 +121,8 @@ def _layer(params, x_BTD, tokens, *, model, kind):
 def _sums(x, real_BT, heads=''):
     """Return Moments of x [B, T, *heads, D] over tokens; if `heads` is 'kg', also over g."""
     x, kept = x.astype(jnp.float32), heads[:1]
-    outer = jnp.einsum(f'bt{heads}d,bt{heads}e,bt->{kept}de', x, x, real_BT, **_PRECISE)
-    first = jnp.einsum(f'bt{heads}d,bt->{kept}d', x, real_BT, **_PRECISE)
+    outer = jnp.einsum(f'bt{heads}d,bt{heads}e,bt->{kept}de', x, x, real_BT, precision='highest')
+    first = jnp.einsum(f'bt{heads}d,bt->{kept}d', x, real_BT, precision='highest')
     return Moments(outer, first, jnp.sum(real_BT) * (x.shape[3] if heads else 1))
 
 
@@ -174,8 +173,7 @@ def _replace(params, target, changes):
     """Apply `changes`, {name of a leaf in a layer: function (leaf, layer)}, to parameters."""
     numbers = layer_numbers(target)
 
-    def replace(path, leaf):
-        keys = tuple(key.key for key in path)
+    def replace(keys, leaf):
         if keys[0] != 'stack':
             return leaf
         i, j, name = in_layer(keys)
@@ -184,4 +182,4 @@ def _replace(params, target, changes):
         new = [change(leaf[repeat], numbers[i, repeat, j]) for repeat in range(len(leaf))]
         return jnp.asarray(np.stack(new), leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(replace, params)
+    return traverse_util.path_aware_map(replace, params)

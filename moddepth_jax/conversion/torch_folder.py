@@ -6,6 +6,7 @@ A folder gets a copy of the files of `torch_model/`, which
 
 import dataclasses
 import json
+import operator
 import os
 import pathlib
 import shutil
@@ -62,10 +63,9 @@ def check_expressible(model: ModelHparams):
     """Raise ValueError, one line, for a model that the modelling file cannot express."""
     file = MODULES[-1]
     for knob, known in CHOICES.items():
-        group, name = knob.split('.')
-        value = getattr(getattr(model, group), name)
-        if value not in known:
-            right = f'{file} has no such {name.replace("_", " ")}; it has {", ".join(known)}'
+        if (value := operator.attrgetter(knob)(model)) not in known:
+            name = knob.partition('.')[2].replace('_', ' ')
+            right = f'{file} has no such {name}; it has {", ".join(known)}'
             raise ValueError(f'model.{knob}={value!r}: {right}')
     for knob, plain in (
         ('loop_norms', 'shared'),
@@ -174,8 +174,7 @@ def import_model(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, dic
         tensors = tensors_of(model, wanted['params'], there)
         check_tensors(folder, tensors, files)
         variables = read_leaves(files, tensors, wanted)
-        layer_args(
-            model, variables['averages'], causal_routing(hparams)
-        )  # raises if one is missing
+        # Raises if one is missing.
+        layer_args(model, variables['averages'], causal_routing(hparams))
         new = {name: jnp.zeros(shape) for name, shape in shapes.items()}
         return variables['params'], new | variables['averages'], common_dtype(files)

@@ -91,10 +91,6 @@ def layer_numbers(model: ModelHparams) -> dict[tuple[int, int, int], int]:
     return {(i, *place): int(n) for i, run in numbers for place, n in np.ndenumerate(run)}
 
 
-def _keys(path):
-    return tuple(key.key for key in path)
-
-
 def in_layer(keys: tuple) -> tuple[int, int, tuple]:
     """Return (run, index in the group, name in the layer) of a leaf of the stack.
 
@@ -112,8 +108,8 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
     the same. Also returns the names of new leaves, such as stack.run_1.layer_0.router.w.
     """
     numbers, found = layer_numbers(source), {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        keys, leaf = _keys(path), np.asarray(leaf)  # on the host, so that no program compiles
+    for keys, leaf in traverse_util.flatten_dict(params).items():
+        leaf = np.asarray(leaf)  # on the host, so that no program compiles
         if keys[0] != 'stack':
             found[keys] = leaf
             continue
@@ -125,13 +121,12 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
     if target.model.routing.routes_loops:
         key, length = jax.random.key(target.seed), target.data.sequence_length
         made = init_loop_routers(key, target, min(length, MAX_INIT_LENGTH))
-        routers = {_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(made)}
+        routers = traverse_util.flatten_dict(made)
 
     keeps = has_adapters(params)
     wanted = abstract_params(target if keeps else target.without_adapters)
 
-    def leaf(path, wanted):
-        keys = _keys(path)
+    def leaf(keys, wanted):
         if keys[0] == 'loop_routers' and keys not in found:
             new.append('.'.join(keys))
             return routers[keys[1:]]
@@ -151,7 +146,7 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
             fresh[place] = jax.tree.map(np.asarray, made)
         return jnp.asarray(np.stack([fresh[place][keys[3:]] for place in places]))
 
-    made = jax.tree_util.tree_map_with_path(leaf, wanted)
+    made = traverse_util.path_aware_map(leaf, wanted)
     if not keeps:
         made = with_new_adapters(made, target)
         names = traverse_util.flatten_dict(made, sep='.')
@@ -175,5 +170,5 @@ def _new_leaves(key, number, *, model, kind):
     params, _ = init_layer(
         key, number, Stack(model, 'top_c'), kind, carry, 0, tokens, embedded_input(model, x_BTD)
     )
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return {_keys(path): leaf for path, leaf in leaves if _NEW & {*_keys(path)}}
+    leaves = traverse_util.flatten_dict(params)
+    return {keys: leaf for keys, leaf in leaves.items() if _NEW & {*keys}}

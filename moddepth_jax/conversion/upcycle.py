@@ -95,7 +95,7 @@ def upcycle(
 def explain_difference(
     hparams: Hparams, errors: dict[int, float], is_small: bool, layers_of_block=None
 ) -> str:
-    """Explains why the first loss differs from that of the dense model.
+    """Explain why the first loss differs from that of the dense model.
 
     `errors` are of `fit_routers`, and `layers_of_block` of `with_layers` if blocks are made from
     layers.

@@ -103,8 +103,7 @@ def _nonempty_documents(data):
             texts = recall.make_recall() if is_recall else synthetic.make_synthetic()
             found = [(f'{data.source}/{i:06d}', text) for i, text in enumerate(texts)]
         case _:
-            args = data.source, data.text_field, data.encoding
-            found, left_out = sources.load_documents(*args)
+            found, left_out = sources.load_documents(data.source, data.text_field, data.encoding)
     documents = [(name, text) for name, text in found if text]
     if not documents:
         count = f'{len(found)} document' + 's' * (len(found) != 1)
@@ -143,9 +142,9 @@ def _num_bytes(documents):
     return documents.num_bytes if stored else sum(map(len, documents))
 
 
-def _describe(title, *sides):
+def _describe(title, train, held_out):
     first, second = (
         f'{len(side):,} document{"s" * (len(side) != 1)} of {_num_bytes(side):,} bytes'
-        for side in sides
+        for side in (train, held_out)
     )
-    return f'{title}: {first} to train on, {second} held out' if sides[0] else f'{title}: {second}'
+    return f'{title}: {first} to train on, {second} held out' if train else f'{title}: {second}'

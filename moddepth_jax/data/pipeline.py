@@ -29,20 +29,19 @@ class HeldOut:
       domains: for a mixture, the share of each member by name; otherwise empty.
     """
 
-    def __init__(self, data: DataHparams, corpus: Corpus, tokenizer: Tokenizer | None = None):
-        self.corpus = corpus
-        self.tokenizer = tokenizer_of(data) if tokenizer is None else tokenizer
+    def __init__(self, data: DataHparams, corpus: Corpus, tokenizer: Tokenizer):
+        self.corpus, self.tokenizer = corpus, tokenizer
         self._batch_size = data.batch_size
         members, shares = corpus.members, [member.share for member in corpus.members] or [1]
         self.held_back = bool(corpus.train)
         if members:
             self.held_back = all(member.held_out == ('held_out',) for member in members)
         part = 'held-out' if corpus.train else 'given'
-        texts = _load_streams(data, corpus, self.tokenizer, part)
+        texts = _load_streams(data, corpus, tokenizer, part)
         self.held_out_streams = [stream for _, streams in texts for stream in streams]
         self._held_out = []
         for member, streams in texts:
-            windows = make_windows(streams, data, self.tokenizer, part, member)
+            windows = make_windows(streams, data, tokenizer, part, member)
             # Shuffled, so that the first few batches are a fair sample.
             shuffled = grain.MapDataset.range(len(windows)).shuffle(seed=HELD_OUT_SEED)
             batches = shuffled[: len(windows)].batch(self._batch_size, batch_fn=windows.cut)
@@ -87,13 +86,10 @@ class Dataset(HeldOut):
       num_train_windows: number of windows in an epoch.
     """
 
-    def __init__(
-        self, data: DataHparams, seed: int, corpus: Corpus, tokenizer: Tokenizer | None = None
-    ):
-        tokenizer = tokenizer_of(data) if tokenizer is None else tokenizer
+    def __init__(self, data: DataHparams, seed: int, corpus: Corpus, tokenizer: Tokenizer):
         members, streams = corpus.members, []
         for member, own in _load_streams(data, corpus, tokenizer, 'training'):
-            make_windows(own, data, tokenizer, 'training', member)
+            make_windows(own, data, tokenizer, 'training', member)  # raises if there is none
             streams += own
         super().__init__(data, corpus, tokenizer)
         self._windows = Windows(streams, data.sequence_length, tokenizer.separator)
@@ -107,7 +103,7 @@ class Dataset(HeldOut):
             for size, member_seed in zip(sizes, seeds, strict=True)
         ]
         self.may_change = ('data.source', 'data.mixture') if members else ()
-        if members or self.tokenizer.sha256:
+        if members or tokenizer.sha256:
             self.may_change += ('data.tokenizer',)
         self.fingerprint = _fingerprint(data, seed, corpus, tokenizer)
 
@@ -151,6 +147,7 @@ def make_dataset(
     tokenizer cannot encode, or that was prepared with another tokenizer.
     """
     corpus = load_corpus(data) if corpus is None else corpus
+    tokenizer = tokenizer_of(data) if tokenizer is None else tokenizer
     return Dataset(data, seed, corpus, tokenizer)
 
 
@@ -161,7 +158,8 @@ def make_held_out(
 
     `trained_on` is as in `load_held_out`. Raises ValueError like that and `make_dataset`.
     """
-    return HeldOut(data, load_held_out(data, trained_on), tokenizer)
+    corpus = load_held_out(data, trained_on)
+    return HeldOut(data, corpus, tokenizer_of(data) if tokenizer is None else tokenizer)
 
 
 def _load_streams(data, corpus, tokenizer, part):
@@ -171,13 +169,13 @@ def _load_streams(data, corpus, tokenizer, part):
     """
     if corpus.members:
         _check_tokenizer(data, corpus.members, tokenizer, part)
-        splits = [('train',) if part == 'training' else m.held_out for m in corpus.members]
-        return [
-            (member, [member.store.tokens(split) for split in own])
-            for member, own in zip(corpus.members, splits, strict=True)
-        ]
-    split = 'train' if part == 'training' else 'held_out'
-    return [(None, [token_stream(getattr(corpus, split), tokenizer)])]
+        streams = []
+        for member in corpus.members:
+            splits = ('train',) if part == 'training' else member.held_out
+            streams.append((member, [member.store.tokens(split) for split in splits]))
+        return streams
+    documents = corpus.train if part == 'training' else corpus.held_out
+    return [(None, [token_stream(documents, tokenizer)])]
 
 
 def _check_tokenizer(data, members, tokenizer, part):

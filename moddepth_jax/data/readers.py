@@ -205,8 +205,8 @@ def _parquet_rows(path, name, text_field, span):
     size, number = path.stat().st_size, span.first_row
     with _open_parquet(path, text_field) as file:
         groups = list(range(file.metadata.num_row_groups)[span.start : span.stop])
-        how = {'row_groups': groups, 'columns': [text_field], 'use_threads': False}
-        for batch in file.iter_batches(_BATCH, **how) if groups else ():
+        batches = file.iter_batches(_BATCH, groups, columns=[text_field], use_threads=False)
+        for batch in batches if groups else ():
             column = batch.column(text_field)
             if pyarrow.types.is_dictionary(column.type):
                 column = column.dictionary_decode()

@@ -63,9 +63,8 @@ def make_recall(seed: int = SEED, num_documents: int = NUM_DOCUMENTS) -> list[by
                 circle = DIALECTS[dialect]
                 content = _word(circle, int(start * len(circle)))
             elif asked and line >= FIRST_QUESTION and (line - FIRST_QUESTION) % 2 == 0:
-                content = (
-                    OPEN + b'%c%c' % (_SMALL[int(start * len(_SMALL))], NAMES[dialect]) + CLOSE
-                )
+                any_letter = _SMALL[int(start * len(_SMALL))]
+                content = OPEN + bytes([any_letter, NAMES[dialect]]) + CLOSE
             else:
                 content = _word(DIGITS, int(start * len(DIGITS)))
             lines.append(LETTERS[line : line + 1] + content + b' ')

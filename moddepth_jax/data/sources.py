@@ -92,11 +92,11 @@ def _kind_of_folder(folder):
         return 'a run of launch.train'
     if 'model_type' in own and any(folder.glob('*.safetensors')):
         return 'a Hugging Face model'
-    if any(True for depth in ('', '*/') for _ in folder.glob(f'{depth}manifest.json')):
+    if any(any(folder.glob(f'{depth}manifest.json')) for depth in ('', '*/')):
         return 'a folder of checkpoints'
     if any('schema_version' in config(file) for file in folder.glob('*/config.json')):
         return 'a folder of runs'
-    if any(True for depth in ('', '*/', '*/*/') for _ in folder.glob(f'{depth}study.json')):
+    if any(any(folder.glob(f'{depth}study.json')) for depth in ('', '*/', '*/*/')):
         return 'a folder of results of studies'
     return ''
 

@@ -120,7 +120,7 @@ class StoredDocuments(Sequence):
         number = bisect.bisect_right(self._ends, index)
         if number not in self._opened:
             store, split = self._splits[number]
-            tokenizer = make_tokenizer(str(store.directory / TOKENIZER_DIRECTORY))
+            tokenizer = make_tokenizer(store.directory / TOKENIZER_DIRECTORY)
             self._opened[number] = store.tokens(split), store.offsets(split), tokenizer
         tokens, offsets, tokenizer = self._opened[number]
         index -= self._ends[number]  # counted from the end of the split
@@ -325,7 +325,7 @@ class StoreWriter(contextlib.ExitStack):
     def finish(
         self, skipped: dict | None = None, inputs: Sequence = (), arguments: dict | None = None
     ) -> Store:
-        """Completes the store and opens it; the arguments are fields of Store."""
+        """Complete the store and open it; the arguments are fields of Store."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())

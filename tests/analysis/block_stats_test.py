@@ -10,6 +10,7 @@ import pytest
 from moddepth_jax.analysis.block_stats import block_stats, layers, observe, rank_correlation
 from moddepth_jax.data.corpus import Corpus
 from moddepth_jax.data.pipeline import HeldOut
+from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 from moddepth_jax.model.transformer import Transformer
 from tests.data.prepared_text import data_hparams
 from tests.model.cases import ALL_LOOPED, MODA, random_variables, small_hparams
@@ -20,7 +21,8 @@ TEXT = b'import math\nx = 777\nfor word in "ab cd":  # a\n    print(word, 12345)
 
 def _held_out(num_rows):
     text = (TEXT * num_rows)[: num_rows * T]
-    return HeldOut(data_hparams('stdlib', sequence_length=T), Corpus('stdlib', [], [text], '', ''))
+    data = data_hparams('stdlib', sequence_length=T)
+    return HeldOut(data, Corpus('stdlib', [], [text], '', ''), ByteTokenizer())
 
 
 def _measured(make_config, *knobs, num_batches=4):

@@ -140,7 +140,7 @@ def test_classes_are_those_of_the_documents():
     """For any window length."""
     for length in (3, 7, 20):
         data = data_hparams('python_environment', sequence_length=length)
-        dataset = HeldOut(data, Corpus(data.source, [], TEXTS, '', ''))
+        dataset = HeldOut(data, Corpus(data.source, [], TEXTS, '', ''), ByteTokenizer())
         _check(dataset, length, 57 // length)
 
 

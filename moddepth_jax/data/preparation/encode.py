@@ -21,15 +21,16 @@ def _task_rows(task: Task, options: Options) -> Iterator[tuple[Row, int]]:
     """Yield (row, bytes of the task up to its end) of all spans of a task."""
     before = 0
     for part in task.spans:
-        where = part.path, part.name, options.text_field, part.span, options.encoding
-        for row in readers.read_rows(*where):
+        for row in readers.read_rows(
+            part.path, part.name, options.text_field, part.span, options.encoding
+        ):
             yield row, before + min(row.end, part.bytes)
         before += part.bytes
 
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(directory: pathlib.Path) -> Tokenizer:
-    return make_tokenizer(str(directory))
+    return make_tokenizer(directory)
 
 
 def encode(

@@ -117,10 +117,8 @@ class Part:
         documents, tokens = (train[name] + held_out[name] for name in ('documents', 'tokens'))
         lengths = np.frombuffer(content, '<u8', documents, self._start)
         tokens = np.frombuffer(content, self._dtype, tokens, self._start + lengths.nbytes)
-        lengths, tokens = (
-            np.split(lengths, [train['documents']]),
-            np.split(tokens, [train['tokens']]),
-        )
+        lengths = np.split(lengths, [train['documents']])
+        tokens = np.split(tokens, [train['tokens']])
         return dict(zip(SPLITS, zip(tokens, lengths, strict=True), strict=True))
 
 

@@ -31,7 +31,7 @@ _KEPT = 'finished parts are kept: the same command continues'
 
 
 def prepare(options: Options, phase) -> Store:
-    """Prepare text, or continues an earlier start; a complete store is only opened.
+    """Prepare text, or continue an earlier start; a complete store is only opened.
 
     Documents are in the order of the names of their files, then of their rows. They are split as
     `split_documents` does; empty ones are skipped. The same files and arguments give the same bytes
@@ -122,7 +122,7 @@ class _Preparation:
         return self._options.vocab_size is not None and self._tokenizer_directory.exists()
 
     def run(self) -> Store:
-        """Does the missing steps: survey, tokenizer, tokens of each part, join."""
+        """Do the missing steps: survey, tokenizer, tokens of each part, join."""
         options = self._options
         self._parts.mkdir(exist_ok=True)
         plan = self._read_plan()
@@ -152,7 +152,7 @@ class _Preparation:
             store = parts.join(
                 self._directory,
                 found,
-                make_tokenizer(str(self._tokenizer_directory)),
+                make_tokenizer(self._tokenizer_directory),
                 options.held_out_fraction,
                 advance,
                 self._left_out,

@@ -90,7 +90,7 @@ def _lost(process):
 
 
 def _work(connection, threads):
-    """Does one job after another until the other end of the pipe is closed."""
+    """Do one job after another until the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ['RAYON_NUM_THREADS'] = str(threads)

@@ -66,7 +66,7 @@ def _read(path):
     for name in ('bos_token', 'eos_token'):
         if isinstance(config.get(name), dict):
             config[name] = config[name].get('content')
-        if not isinstance(config.get(name, None), str | None):
+        if not isinstance(config.get(name), str | None):
             found = f'{name} is {config[name]!r}'
             raise ValueError(f'{path}: {found}; must be the text of a token, or null')
     return config

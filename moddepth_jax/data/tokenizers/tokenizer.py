@@ -151,9 +151,8 @@ def tokenizer_of(data: DataHparams, workdir: str | os.PathLike | None = None) ->
             return make_tokenizer(data.tokenizer)
         except ValueError as error:
             raise ValueError(f'data.tokenizer={data.tokenizer!r}: {error}') from None
-    for folder in data.folders[:1]:
-        prepared = pathlib.Path(os.path.expanduser(folder)) / DIRECTORY
-        if prepared.is_dir():
-            return make_tokenizer(prepared)
+    prepared = pathlib.Path(os.path.expanduser(data.folders[0])) / DIRECTORY
+    if prepared.is_dir():
+        return make_tokenizer(prepared)
     right = 'must be a folder that launch.prepare wrote; or name the tokenizer'
     raise ValueError(f"data.tokenizer='prepared': data.source={data.source!r} {right}")
