@@ -17,7 +17,6 @@ class _Work(NamedTuple):
     kind: LayerKind
     tokens: int  # tokens that its attention processes
     pairs: float  # pairs of a query and a key that it sees
-    keys: int  # keys of its attention, seen or not
     makes_keys: bool  # whether it projects keys and values
     transformed: int  # tokens that its mlp processes
 
@@ -48,10 +47,10 @@ def _layers(hparams: Hparams, length: int, routing: str):
             attended, transformed = (tokens, length) if by_attention else (length, tokens)
         if loop and model.routing.loop_keys == 'first':
             seen = _pairs(length, kind.window) * tokens / length
-            yield _Work(kind, tokens, seen, length, False, tokens)
+            yield _Work(kind, tokens, seen, False, tokens)
         else:
             pairs = _pairs(attended, math.ceil(kind.window * attended / length))
-            yield _Work(kind, attended, pairs, attended, True, transformed)
+            yield _Work(kind, attended, pairs, True, transformed)
 
 
 def expert_pairs(experts: ExpertsHparams, tokens: int) -> float:
@@ -77,7 +76,7 @@ def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c'
     names = ('projections', 'attention', 'mlp', 'expert_router', 'experts', 'router', 'predictor')
     parts = dict.fromkeys((*names, 'depth_projections', 'depth_attention'), 0.0)
     written = 0
-    for kind, tokens, pairs, _, makes_keys, transformed in _layers(hparams, length, routing):
+    for kind, tokens, pairs, makes_keys, transformed in _layers(hparams, length, routing):
         parts['depth_projections'] += stream.projection_flops(model, kind, length, tokens)
         parts['depth_attention'] += stream.reading_flops(model, kind, length, tokens, written)
         if kind.part != 'block':

@@ -198,8 +198,9 @@ def _not_counted(hparams, rows, length):
     """Return FLOPs of a pass on hidden query-key and query-slot pairs and on places of no-ops."""
     model, hidden, empty = hparams.model, 0.0, 0.0
     experts_of, written = model.experts, sum(kind.slots for kind in layer_kinds(model))
-    for kind, tokens, pairs, keys, *_ in flops._layers(hparams, length, 'top_c'):
+    for kind, tokens, pairs, makes_keys, _ in flops._layers(hparams, length, 'top_c'):
         if kind.part == 'block':
+            keys = tokens if makes_keys else length  # later loops read those of all tokens
             hidden += tokens * keys - pairs
         if kind.experts and experts_of.choice == 'token':
             places = tokens * experts_of.top_k
