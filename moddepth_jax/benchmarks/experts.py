@@ -9,10 +9,10 @@ import numpy as np
 
 from moddepth_jax.benchmarks.models import Dtype
 from moddepth_jax.benchmarks.timing import time_interleaved
+from moddepth_jax.hparams.registry import EXPERT_PRODUCTS
 from moddepth_jax.model.flops import dot_general_flops
 from moddepth_jax.model.layers import swiglu
 from moddepth_jax.model.moe.experts import routed_mlp
-from moddepth_jax.model.moe.grouped_matmul import IMPLEMENTATIONS
 from moddepth_jax.training.summary import versions
 from moddepth_jax.training.tables import pivot
 
@@ -77,7 +77,7 @@ def _both_passes(function):
 
 
 def _forms(shape):
-    forms = {name: functools.partial(_grouped, implementation=name) for name in IMPLEMENTATIONS}
+    forms = {name: functools.partial(_grouped, implementation=name) for name in EXPERT_PRODUCTS}
     if active_flops(shape) * shape.num_experts / shape.top_k <= MOST_DENSE_FLOPS:
         forms[DENSE] = _dense
     return forms

@@ -8,7 +8,8 @@ import pytest
 
 from moddepth_jax.benchmarks import experts
 from moddepth_jax.benchmarks.experts import DENSE, Shape
-from moddepth_jax.model.moe.grouped_matmul import IMPLEMENTATIONS, block_rows, num_blocks
+from moddepth_jax.hparams.registry import EXPERT_PRODUCTS
+from moddepth_jax.model.moe.grouped_matmul import block_rows, num_blocks
 
 TOY = Shape(tokens=16, d_model=8, d_ff=12, num_experts=8, top_k=2)
 
@@ -30,7 +31,7 @@ def test_counted_flops_match_the_forms():
     result = experts.bench_experts([TOY], repeats=2)
     json.dumps(result)
     rows = {row['form']: row for row in result['rows']}
-    assert list(rows) == [*IMPLEMENTATIONS, DENSE]
+    assert list(rows) == [*EXPERT_PRODUCTS, DENSE]
     assert all(row['flops'] == 3 * 3 * 2 * (16 * 2) * 8 * 12 for row in rows.values())
     over = {name: row['executed_over_active'] for name, row in rows.items()}
     block = block_rows(32, 8, 'blocked')

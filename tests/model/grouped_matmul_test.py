@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moddepth_jax.hparams.registry import EXPERT_PRODUCTS
 from moddepth_jax.model.flops import dot_general_flops
 from moddepth_jax.model.moe.grouped_matmul import (
-    IMPLEMENTATIONS,
     block_rows,
     combine,
     dispatch,
@@ -120,7 +120,7 @@ def test_fewer_pairs_need_fewer_blocks():
     np.testing.assert_allclose(y_NF, by_hand(*arrays)[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize('form', ONE_OF_EACH, ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize('form', ONE_OF_EACH, ids=EXPERT_PRODUCTS)
 def test_pairs_without_an_expert_have_no_effect(form):
     """NaN in their tokens, weights and cotangents reaches no other number."""
     expert_Nk, num_experts = CHOICES['some nowhere, experts empty']
@@ -137,7 +137,7 @@ def test_pairs_without_an_expert_have_no_effect(form):
     assert not np.any(right[1][nowhere_N1[:, 0]]) and not np.any(right[2][nowhere_Nk])
 
 
-@pytest.mark.parametrize('implementation', IMPLEMENTATIONS)
+@pytest.mark.parametrize('implementation', EXPERT_PRODUCTS)
 def test_blocks_without_expert_are_not_read(implementation):
     """Their rows give 0 and get gradients of 0, whatever values they have."""
     filled = jnp.array([[True], [True], [False], [False]])
@@ -157,7 +157,7 @@ def test_blocks_without_expert_are_not_read(implementation):
 
 
 @pytest.mark.parametrize(
-    'form', [('blocked', 32), ('batched', 32), ('ragged_dot', 1)], ids=IMPLEMENTATIONS
+    'form', [('blocked', 32), ('batched', 32), ('ragged_dot', 1)], ids=EXPERT_PRODUCTS
 )
 def test_sums_are_wide(form):
     """In bfloat16, where a sum of ones stops at 256, any number of ones adds up."""
@@ -184,7 +184,7 @@ def test_places_add_wide():
         assert total_ND == 2 and total_ND.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize('form', ONE_OF_EACH, ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize('form', ONE_OF_EACH, ids=EXPERT_PRODUCTS)
 def test_reruns_are_bit_equal_by_construction(form):
     """No two values are added to the same place, an order that a GPU would leave to chance."""
     arrays = cast(operands(*CHOICES['some nowhere, experts empty']), 'float32')
@@ -194,7 +194,7 @@ def test_reruns_are_bit_equal_by_construction(form):
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize('form', ONE_OF_EACH, ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize('form', ONE_OF_EACH, ids=EXPERT_PRODUCTS)
 def test_lowers_for_cuda(form, dtype, monkeypatch):
     """Both passes lower for GPUs, with factors in the dtype of the tokens."""
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')

@@ -311,6 +311,3 @@ def ragged_matmul(x_RX, w_EXY, expert_M):
     x_RX, w_EXY = (factor.astype(dtype).astype(factor_dtype(dtype)) for factor in (x_RX, w_EXY))
     # A wider result would widen the factors of the backward pass.
     return jax.lax.ragged_dot(x_RX, w_EXY, sizes_E).astype(dtype)
-
-
-IMPLEMENTATIONS = tuple(EXPERT_PRODUCTS)
