@@ -151,7 +151,7 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
         if record is not None:
             caches[-1] = without_newest(caches[-1], record.selected_BT[:, 0])
         by_token = x_B1D, last, cache.documents_B[:, None], embedded_B1D
-        x_B1D, *_ = _extend_layers(hparams, layers[place:], by_token, written, caches)
+        x_B1D, *_ = _extend_layers(layers[place:], by_token, written, caches)
     return lm_head(_final(unrolled, hparams, x_B1D), unrolled)[:, 0], cache
 
 
@@ -218,15 +218,14 @@ def extend(unrolled, cache: Cache, tokens_BT, begins_BT, branches_BT, *, hparams
         x_BTD, updates = extend_with_exits(hparams.model, layers, by_token, cache.layers)
         dropped_BT = jnp.zeros_like(tokens_BT)
     else:
-        x_BTD, updates, dropped_BT = _extend_layers(hparams, layers, by_token, [], cache.layers)
+        x_BTD, updates, dropped_BT = _extend_layers(layers, by_token, [], cache.layers)
     return _final(unrolled, hparams, x_BTD), updates, dropped_BT
 
 
-def _extend_layers(hparams, layers, by_token, written, caches):
+def _extend_layers(layers, by_token, written, caches):
     """Run `extend` through some layers. Returns x_BTD, CacheUpdates and dropped_BT.
 
     Args:
-      hparams: those of the model.
       layers: (Layer, its variables, LayerArgs) of each layer.
       by_token: x_BTD, TokenInfo, where documents begin [B, T], and the `embedded_input`.
       written: the NewSlots of earlier layers for the new tokens. A query sees only the slots of its
