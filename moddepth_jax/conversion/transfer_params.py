@@ -11,13 +11,13 @@ from flax import traverse_util
 from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.model.adapters import ADAPTER, add_adapters, has_adapters
 from moddepth_jax.model.embedding_residual import embedded_input
+from moddepth_jax.model.mod.mixture_of_recursions import init_loop_routers
 from moddepth_jax.model.stack import Stack
 from moddepth_jax.model.stack_scan import empty_slots
 from moddepth_jax.model.transformer import (
     MAX_INIT_LENGTH,
     abstract_variables,
     init_layer,
-    init_loop_routers,
     random_row_info,
 )
 
@@ -120,7 +120,7 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
     new, fresh, routers = [], {}, {}
     if target.model.routing.routes_loops:
         key, length = jax.random.key(target.seed), target.data.sequence_length
-        made = init_loop_routers(key, target, min(length, MAX_INIT_LENGTH))
+        made = init_loop_routers(key, target.model, min(length, MAX_INIT_LENGTH))
         routers = traverse_util.flatten_dict(made)
 
     keeps = has_adapters(params)

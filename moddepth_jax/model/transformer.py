@@ -16,7 +16,7 @@ from moddepth_jax.model.loop_params import EMBEDDINGS, repeat_norms
 from moddepth_jax.model.mod.mixture_of_depths import RoutingArgs
 from moddepth_jax.model.mod.mixture_of_recursions import (
     causal_sizes,
-    init_routers,
+    init_loop_routers,
     run_recursions,
 )
 from moddepth_jax.model.mod.routers import fixed_threshold, token_seeds
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
         stream = model.depth.stream_class
         x_BTD = stream.enter(model, x_BTD)
         if model.routing.routes_loops:
-            routers = self._stored('loop_routers', init_loop_routers, self.hparams, length)
+            routers = self._stored('loop_routers', init_loop_routers, model, length)
         if self.is_initializing():  # all parameters of the layers exist, and need no tokens
             records = None
         elif model.routing.routes_loops:
@@ -132,14 +132,6 @@ def abstract_variables(hparams: Hparams) -> dict:
     key = jax.eval_shape(jax.random.key, 0)
     tokens_BT = jax.ShapeDtypeStruct((1, hparams.data.sequence_length), 'int32')
     return jax.eval_shape(Transformer(hparams).init, key, tokens_BT)
-
-
-def init_loop_routers(key, hparams: Hparams, length: int):
-    """Initialize the routers of all loops on a random row that is distributed like embeddings."""
-    model = hparams.model
-    stream_key, key = jax.random.split(key)
-    x_BTD = model.embedding_init_std * jax.random.normal(stream_key, (1, length, model.d_model))
-    return init_routers(key, hparams, x_BTD.astype(model.dtype))
 
 
 def token_info(hparams: Hparams, tokens_BT, segment_ids_BT=None, positions_BT=None, key=None):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.hparams.registry import GATES
 from moddepth_jax.model.attention import FirstKeys, KeysValues
 from moddepth_jax.model.kv_cache import Cache, CacheUpdate, cache_from_prefill, select_into_cache
@@ -240,18 +240,23 @@ def causal_sizes(hparams: Hparams, length: int, routing: str, place: float = 1.0
     return (min(most, length),) if knobs.overflow == 'skip' else static_sizes(length, most)
 
 
-def init_routers(key, hparams: Hparams, x_BTD):
-    """Initialize the routers and causal rules of all loops, stacked, on inputs like x_BTD."""
-    ones_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
-    tokens = TokenInfo(jnp.arange(x_BTD.shape[1])[None], ones_BT)
+def init_loop_routers(key, hparams: ModelHparams, length: int):
+    """Initialize the routers and causal rules of all loops, stacked.
+
+    Their inputs are a random row that is distributed like embeddings.
+    """
+    stream_key, key = jax.random.split(key)
+    x_BTD = jax.random.normal(stream_key, (1, length, hparams.d_model))
+    x_BTD = (hparams.embedding_init_std * x_BTD).astype(hparams.dtype)
+    tokens = TokenInfo(jnp.arange(length)[None], jnp.ones((1, length), jnp.int32))
     args = RoutingArgs(jnp.int32(0), jnp.float32(0), None)
-    chooser = Chooser(hparams.model, 'top_c', parent=None)
+    chooser = Chooser(hparams, 'top_c', parent=None)
 
     def init(key):
         variables = chooser.init(key, x_BTD, tokens, args, method='decide')
         return variables.get('params', {})
 
-    return jax.vmap(init)(jax.random.split(key, hparams.model.loops))
+    return jax.vmap(init)(jax.random.split(key, hparams.loops))
 
 
 class Section(NamedTuple):
