@@ -108,12 +108,10 @@ class Transformer(nn.Module):
         return x_BTD, records
 
     def _layer_args(self, routing, causal_layers_R):
-        shapes = average_shapes(self.hparams.model)
         if self.is_initializing():
-            for name, shape in shapes.items():
+            for name, shape in average_shapes(self.hparams.model).items():
                 self.variable('averages', name, jnp.zeros, shape)
-        known = [name for name in shapes if self.has_variable('averages', name)]
-        averages = {name: self.get_variable('averages', name) for name in known}
+        averages = self.variables.get('averages')
         return layer_args(self.hparams.model, averages, routing, causal_layers_R)
 
     def _stored(self, name, initializer, *arguments):
