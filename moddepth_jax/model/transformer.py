@@ -215,9 +215,10 @@ def init_stack(key, hparams: ModelHparams, length: int):
             numbers, count = inputs
             made = {}
             for j, kind in enumerate(kinds):
-                layer = (jax.random.fold_in(key, numbers[j]), numbers[j])
+                number = numbers[j]
+                key_of_layer = jax.random.fold_in(key, number)
                 made[f'layer_{j}'], carry = init_layer(
-                    *layer, stack, kind, carry, count, tokens, embedded_BTD
+                    key_of_layer, number, stack, kind, carry, count, tokens, embedded_BTD
                 )
                 count += kind.slots
             return carry, {name: layer for name, layer in made.items() if layer}
