@@ -118,11 +118,11 @@ class Stream(nn.Module):
                 per_layer,
                 experts=i in experts,
                 gathered=hparams.routing.routes_loops and i in hparams.looped_range,
+                embeds=embeds_values(hparams, i),
                 own_norms=hparams.loop_norms == 'own' and i in hparams.looped_range,
             )
             for i in range(layers)
         ]
-        kinds = [kind._replace(embeds=embeds_values(hparams, i)) for i, kind in enumerate(kinds)]
         if not cls.has_ends:
             looped = layers - 1 in hparams.looped_range
             return kinds if looped else [*kinds[:-1], kinds[-1]._replace(slots=0)]
