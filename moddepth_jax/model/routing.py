@@ -218,7 +218,7 @@ def static_sizes(length: int, capacity: int) -> tuple[int, ...]:
 
 def batch_buckets(batch: int) -> tuple[int, ...]:
     """Return ascending sizes; a decoding step runs at the smallest that holds the selected rows."""
-    return tuple(sorted({0, *(-(-batch // part) for part in PARTS)}))
+    return (0, *static_sizes(batch, batch))
 
 
 def smallest_size(needed, sizes: tuple[int, ...]):
