@@ -174,10 +174,10 @@ def update_cache(cache: Cache, updates, begins_BT, dropped_BT, active_BT) -> Cac
     layers, each_T = [], jnp.arange(active_BT.shape[1])
     positions_BT = cache.lengths_B[:, None] + each_T[None]
     for layer, update in zip(cache.layers, updates, strict=True):
-        writes_BT = active_BT
-        if update.selected_BT is not None and layer.lengths_B is not None:
+        writes_BT, free_B = active_BT, cache.lengths_B
+        if layer.lengths_B is not None:  # the cache has only selected tokens
             writes_BT = active_BT & update.selected_BT
-        free_B = cache.lengths_B if layer.lengths_B is None else layer.lengths_B
+            free_B = layer.lengths_B
         rank_BT = jnp.cumsum(writes_BT, axis=1) - 1
         # A token that is not written gets a place past the capacity, which is dropped.
         nowhere_T = layer.capacity + each_T
