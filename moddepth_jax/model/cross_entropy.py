@@ -97,15 +97,12 @@ def chunk_size(tokens: int, most: int) -> int:
 
 def _names(axes, soft_axes=''):
     """Return the axis names of each array; `axes` of the matrices are dv or vd."""
-    states, labels = ('batch', None, None), ('batch', None)
-    names = {'x_BTD': states, 'matrix': _names_of_matrix(axes), 'labels_BT': labels}
-    if soft_axes:
-        names |= {'soft_BTE': states, 'soft_matrix': _names_of_matrix(soft_axes)}
-    return names
-
-
-def _names_of_matrix(axes):
-    return tuple('vocab' if axis == 'v' else None for axis in axes)
+    states = ('batch', None, None)
+    matrix, soft_matrix = (
+        tuple('vocab' if axis == 'v' else None for axis in each) for each in (axes, soft_axes)
+    )
+    names = {'x_BTD': states, 'matrix': matrix, 'labels_BT': ('batch', None)}
+    return names | {'soft_BTE': states, 'soft_matrix': soft_matrix}
 
 
 def _total(parts, z_loss, soft):
