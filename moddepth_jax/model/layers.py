@@ -56,7 +56,7 @@ def apply_rope(x_BTNH, positions_BT, theta, scaling: RopeScaling | None = None, 
     return rotated.astype(x_BTNH.dtype)
 
 
-def logits(x_BTD, matrix, axes: str = 'dv'):
+def logits(x_BTD, matrix, axes: str):
     """Return x W in float32, with W rounded to x's dtype; `axes` of W: dv or vd."""
     logits_BTV = dot(f'btd,{axes}->btv', x_BTD, matrix.astype(x_BTD.dtype))
     return constrain(logits_BTV, 'batch', None, 'vocab')
