@@ -42,13 +42,13 @@ class TokenChoice(NamedTuple):
     depth_BT: jax.Array  # int32, the last loop of each token, from 0
 
     @classmethod
-    def of(cls, hparams: Hparams, routing: str, routers: list, x_BTD) -> 'TokenChoice | None':
-        """Make the choice by the router parameters of all loops; None under expert choice."""
+    def of(cls, hparams: Hparams, routing: str, loops: list, x_BTD) -> 'TokenChoice | None':
+        """Make the choice; None under expert choice. `loops` is that of Recursions."""
         knobs = hparams.model.routing
         if not knobs.router_class.assigns_depth:
             return None
         module = knobs.router_class(knobs, parent=None)
-        each = [module.apply({'params': one['router']}, x_BTD, None, None) for one in routers]
+        each = [module.apply({'params': one['router']}, x_BTD, None, None) for one, _ in loops]
         scores_NBT = jnp.stack(each)
         depth_BT = jnp.argmax(scores_NBT, axis=0)
         if routing == 'bypass':
@@ -212,7 +212,7 @@ def run_recursions(hparams: Hparams, routing: str, params, tokens: TokenInfo, ar
         jax.tree.map(lambda leaf, n=loop.number: leaf[n], (params['loop_routers'], args))
         for loop in loops
     ]
-    choice = TokenChoice.of(hparams, routing, [router for router, _ in each], x_BTD)
+    choice = TokenChoice.of(hparams, routing, each, x_BTD)
     first = None
     for loop, (router, own) in zip(loops, each, strict=True):
         sizes = causal_sizes(hparams, x_BTD.shape[1], routing, loop.place)
@@ -285,10 +285,6 @@ class Recursions(NamedTuple):
         of_loops = [self.layers[at : at + size] for at in range(first, last, size)]
         return self.layers[:first], of_loops, self.layers[last:]
 
-    def _choice(self, x_BTD):
-        routers = [router for router, _ in self.loops]
-        return TokenChoice.of(self.hparams, self.routing, routers, x_BTD)
-
     def run(self, x_BTD, tokens: TokenInfo, keep, sizes_of):
         """Run whole rows. Returns x_BTD after all layers, and a list of Section.
 
@@ -308,7 +304,8 @@ class Recursions(NamedTuple):
 
         before, of_loops, after = self._sections()
         x_BTD, (kept, first) = run(before, None, None, x_BTD, tokens)
-        sections, candidates, choice = [Section(kept)], tokens, self._choice(x_BTD)
+        sections, candidates = [Section(kept)], tokens
+        choice = TokenChoice.of(self.hparams, self.routing, self.loops, x_BTD)
         for loop, (router, args), layers in zip(
             loops_of(self.hparams, self.routing), self.loops, of_loops, strict=True
         ):
@@ -373,7 +370,8 @@ class Recursions(NamedTuple):
 
         before, of_loops, after = self._sections()
         (x_BTD, *_), dropped_BT = run_all(before, x_BTD), jnp.zeros_like(tokens.positions_BT)
-        candidates, choice = tokens, self._choice(x_BTD)
+        candidates = tokens
+        choice = TokenChoice.of(self.hparams, self.routing, self.loops, x_BTD)
         for loop, (router, args), layers in zip(
             loops_of(self.hparams, self.routing), self.loops, of_loops, strict=True
         ):
