@@ -15,7 +15,6 @@ from moddepth_jax.model.moe.grouped_matmul import (
     dispatch,
     grouped_matmul,
     make_layout,
-    resolve,
 )
 from moddepth_jax.model.routing import CHOICE, indices_to_mask, select_top_c
 from moddepth_jax.model.sharding import map_batch_shards, sharded_routed_mlp
@@ -129,7 +128,7 @@ def routed_mlp(x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD, product: s
       expert_BTk: int32; nothing is computed for a number outside [0, E).
       weight_BTk: factors on the experts' outputs.
       w1_EDF, w3_EDF, w2_EFD: the matrices of the experts.
-      product: a name in EXPERT_PRODUCTS.
+      product: as `model.experts.product`.
       most: the most pairs of a row with an expert in [0, E).
     """
     batch, length, width = x_BTD.shape
@@ -192,7 +191,7 @@ class Experts(nn.Module):
             choice.expert_BTk,
             choice.weight_BTk * hparams.route_scale,
             *self._kernels(x_BTD.dtype),
-            resolve(hparams.product),
+            hparams.product,
             choice.most,
         )
         if hparams.num_shared:

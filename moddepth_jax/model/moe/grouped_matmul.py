@@ -39,10 +39,11 @@ def block_rows(num_pairs: int, num_experts: int, implementation: str) -> int:
     A block has at most half of an expert's mean pairs, and at most an eighth if that is above 32
     rows (128 for `batched`).
     """
-    if resolve(implementation) == 'ragged_dot':
+    implementation = resolve(implementation)
+    if implementation == 'ragged_dot':
         return 1
     mean = num_pairs // num_experts
-    low = 128 if resolve(implementation) == 'batched' else 32
+    low = 128 if implementation == 'batched' else 32
     rows = min(128, max(1, min(low, mean // 2), mean // 8))
     return 1 << (rows.bit_length() - 1)
 
