@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import DepthHparams, ModelHparams
-from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
 from moddepth_jax.model.attention import DepthSlots, KeysValues
 from moddepth_jax.model.block import LayerKind, SlotInputs
@@ -195,15 +194,6 @@ class SlotProjection(nn.Module):
 def wide(hparams: ModelHparams):
     """Return the dtype of arrays whose gradients are sums over layers: float32 or wider."""
     return jnp.promote_types(hparams.dtype, jnp.float32)
-
-
-def refuse_routed_writers(hparams: ModelHparams):
-    """Refuse a routed block that writes slots, since tokens that skip it would have none."""
-    for i, kind in enumerate(kind for kind in layer_kinds(hparams) if kind.part == 'block'):
-        if kind.routed and kind.slots:
-            right = f'must not route layer {i}: the {hparams.depth.stream} stream stores its '
-            right += 'values, and tokens that skip it have none'
-            refuse('model.routing.layers', hparams.routing.layers, right)
 
 
 def layer_kinds(hparams: ModelHparams) -> list[LayerKind]:

@@ -10,7 +10,7 @@ from moddepth_jax.hparams.registry import STREAMS
 from moddepth_jax.model.attention import DepthSlots
 from moddepth_jax.model.block import SlotInputs
 from moddepth_jax.model.routing import TokenInfo
-from moddepth_jax.model.streams.base import Stream, refuse_routed_writers, wide
+from moddepth_jax.model.streams.base import Stream, wide
 
 SPARSE = (5.0, 1.0)  # weights of the first layer's values and of the layer's own
 SPARSE_LAYERS = 3
@@ -81,7 +81,10 @@ class ValueResidual(Stream):
             right = 'must be none under value_mix shared: a routed block caches other tokens than '
             right += 'the first block, whose values it reads'
             refuse('model.routing.router', hparams.routing.router, right)
-        refuse_routed_writers(hparams)
+        if 0 in hparams.routed_layers:
+            right = 'must not route layer 0: the value_residual stream stores its values, and '
+            right += 'tokens that skip it have none'
+            refuse('model.routing.layers', hparams.routing.layers, right)
 
     @classmethod
     def slot_shape(cls, hparams: ModelHparams):
