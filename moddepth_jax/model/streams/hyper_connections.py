@@ -79,8 +79,7 @@ class HyperConnection(nn.Module):
     def setup(self):
         size, zeros = num_streams(self.hparams), nn.initializers.zeros
         form, dtype = self.hparams.depth.hyper_form, wide(self.hparams)
-        parts = {'read': (size,), 'mix': (size, size), 'add': (size,)}
-        first = first_values(self.hparams, 0)
+        parts, first = ('read', 'mix', 'add'), first_values(self.hparams, 0)
         self.biases = {
             name: self.param(f'{name}_bias', lambda _, name=name: first[f'{name}_bias'])
             for name in parts
