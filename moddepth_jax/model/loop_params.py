@@ -40,7 +40,7 @@ def repeat_norms(params: dict, kind, loops: int) -> dict:
 
 def with_embeddings(stack: dict, params: dict) -> dict:
     """Return the parameters of a stack together with the loop embeddings, if there are any."""
-    return stack | {name: params[name] for name in (EMBEDDINGS,) if name in params}
+    return stack | {EMBEDDINGS: params[EMBEDDINGS]} if EMBEDDINGS in params else stack
 
 
 def visit_params(stack: dict, place, visit: Visit, kind, take=operator.getitem) -> dict:
