@@ -54,9 +54,10 @@ def visit_params(stack: dict, place, visit: Visit, kind, take=operator.getitem) 
     return jax.tree_util.tree_map_with_path(pick, stored)
 
 
-def visit_embedding(stack: dict, visit: Visit, take=operator.getitem) -> dict:
+def visit_embedding(stack: dict, visit: Visit) -> dict:
     """Return the embedding of a visit as a parameter of the layer; 0 if it has none."""
-    vector_D = take(stack[EMBEDDINGS], jnp.maximum(visit.embedding, 0))
+    row = jnp.maximum(visit.embedding, 0)
+    vector_D = jax.lax.dynamic_index_in_dim(stack[EMBEDDINGS], row, keepdims=False)
     return {EMBEDDING: jnp.where(visit.embedding >= 0, vector_D, 0)}
 
 

@@ -27,6 +27,8 @@ from moddepth_jax.model.sharding import constrain
 from moddepth_jax.model.stack import Stack, merge_records, pick_args, run_unrolled, with_remat
 from moddepth_jax.model.streams import layer_kinds
 
+_take = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)  # one row by its index
+
 
 def run_stack(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
     """Run the embedded tokens through all layers.
@@ -190,12 +192,11 @@ def _params_of_run(stack, params, i):
     visits = [
         Visit(*np.array([place.visit for place in of_layer], np.int32).T) for of_layer in places
     ]
-    take = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
 
     def pick(of_repeat, j):
-        layer = visit_params(params, places[j][0], of_repeat[j], kinds[j], take)
+        layer = visit_params(params, places[j][0], of_repeat[j], kinds[j], _take)
         if EMBEDDINGS in params and any(visits[j].embedding >= 0):
-            layer |= visit_embedding(params, of_repeat[j], take)
+            layer |= visit_embedding(params, of_repeat[j])
         return layer
 
     return visits, pick
@@ -277,7 +278,6 @@ def _backward(stack, residuals, cotangents):
     sums_of_loops = jax.tree.map(jnp.zeros_like, params) if looped else {}
     dembedded_BTD = jax.tree.map(jnp.zeros_like, embedded_BTD)
     carry, dparams = (dx_BTD, dslots, sums_of_loops, dembedded_BTD), {}
-    take = functools.partial(jax.lax.dynamic_index_in_dim, axis=0, keepdims=False)
     for i, run in reversed(list(enumerate(runs))):
         own, pick = _params_of_run(stack, params, i)
         places = stack.places_of(i) if looped else ()
@@ -295,7 +295,7 @@ def _backward(stack, residuals, cotangents):
                 found = zip(dropped, leaves, strict=True)
                 vjp.args_res = [x_res, [leaf if res is None else res for res, leaf in found]]
                 at = [before + k for k in range(kind.slots)]
-                dwritten = tuple(jax.tree.map(lambda d, i=i: take(d, i), dslots) for i in at)
+                dwritten = tuple(jax.tree.map(lambda d, i=i: _take(d, i), dslots) for i in at)
                 if dwritten:
                     dwritten, dslots = order_before_writes((dwritten, dslots), before)
                     like = (slots,) * kind.slots
