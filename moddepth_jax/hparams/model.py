@@ -262,10 +262,9 @@ class ModelHparams:
     @property
     def block_names(self) -> list[str]:
         """Name of the blocks that run, for figures: the number, and the loop if it is routed."""
-        loops = self.router_of_block
-        if not self.routing.routes_loops:
-            loops = (None,) * len(loops)
-        ends = ('' if loop is None else f' (loop {loop + 1})' for loop in loops)
+        ends = [''] * self.num_blocks
+        if self.routing.routes_loops:
+            ends = ['' if loop is None else f' (loop {loop + 1})' for loop in self.router_of_block]
         return [f'{block}{end}' for block, end in enumerate(ends)]
 
     @property
