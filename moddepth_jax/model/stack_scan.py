@@ -54,7 +54,7 @@ def run_stack(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
     return x_BTD, merge_records(runs, lambda *leaves: jnp.concatenate(leaves)) if runs else None
 
 
-def run_with_keys(stack: Stack, params, tokens: TokenInfo, x_BTD, first=None):
+def run_with_keys(stack: Stack, params, tokens: TokenInfo, x_BTD, first):
     """Run a section of layers of the residual stream, and make or read keys.
 
     Later sections read the keys, so JAX differentiates these scans.

@@ -31,7 +31,7 @@ def score_source(epsilon, query_D, v_BTD):
     return dot_BT * jax.lax.rsqrt(square_BT + epsilon), v_BTD
 
 
-def mix_sources(epsilon, query_D, newer, depth: DepthSlots | None = None):
+def mix_sources(epsilon, query_D, newer, depth: DepthSlots | None):
     """Return sum_i p_i v_i, [B, T, D], p = softmax_i(query . v_i / rms(v_i)), and threaded `depth`.
 
     From Attention Residuals (arXiv 2603.15031). Everything is computed in float32 or wider.
