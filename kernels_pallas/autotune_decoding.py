@@ -2,7 +2,6 @@
 
 import functools
 import math
-import time
 
 import jax
 import jax.numpy as jnp
@@ -101,13 +100,4 @@ def milliseconds(parts: Parts, shapes: Shapes) -> float:
         for i, (name, size) in enumerate(sizes.items())
     }
     given |= jax.device_put(make_masks(shapes, [shapes.places] * rows))
-    run = program(parts.sequence, shapes)
-
-    def seconds_of(calls):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            result = run(given)
-        jax.block_until_ready(result)
-        return (time.perf_counter() - begin) / calls
-
-    return median_milliseconds(seconds_of)
+    return median_milliseconds(functools.partial(program(parts.sequence, shapes), given))
