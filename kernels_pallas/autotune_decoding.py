@@ -34,7 +34,7 @@ def array_shapes(shapes: Shapes, cached_rows: int) -> dict:
     return found | ({'q_depth_CTNH': shapes.q} if shapes.slot_queries else {})
 
 
-def program(implementation: str, shapes: Shapes):
+def program(implementation: str):
     """Return a jitted f(arrays and masks by name) -> {'o': o_CTNH}."""
     run = functools.partial(decode_attention, implementation=implementation)
     return jax.jit(lambda given: {'o': run(**given)})
@@ -77,7 +77,7 @@ def check(parts: Parts, shapes: Shapes) -> str | None:
             for side in slots.values():
                 side[~masks['slot_mask_LCT']] = fill
         given = {n: jnp.asarray(x, shapes.dtypes[0]).astype(dtype) for n, x in arrays.items()}
-        run = program(name, shapes)
+        run = program(name)
         for _ in range(times):
             yield {n: np.asarray(x) for n, x in run(given | masks).items()}
 
@@ -100,4 +100,4 @@ def milliseconds(parts: Parts, shapes: Shapes) -> float:
         for i, (name, size) in enumerate(sizes.items())
     }
     given |= jax.device_put(make_masks(shapes, [shapes.places] * rows))
-    return median_milliseconds(functools.partial(program(parts.sequence, shapes), given))
+    return median_milliseconds(functools.partial(program(parts.sequence), given))
