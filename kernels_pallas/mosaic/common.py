@@ -87,13 +87,13 @@ def round_up(number, multiple):
     return -(-number // multiple) * multiple
 
 
-def pad(x, axis, size):
-    """Pad an array with zeros at the end of an axis, up to a size."""
+def pad(x, axis, size, fill=0):
+    """Pad an array with `fill` at the end of an axis, up to a size."""
     if x.shape[axis] == size:
         return x
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths)
+    return jnp.pad(x, widths, constant_values=fill)
 
 
 def swizzle_of(width, dtype):
