@@ -1,8 +1,8 @@
 """What the Hopper kernels share: tiles, products, and differences of JAX 0.10.2 to 0.12."""
 
-import functools
 import inspect
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -54,32 +54,39 @@ def interpret_params(interpret: bool, detect_races: bool = False):
     return _INTERPRETER(detect_races=detect_races)
 
 
-def one_warpgroup_kernel(
-    body, name, blocks: int, out_type, scratch_types, interpret: bool, reduction_bytes: int = 2048
+def run_one_warpgroup(
+    name, body, operands, results, scratch, blocks, interpret, reduction_bytes=2048
 ):
-    """Make a Hopper kernel whose blocks are one warpgroup each, along the axis 'block'.
+    """Run a Hopper kernel whose blocks are one warpgroup each, along the axis 'block'.
 
     Args:
-      body: function of the references of inputs and results, and of scratch by name.
       name: by which profilers list the kernel.
+      body: function of (references of operands and results by name, scratch memory by name).
+      operands: arrays and mutable references by name; None: the body gets None.
+      results: jax.ShapeDtypeStruct by name.
+      scratch: shared memory and barriers by name.
       blocks: number of blocks of the grid.
-      out_type: jax.ShapeDtypeStruct of each result.
-      scratch_types: shared memory and barriers by name.
       interpret: whether to run in the interpreter.
       reduction_bytes: shared memory for maxima and sums over rows.
-    """
 
-    def scoped(*refs):
-        pl.run_scoped(functools.partial(body, *refs), **scratch_types)
+    Returns:
+      The results, in their order.
+    """
+    given = {key: x for key, x in operands.items() if x is not None}
+
+    def kernel(*refs):
+        named = dict(zip((*given, *results), refs, strict=True))
+        refs = types.SimpleNamespace(**dict.fromkeys(operands) | named)
+        pl.run_scoped(lambda **shared: body(refs, types.SimpleNamespace(**shared)), **scratch)
 
     return pl.kernel(
-        scoped,
-        out_type=out_type,
+        kernel,
+        out_type=[*results.values()],
         mesh=plgpu.Mesh(grid=(blocks,), grid_names=('block',)),
         compiler_params=compiler_params(approx_math=True, reduction_scratch_bytes=reduction_bytes),
         interpret=interpret_params(interpret),
         name=name,
-    )
+    )(*given.values())
 
 
 def round_up(number, multiple):

@@ -8,7 +8,6 @@ There is no vjp. Reference: kernels_pallas/decode.py.
 
 import dataclasses
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -273,10 +272,8 @@ def _attend(keys, s, sizes, scale):
     return highest, total.sum(axis=0), sums
 
 
-def _decode(*refs, names, sizes, scale, **shared):
-    """The body of the kernel: one block."""
-    refs = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
-    s = types.SimpleNamespace(**shared)
+def _decode(refs, s, sizes, scale):
+    """The body of the kernel: one block, from arrays `refs` and shared memory `s`, by name."""
     block = lax.axis_index('block')
     # The block of new tokens comes first, since it may be the longest.
     of_pair = jnp.int32(sizes.splits + 1)
@@ -445,9 +442,9 @@ def decode_forward(
         'o': jax.ShapeDtypeStruct((sizes.blocks, sizes.heads, width), jnp.float32),
         'stats': jax.ShapeDtypeStruct((sizes.blocks, 2, sizes.columns), jnp.float32),
     }
-    body = functools.partial(_decode, names=(*operands, *results), sizes=sizes, scale=width**-0.5)
-    o, stats = common.one_warpgroup_kernel(
-        body, 'decode', sizes.blocks, [*results.values()], shared, interpret
-    )(*operands.values())
+    body = functools.partial(_decode, sizes=sizes, scale=width**-0.5)
+    o, stats = common.run_one_warpgroup(
+        'decode', body, operands, results, shared, sizes.blocks, interpret
+    )
     o = _join(o, stats, sizes).reshape(rows, kv_heads, tokens, -1, width)
     return jnp.moveaxis(o, 1, 2).reshape(q_CTNH.shape).astype(q_CTNH.dtype)
