@@ -65,12 +65,12 @@ class Sizes:
 
     @property
     def chunks(self):
-        """Chunk of a row's cache."""
+        """Chunks of a row's cache."""
         return -(-self.places // CHUNK)
 
     @property
     def slot_chunks(self):
-        """Chunk of a token's slots."""
+        """Chunks of a token's slots."""
         return -(-self.slots // CHUNK)
 
     @property
@@ -112,7 +112,7 @@ class Sizes:
 
     @property
     def stages(self):
-        """Chunk in shared memory at once."""
+        """Chunks in shared memory at once."""
         size, wide = self.dtype.itemsize, self.columns * self.padded_width
         fixed = (1 + self.own_query) * wide * size + wide * 4 + self.columns * CHUNK * size + 4096
         room = (SHARED_BYTES - fixed) // (2 * self.padded_width * CHUNK * size)
