@@ -36,7 +36,7 @@ MAX_STAGES = 4
 SHARED_BYTES = 112 * 1024  # of 227 KiB, so that two blocks share a processor
 
 
-def unsupported(shapes, device=None) -> str | None:
+def unsupported(shapes, device) -> str | None:
     """Return why the kernel does not support `backends.Shapes`, in one line; None: it does."""
     if reason := depth.unsupported(shapes, device):
         return reason

@@ -26,7 +26,7 @@ SHARED_BYTES = 227 * 1024  # of a processor; a block that uses more than half ru
 REDUCTION_BYTES = 1024  # backward, half of JAX's default: three blocks of H = 64 share a processor
 
 
-def unsupported(shapes, device=None) -> str | None:
+def unsupported(shapes, device) -> str | None:
     """Return why these kernels do not support `backends.Shapes`, in one line; None: they do."""
     del device
     batch, length, heads, width = shapes.q

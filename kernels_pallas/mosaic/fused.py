@@ -25,7 +25,7 @@ MAX_STAGES = 8
 SHARED_BYTES = 220 * 1024  # of 227 KiB; the rest is for barriers, logsumexps and alignment
 
 
-def unsupported(shapes, device=None) -> str | None:
+def unsupported(shapes, device) -> str | None:
     """Return why the kernel does not support `backends.Shapes`, in one line; None: it does."""
     if reason := depth.unsupported(shapes, device):
         return reason
