@@ -40,11 +40,6 @@ def store_scattered(ref, x):
         ref[...] = x
 
 
-def compiler_params(**options):
-    """Return CompilerParams for kernels with explicit layouts, the default only on 0.10.2."""
-    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **options)
-
-
 def interpret_params(interpret: bool, detect_races: bool = False):
     """Return the `interpret` argument of pl.kernel. Memory that was never written reads as NaN."""
     if not interpret:
@@ -54,20 +49,17 @@ def interpret_params(interpret: bool, detect_races: bool = False):
     return _INTERPRETER(detect_races=detect_races)
 
 
-def run_one_warpgroup(
-    name, body, operands, results, scratch, blocks, interpret, reduction_bytes=2048
-):
-    """Run a Hopper kernel whose blocks are one warpgroup each, along the axis 'block'.
+def run_by_name(name, body, operands, results, mesh, interpret, **params):
+    """Run a Hopper kernel.
 
     Args:
       name: by which profilers list the kernel.
-      body: function of (references of operands and results by name, scratch memory by name).
+      body: function of the references of operands and results, by name.
       operands: arrays and mutable references by name; None: the body gets None.
       results: jax.ShapeDtypeStruct by name.
-      scratch: shared memory and barriers by name.
-      blocks: number of blocks of the grid.
+      mesh: plgpu.Mesh, the grid.
       interpret: whether to run in the interpreter.
-      reduction_bytes: shared memory for maxima and sums over rows.
+      **params: of plgpu.CompilerParams.
 
     Returns:
       The results, in their order.
@@ -76,17 +68,42 @@ def run_one_warpgroup(
 
     def kernel(*refs):
         named = dict(zip((*given, *results), refs, strict=True))
-        refs = types.SimpleNamespace(**dict.fromkeys(operands) | named)
-        pl.run_scoped(lambda **shared: body(refs, types.SimpleNamespace(**shared)), **scratch)
+        body(types.SimpleNamespace(**dict.fromkeys(operands) | named))
 
     return pl.kernel(
         kernel,
         out_type=[*results.values()],
-        mesh=plgpu.Mesh(grid=(blocks,), grid_names=('block',)),
-        compiler_params=compiler_params(approx_math=True, reduction_scratch_bytes=reduction_bytes),
+        mesh=mesh,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,  # the default only on 0.10.2
+            **params,
+        ),
         interpret=interpret_params(interpret),
         name=name,
     )(*given.values())
+
+
+def run_one_warpgroup(
+    name, body, operands, results, scratch, blocks, interpret, reduction_bytes=2048
+):
+    """Run a Hopper kernel whose blocks are one warpgroup each, along the axis 'block'.
+
+    Args:
+      name, operands, results, interpret: as in `run_by_name`.
+      body: function of (references of operands and results by name, scratch memory by name).
+      scratch: shared memory and barriers by name.
+      blocks: number of blocks of the grid.
+      reduction_bytes: shared memory for maxima and sums over rows.
+    """
+
+    def scoped(refs):
+        pl.run_scoped(lambda **shared: body(refs, types.SimpleNamespace(**shared)), **scratch)
+
+    mesh = plgpu.Mesh(grid=(blocks,), grid_names=('block',))
+    return run_by_name(
+        name, scoped, operands, results, mesh, interpret, reduction_scratch_bytes=reduction_bytes
+    )
 
 
 def round_up(number, multiple):
