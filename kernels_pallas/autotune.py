@@ -174,7 +174,7 @@ def _measure(path, key, candidates, shapes, device):
 
 
 def run_trial(parts, shapes, device, limit: float) -> dict:
-    """Check and times one candidate in a child process, which is killed after `limit` seconds.
+    """Check and time one candidate in a child process, which is killed after `limit` seconds.
 
     Returns {'milliseconds': time} or {'failed': reason}.
 

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import time
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ def array_shapes(shapes: Shapes, cached_rows: int) -> dict:
     return found | ({'q_depth_CTNH': shapes.q} if shapes.slot_queries else {})
 
 
-def program(implementation: str, shapes: Shapes):
+def program(implementation: str):
     """Return a jitted f(arrays and masks by name) -> {'o': o_CTNH}."""
     run = functools.partial(decode_attention, implementation=implementation)
     return jax.jit(lambda given: {'o': run(**given)})
@@ -78,7 +77,7 @@ def check(parts: Parts, shapes: Shapes) -> str | None:
             for side in slots.values():
                 side[~masks['slot_mask_LCT']] = fill
         given = {n: jnp.asarray(x, shapes.dtypes[0]).astype(dtype) for n, x in arrays.items()}
-        run = program(name, shapes)
+        run = program(name)
         for _ in range(times):
             yield {n: np.asarray(x) for n, x in run(given | masks).items()}
 
@@ -101,13 +100,4 @@ def milliseconds(parts: Parts, shapes: Shapes) -> float:
         for i, (name, size) in enumerate(sizes.items())
     }
     given |= jax.device_put(make_masks(shapes, [shapes.places] * rows))
-    run = program(parts.sequence, shapes)
-
-    def seconds_of(calls):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            result = run(given)
-        jax.block_until_ready(result)
-        return (time.perf_counter() - begin) / calls
-
-    return median_milliseconds(seconds_of)
+    return median_milliseconds(functools.partial(program(parts.sequence), given))

@@ -206,8 +206,16 @@ def find_wrong(right, plain, first, second, hidden, dtype, unordered) -> str | N
     return None
 
 
-def median_milliseconds(seconds_of) -> float:
-    """Return the median time of a call; seconds_of(calls) is the mean time of that many calls."""
+def median_milliseconds(call) -> float:
+    """Return the median time of a function without arguments, over samples of several calls."""
+
+    def seconds_of(calls):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            result = call()
+        jax.block_until_ready(result)
+        return (time.perf_counter() - begin) / calls
+
     seconds_of(1)  # compiles
     calls = max(1, min(100, int(SAMPLE_SECONDS / seconds_of(1))))
     return 1e3 * statistics.median(seconds_of(calls) for _ in range(SAMPLES))
@@ -230,16 +238,13 @@ def milliseconds(parts: Parts, shapes: Shapes) -> float:
     for count in (1, DOCUMENTS) if shapes.segments else (1,):
         masks = jax.device_put(make_masks(shapes, count))
 
-        def seconds_of(calls, masks=masks):
+        def call(masks=masks):
             nonlocal sums
-            begin = time.perf_counter()
-            for _ in range(calls):
-                half = -(-shapes.num_slots // 2)
-                result, sums = run(arrays, (do, dlse), sums, masks, half)
-            jax.block_until_ready((result, sums))
-            return (time.perf_counter() - begin) / calls
+            half = -(-shapes.num_slots // 2)
+            result, sums = run(arrays, (do, dlse), sums, masks, half)
+            return result, sums
 
-        medians.append(median_milliseconds(seconds_of))
+        medians.append(median_milliseconds(call))
     return statistics.mean(medians)
 
 

@@ -1,8 +1,8 @@
 """What the Hopper kernels share: tiles, products, and differences of JAX 0.10.2 to 0.12."""
 
-import functools
 import inspect
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +40,6 @@ def store_scattered(ref, x):
         ref[...] = x
 
 
-def compiler_params(**options):
-    """Return CompilerParams for kernels with explicit layouts, the default only on 0.10.2."""
-    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **options)
-
-
 def interpret_params(interpret: bool, detect_races: bool = False):
     """Return the `interpret` argument of pl.kernel. Memory that was never written reads as NaN."""
     if not interpret:
@@ -54,31 +49,60 @@ def interpret_params(interpret: bool, detect_races: bool = False):
     return _INTERPRETER(detect_races=detect_races)
 
 
-def one_warpgroup_kernel(
-    body, name, blocks: int, out_type, scratch_types, interpret: bool, reduction_bytes: int = 2048
-):
-    """Make a Hopper kernel whose blocks are one warpgroup each, along the axis 'block'.
+def run_by_name(name, body, operands, results, mesh, interpret, **params):
+    """Run a Hopper kernel.
 
     Args:
-      body: function of the references of inputs and results, and of scratch by name.
       name: by which profilers list the kernel.
-      blocks: number of blocks of the grid.
-      out_type: jax.ShapeDtypeStruct of each result.
-      scratch_types: shared memory and barriers by name.
+      body: function of the references of operands and results, by name.
+      operands: arrays and mutable references by name; None: the body gets None.
+      results: jax.ShapeDtypeStruct by name.
+      mesh: plgpu.Mesh, the grid.
       interpret: whether to run in the interpreter.
+      **params: of plgpu.CompilerParams.
+
+    Returns:
+      The results, in their order.
+    """
+    given = {key: x for key, x in operands.items() if x is not None}
+
+    def kernel(*refs):
+        named = dict(zip((*given, *results), refs, strict=True))
+        body(types.SimpleNamespace(**dict.fromkeys(operands) | named))
+
+    return pl.kernel(
+        kernel,
+        out_type=[*results.values()],
+        mesh=mesh,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,  # the default only on 0.10.2
+            **params,
+        ),
+        interpret=interpret_params(interpret),
+        name=name,
+    )(*given.values())
+
+
+def run_one_warpgroup(
+    name, body, operands, results, scratch, blocks, interpret, reduction_bytes=2048
+):
+    """Run a Hopper kernel whose blocks are one warpgroup each, along the axis 'block'.
+
+    Args:
+      name, operands, results, interpret: as in `run_by_name`.
+      body: function of (references of operands and results by name, scratch memory by name).
+      scratch: shared memory and barriers by name.
+      blocks: number of blocks of the grid.
       reduction_bytes: shared memory for maxima and sums over rows.
     """
 
-    def scoped(*refs):
-        pl.run_scoped(functools.partial(body, *refs), **scratch_types)
+    def scoped(refs):
+        pl.run_scoped(lambda **shared: body(refs, types.SimpleNamespace(**shared)), **scratch)
 
-    return pl.kernel(
-        scoped,
-        out_type=out_type,
-        mesh=plgpu.Mesh(grid=(blocks,), grid_names=('block',)),
-        compiler_params=compiler_params(approx_math=True, reduction_scratch_bytes=reduction_bytes),
-        interpret=interpret_params(interpret),
-        name=name,
+    mesh = plgpu.Mesh(grid=(blocks,), grid_names=('block',))
+    return run_by_name(
+        name, scoped, operands, results, mesh, interpret, reduction_scratch_bytes=reduction_bytes
     )
 
 
@@ -87,13 +111,13 @@ def round_up(number, multiple):
     return -(-number // multiple) * multiple
 
 
-def pad(x, axis, size):
-    """Pad an array with zeros at the end of an axis, up to a size."""
+def pad(x, axis, size, fill=0):
+    """Pad an array with `fill` at the end of an axis, up to a size."""
     if x.shape[axis] == size:
         return x
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths)
+    return jnp.pad(x, widths, constant_values=fill)
 
 
 def swizzle_of(width, dtype):

@@ -8,7 +8,6 @@ There is no vjp. Reference: kernels_pallas/decode.py.
 
 import dataclasses
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ MAX_STAGES = 4
 SHARED_BYTES = 112 * 1024  # of 227 KiB, so that two blocks share a processor
 
 
-def unsupported(shapes, device=None) -> str | None:
+def unsupported(shapes, device) -> str | None:
     """Return why the kernel does not support `backends.Shapes`, in one line; None: it does."""
     if reason := depth.unsupported(shapes, device):
         return reason
@@ -66,12 +65,12 @@ class Sizes:
 
     @property
     def chunks(self):
-        """Chunk of a row's cache."""
+        """Chunks of a row's cache."""
         return -(-self.places // CHUNK)
 
     @property
     def slot_chunks(self):
-        """Chunk of a token's slots."""
+        """Chunks of a token's slots."""
         return -(-self.slots // CHUNK)
 
     @property
@@ -113,7 +112,7 @@ class Sizes:
 
     @property
     def stages(self):
-        """Chunk in shared memory at once."""
+        """Chunks in shared memory at once."""
         size, wide = self.dtype.itemsize, self.columns * self.padded_width
         fixed = (1 + self.own_query) * wide * size + wide * 4 + self.columns * CHUNK * size + 4096
         room = (SHARED_BYTES - fixed) // (2 * self.padded_width * CHUNK * size)
@@ -273,10 +272,8 @@ def _attend(keys, s, sizes, scale):
     return highest, total.sum(axis=0), sums
 
 
-def _decode(*refs, names, sizes, scale, **shared):
-    """The body of the kernel: one block."""
-    refs = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
-    s = types.SimpleNamespace(**shared)
+def _decode(refs, s, sizes, scale):
+    """The body of the kernel: one block, from arrays `refs` and shared memory `s`, by name."""
     block = lax.axis_index('block')
     # The block of new tokens comes first, since it may be the longest.
     of_pair = jnp.int32(sizes.splits + 1)
@@ -445,9 +442,9 @@ def decode_forward(
         'o': jax.ShapeDtypeStruct((sizes.blocks, sizes.heads, width), jnp.float32),
         'stats': jax.ShapeDtypeStruct((sizes.blocks, 2, sizes.columns), jnp.float32),
     }
-    body = functools.partial(_decode, names=(*operands, *results), sizes=sizes, scale=width**-0.5)
-    o, stats = common.one_warpgroup_kernel(
-        body, 'decode', sizes.blocks, [*results.values()], shared, interpret
-    )(*operands.values())
+    body = functools.partial(_decode, sizes=sizes, scale=width**-0.5)
+    o, stats = common.run_one_warpgroup(
+        'decode', body, operands, results, shared, sizes.blocks, interpret
+    )
     o = _join(o, stats, sizes).reshape(rows, kv_heads, tokens, -1, width)
     return jnp.moveaxis(o, 1, 2).reshape(q_CTNH.shape).astype(q_CTNH.dtype)

@@ -7,7 +7,6 @@ joint_softmax.py. Reference: xla/depth.py.
 
 import functools
 import itertools
-import types
 from typing import NamedTuple
 
 import jax
@@ -27,7 +26,7 @@ SHARED_BYTES = 227 * 1024  # of a processor; a block that uses more than half ru
 REDUCTION_BYTES = 1024  # backward, half of JAX's default: three blocks of H = 64 share a processor
 
 
-def unsupported(shapes, device=None) -> str | None:
+def unsupported(shapes, device) -> str | None:
     """Return why these kernels do not support `backends.Shapes`, in one line; None: they do."""
     del device
     batch, length, heads, width = shapes.q
@@ -47,24 +46,23 @@ def unsupported(shapes, device=None) -> str | None:
     return None
 
 
-def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes, scale, **shared):
-    """The body of the forward kernel: one block."""
-    s = types.SimpleNamespace(**shared)
-    loader = SlotLoader(sizes, num_slots[0], rows)
+def _forward(g, s, sizes, scale):
+    """The body of the forward kernel: one block, from arrays `g` and shared memory `s`, by name."""
+    loader = SlotLoader(sizes, g.num_slots[0], g.rows)
     scores_shape, sums_shape = (CHUNK, sizes.columns), (sizes.padded_width, sizes.columns)
     heads = common.full_slice(sizes.columns), common.full_slice(sizes.padded_width)
 
     def load_item(item):
         buffer, at = lax.rem(item, 2), loader.start + item
-        plgpu.copy_gmem_to_smem(q.at[at, *heads], s.q.at[buffer], s.item_ready.at[buffer])
-        plgpu.copy_gmem_to_smem(o.at[at, *heads], s.o.at[buffer], s.item_ready.at[buffer])
+        plgpu.copy_gmem_to_smem(g.q.at[at, *heads], s.q.at[buffer], s.item_ready.at[buffer])
+        plgpu.copy_gmem_to_smem(g.o.at[at, *heads], s.o.at[buffer], s.item_ready.at[buffer])
 
     def join(item, has_token, chunk, carry):
         highest, total, sums = carry
         step = item * loader.chunks + chunk
         stage = lax.rem(step, STAGES)
         # The next chunk goes to the stage of the last step; the copy waits for all four warps.
-        loader.load_slots(step + (STAGES - 1), k, v, mask, s)
+        loader.load_slots(step + (STAGES - 1), g.k, g.v, g.mask, s)
         plgpu.barrier_wait(s.k_ready.at[stage])
         scores = product(scores_shape, s.k.at[stage], s.q.at[lax.rem(item, 2)].T) * (
             scale * common.LOG2E
@@ -97,17 +95,17 @@ def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes
         total = total.sum(axis=0)
         sums /= common.by_column(jnp.where(total > 0, total, 1.0), sums_shape)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        s.out.T[...] = plgpu.layout_cast(sums, TRANSPOSED).astype(o_out.dtype)
+        s.out.T[...] = plgpu.layout_cast(sums, TRANSPOSED).astype(g.o_out.dtype)
         s.lse.at[item][...] = highest * (1 / common.LOG2E) + jnp.log(total)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(s.out, o_out.at[loader.start + item, *heads])
+        plgpu.copy_smem_to_gmem(s.out, g.o_out.at[loader.start + item, *heads])
 
     load_item(jnp.int32(0))
     for step in range(STAGES - 1):
-        loader.load_slots(jnp.int32(step), k, v, mask, s)
-    loader.load_scalars(lse, s.lse)
+        loader.load_slots(jnp.int32(step), g.k, g.v, g.mask, s)
+    loader.load_scalars(g.lse, s.lse)
     lax.fori_loop(0, loader.items, one, None)
-    loader.store_scalars(s.lse, lse_out)
+    loader.store_scalars(s.lse, g.lse_out)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -124,19 +122,19 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
         'item_ready': plgpu.Barrier(num_barriers=2, num_arrivals=2),
         **sizes.slots_memory(STAGES),
     }
-    body, lse = functools.partial(_forward, sizes=sizes, scale=scale), sizes.pad_scalars(lse_BNT)
-    out_type = [
-        jax.ShapeDtypeStruct((sizes.items, sizes.heads, sizes.width), o_BTNH.dtype),
-        jax.ShapeDtypeStruct(lse.shape, jnp.float32),
-    ]
-    run = common.one_warpgroup_kernel(
-        body, 'depth_forward', sizes.blocks, out_type, shared, interpret
-    )
-    o, lse = run(
-        sizes.by_item(q_BTNH.astype(sizes.dtype)),
-        sizes.by_item(o_BTNH),
-        lse,
-        *sizes.slot_operands(slots),
+    operands = {
+        'q': sizes.by_item(q_BTNH.astype(sizes.dtype)),
+        'o': sizes.by_item(o_BTNH),
+        'lse': sizes.pad_scalars(lse_BNT),
+        **sizes.slot_operands(slots),
+    }
+    results = {
+        'o_out': jax.ShapeDtypeStruct((sizes.items, sizes.heads, sizes.width), o_BTNH.dtype),
+        'lse_out': jax.ShapeDtypeStruct(operands['lse'].shape, jnp.float32),
+    }
+    body = functools.partial(_forward, sizes=sizes, scale=scale)
+    o, lse = common.run_one_warpgroup(
+        'depth_forward', body, operands, results, shared, sizes.blocks, interpret
     )
     return o[:, : sizes.group].reshape(q_BTNH.shape), sizes.cut_scalars(lse), slots[:2]
 
@@ -239,10 +237,8 @@ def _add(s, loader, chunk, place, has_token, side, total, weights, heads, factor
     pl.when(has_token)(write) if loader.sizes.mapped else write()
 
 
-def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
-    """The body of the backward kernel: one block."""
-    g = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
-    s = types.SimpleNamespace(**shared)
+def _backward(g, s, sizes, buffers, scale, fresh):
+    """The body of the backward kernel, as `_forward`."""
     loader = SlotLoader(sizes, g.num_slots[0], g.rows)
     scores_shape, dq_shape = (CHUNK, sizes.columns), (sizes.padded_width, sizes.columns)
     heads = common.full_slice(sizes.columns), common.full_slice(sizes.padded_width)
@@ -309,7 +305,7 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
             s.flat_q.at[i].T[...], s.flat_do.at[i].T[...] = q, do
             products.append(do.astype(jnp.float32) * o.astype(jnp.float32))
         delta_row = plgpu.layout_cast(sum(products), LAYOUT).sum(axis=0)
-        if 'dlse' in names:
+        if g.dlse is not None:
             delta_row -= common.load(s.dlse.at[item], LAYOUT.reduce(0), optimized=False)
         load_heads(item + 1, g.o, s.o, s.o_ready)
         has_token = loader.token(item)[2]
@@ -318,7 +314,7 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
         chunks = functools.partial(one_chunk, item, has_token, lse_row, delta_row)
         dq = lax.fori_loop(0, loader.chunks, chunks, dq)
         dq = plgpu.layout_cast(dq * scale, TRANSPOSED)
-        if 'dq' in names:
+        if g.dq is not None:
             plgpu.barrier_wait(s.dq_ready)
             dq += common.load(s.dq.T, TRANSPOSED).astype(jnp.float32)
             load_heads(item + 1, g.dq, s.dq, s.dq_ready)
@@ -330,20 +326,20 @@ def _backward(*refs, names, sizes, buffers, scale, fresh, **shared):
     for item in range(buffers.heads - 1):
         load_item(jnp.int32(item))
     load_heads(jnp.int32(0), g.o, s.o, s.o_ready)
-    if 'dq' in names:
+    if g.dq is not None:
         load_heads(jnp.int32(0), g.dq, s.dq, s.dq_ready)
     for step in range(buffers.chunks - 1):
         loader.load_slots(jnp.int32(step), g.k, g.v, g.mask, s)
     if fresh and not sizes.mapped:
         _write_zeros(s, loader, (g.dk, g.dv))
     loader.load_scalars(g.lse, s.lse)
-    if 'dlse' in names:
+    if g.dlse is not None:
         loader.load_scalars(g.dlse, s.dlse)
     lax.fori_loop(0, loader.items, one, None)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _shared(sizes, buffers, sum_dtype, names):
+def _shared(sizes, buffers, sum_dtype, operands):
     """Return the shared memory and barriers of the backward kernel, by name."""
     dtype, parts = sizes.dtype, sizes.padded_width // CHUNK
     # The narrowest swizzle: the depth of these products is 16 or 32 heads, too few for a wider one.
@@ -352,7 +348,7 @@ def _shared(sizes, buffers, sum_dtype, names):
     sums = (buffers.sums, parts, CHUNK, CHUNK)
     optional = {'dlse': scalars, 'dq': sizes.heads_tile(dtype)}
     return {
-        **{name: memory for name, memory in optional.items() if name in names},
+        **{name: memory for name, memory in optional.items() if operands[name] is not None},
         'q': sizes.heads_tile(dtype, buffers.heads),
         'do': sizes.heads_tile(dtype, buffers.heads),
         'flat_q': flat,
@@ -379,29 +375,31 @@ def depth_backward(
     sizes, fresh = Sizes.of(q_BTNH, slots, window), sums is None
     heads = {'q': q_BTNH, 'o': o_BTNH, 'do': do_BTNH, 'dq': dq_BTNH}
     operands = {
-        name: sizes.by_item(x.astype(sizes.dtype)) for name, x in heads.items() if x is not None
+        name: None if x is None else sizes.by_item(x.astype(sizes.dtype))
+        for name, x in heads.items()
     }
     operands['lse'] = sizes.pad_scalars(lse_BNT)
-    if dlse_BNT is not None:
-        operands['dlse'] = sizes.pad_scalars(dlse_BNT)
-    slot_names = 'num_slots', 'rows', 'mask', 'k', 'v'
-    operands |= zip(slot_names, sizes.slot_operands(slots), strict=True)
+    operands['dlse'] = None if dlse_BNT is None else sizes.pad_scalars(dlse_BNT)
+    operands |= sizes.slot_operands(slots)
     sum_dtype = sizes.dtype if fresh else sums[0].dtype
-    results, refs = [jax.ShapeDtypeStruct(operands['k'].shape, sum_dtype)] * 2, []
+    whole, refs = jax.ShapeDtypeStruct(operands['k'].shape, sum_dtype), {}
+    results = {'dk': whole, 'dv': whole}
     if not fresh or sizes.mapped:
         # No item writes the places without a query in `rows_BT`, so these must be zero before.
         sums = [jnp.zeros_like(side) for side in slots[:2]] if fresh else sums
-        results, refs = [], [jax.new_ref(sizes.by_place(total)) for total in sums]
-    results = [*results, jax.ShapeDtypeStruct(operands['q'].shape, sizes.dtype)]
-    names, buffers = (*operands, 'dk', 'dv', 'dq_out'), Buffers.of(sizes, sum_dtype)
-    body = functools.partial(
-        _backward, names=names, sizes=sizes, buffers=buffers, scale=scale, fresh=fresh
+        totals = (jax.new_ref(sizes.by_place(total)) for total in sums)
+        refs, results = dict(zip(results, totals, strict=True)), {}
+    buffers = Buffers.of(sizes, sum_dtype)
+    *totals, dq = common.run_one_warpgroup(
+        'depth_backward',
+        functools.partial(_backward, sizes=sizes, buffers=buffers, scale=scale, fresh=fresh),
+        operands | refs,
+        results | {'dq_out': jax.ShapeDtypeStruct(operands['q'].shape, sizes.dtype)},
+        _shared(sizes, buffers, sum_dtype, operands),
+        sizes.blocks,
+        interpret,
+        REDUCTION_BYTES,
     )
-    shared = _shared(sizes, buffers, sum_dtype, names)
-    run = common.one_warpgroup_kernel(
-        body, 'depth_backward', sizes.blocks, results, shared, interpret, REDUCTION_BYTES
-    )
-    *totals, dq = run(*operands.values(), *refs)
-    totals, shape = totals or [jax.freeze(ref) for ref in refs], slots.k_LBRKH.shape
+    totals, shape = totals or [jax.freeze(ref) for ref in refs.values()], slots.k_LBRKH.shape
     sums = (total[: shape[0]].reshape(shape) for total in totals)
     return dq[:, : sizes.group].reshape(q_BTNH.shape), *sums

@@ -7,7 +7,6 @@ reference.py.
 """
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ MAX_STAGES = 8
 SHARED_BYTES = 220 * 1024  # of 227 KiB; the rest is for barriers, logsumexps and alignment
 
 
-def unsupported(shapes, device=None) -> str | None:
+def unsupported(shapes, device) -> str | None:
     """Return why the kernel does not support `backends.Shapes`, in one line; None: it does."""
     if reason := depth.unsupported(shapes, device):
         return reason
@@ -171,25 +170,17 @@ def run_kernel(name, compute, fill, operands, results, scratch, sizes, blocks):
     """Run a Hopper kernel of two warpgroups that compute and one that copies.
 
     Args:
-      name: name of the kernel.
+      name, operands, results: as in `common.run_by_name`, whose results are returned.
       compute: function of (refs by name, `Shared`, warpgroup).
       fill: function of (refs by name, `Shared`).
-      operands: arrays and mutable references by name; None: refs has None.
-      results: jax.ShapeDtypeStruct by name.
       scratch: `Shared`, as `make_scratch` returns it.
       sizes: `Sizes`.
       blocks: number of blocks of the grid.
-
-    Returns:
-      The results, in their order.
     """
     # 504 for two and one. Of the few splits that were compiled, these spilled least.
     registers = (224, 56) if sizes.width <= 64 else (240, 24)
-    given = {key: x for key, x in operands.items() if x is not None}
 
     def run(shared, refs):
-        named = dict(zip((*given, *results), refs, strict=True))
-        refs = types.SimpleNamespace(**dict.fromkeys(operands) | named)
         warpgroup = lax.axis_index('warpgroup')
 
         @pl.when(warpgroup < TILES)
@@ -202,18 +193,12 @@ def run_kernel(name, compute, fill, operands, results, scratch, sizes, blocks):
             plgpu.set_max_registers(registers[1], action='decrease')
             fill(refs, shared)
 
-    def kernel(*refs):
+    def scoped(refs):
         pl.run_scoped(lambda shared: run(shared, refs), scratch, collective_axes='warpgroup')
 
     mesh = {'grid': (blocks,), 'grid_names': ('item',)}
-    return pl.kernel(
-        kernel,
-        out_type=[*results.values()],
-        mesh=plgpu.Mesh(**mesh, num_threads=TILES + 1, thread_name='warpgroup'),
-        compiler_params=common.compiler_params(approx_math=True),
-        interpret=common.interpret_params(sizes.interpret),
-        name=name,  # by which profilers list it
-    )(*given.values())
+    mesh = plgpu.Mesh(**mesh, num_threads=TILES + 1, thread_name='warpgroup')
+    return common.run_by_name(name, scoped, operands, results, mesh, sizes.interpret)
 
 
 def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):

@@ -66,7 +66,7 @@ def _first_keys(refs, tile, token, sizes):
     return None if first is None else first - tile.base
 
 
-def _hide_by_place(scores, tile, token, start, sizes, first=None):
+def _hide_by_place(scores, tile, token, start, sizes, first):
     """Hide keys after each row's token, or before its first visible key."""
     shape = scores.shape
     keys = start + iota(shape, 1)

@@ -106,17 +106,10 @@ def _by_tile(x_BNT, sizes, fill):
     batch, _, length = x_BNT.shape
     x = x_BNT.astype(jnp.float32).reshape(batch, sizes.kv_heads, sizes.group, length)
     tokens = sizes.blocks * TILES * sizes.tokens
-    x = _extend(_extend(x, 2, sizes.pieces * sizes.heads, fill), 3, tokens, fill)
+    x = common.pad(common.pad(x, 2, sizes.pieces * sizes.heads, fill), 3, tokens, fill)
     x = x.reshape(batch, -1, sizes.heads, tokens // sizes.tokens, sizes.tokens)
     x = jnp.moveaxis(x, 3, 2).reshape(*x.shape[:2], -1, sizes.heads * sizes.tokens)
-    return _extend(x, 3, ROWS, fill)
-
-
-def _extend(x, axis, size, fill):
-    """Pad an array with `fill` at the end of an axis, up to a size."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths, constant_values=fill)
+    return common.pad(x, 3, ROWS, fill)
 
 
 def compute_dq(refs, shared, warpgroup, sizes, over_slots=None):

@@ -123,15 +123,20 @@ class Sizes:
         return pad(x_LBRKH, 0, self.slots).reshape(self.slots, -1, self.width)
 
     def slot_operands(self, slots):
-        """Return num_slots, rows int32 [B T], mask float32 [B R, slots], k and v."""
+        """Return by name: num_slots, rows int32 [B T], mask float32 [B R, slots], k and v."""
         # Dummies of one number are constants; XLA would run a kernel to fill larger ones.
         rows, mask = jnp.zeros(1, jnp.int32), jnp.zeros((1, 1), jnp.float32)
         if self.mapped:
             rows = slots.rows_BT.astype(jnp.int32).reshape(-1)
         if self.masked:
             mask = pad(slots.mask_LBR, 0, self.slots).reshape(self.slots, -1).T.astype(jnp.float32)
-        num_slots = jnp.asarray(slots.num, jnp.int32).reshape(1)
-        return num_slots, rows, mask, self.by_place(slots.k_LBRKH), self.by_place(slots.v_LBRKH)
+        return {
+            'num_slots': jnp.asarray(slots.num, jnp.int32).reshape(1),
+            'rows': rows,
+            'mask': mask,
+            'k': self.by_place(slots.k_LBRKH),
+            'v': self.by_place(slots.v_LBRKH),
+        }
 
 
 class SlotLoader:

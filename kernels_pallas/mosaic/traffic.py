@@ -1,8 +1,9 @@
 """Bytes that the Hopper kernels move between global and shared memory, from the sizes of a call.
 
 Counted are TMA's copies, clipped to the arrays, and the loads of logsumexps and deltas. The few
-scalars of a block are not. Calls have no mask, `slot_rows_BT`, documents or sequence window.
-traffic_test.py compares all of it with what the interpreter moves.
+scalars of a block are not. Calls have no mask, `slot_rows_BT`, documents or sequence window, and
+those of the fused kernels no slot window. traffic_test.py compares all of it with what the
+interpreter moves.
 """
 
 from typing import NamedTuple
@@ -75,18 +76,16 @@ def _keys(sizes, batch):
     return 2 * columns * rows * sizes.width * 2
 
 
-def _slots(sizes, held, num_slots, slot_window):
+def _slots(sizes, held, num_slots):
     """Return the rows of slots that are copied for each token, in eights."""
-    first = max(num_slots - slot_window, 0) if slot_window else 0
-    chunks = range(first // SLOTS * SLOTS, num_slots, SLOTS)
     held = round_up(held, OCTET) if sizes.copy_by_token else held
-    return sum(min(SLOTS, held - start) for start in chunks)
+    return sum(min(SLOTS, held - start) for start in range(0, num_slots, SLOTS))
 
 
-def fused_forward(sizes: TileSizes, batch: int, held: int, num_slots: int, slot_window: int = 0):
+def fused_forward(sizes: TileSizes, batch: int, held: int, num_slots: int) -> Traffic:
     """Return the bytes of `fused.fused_forward` in 16 bits; held: L, 0 for only the sequence."""
     columns, even, tiles = _tiles(sizes, batch)
-    rows = _slots(sizes, held, num_slots, slot_window) * sizes.tokens
+    rows = _slots(sizes, held, num_slots) * sizes.tokens
     queries = columns * sizes.heads * (1 + sizes.own_query)
     results = batch * sizes.kv_heads * sizes.group
     return Traffic(
@@ -106,23 +105,18 @@ def sequence_backward_q(sizes: TileSizes, batch: int) -> Traffic:
 
 
 def fused_backward_q(
-    sizes: TileSizes,
-    batch: int,
-    held: int,
-    num_slots: int,
-    sum_bytes: int = 0,
-    slot_window: int = 0,
+    sizes: TileSizes, batch: int, held: int, num_slots: int, sum_bytes: int = 0
 ) -> Traffic:
     """Return the bytes of the dq kernel of `fused_backward.fused_backward`, in 16 bits.
 
     sum_bytes: item size of the sums; 0: fresh gradients.
     """
     (columns, _, tiles), plain = _tiles(sizes, batch), sequence_backward_q(sizes, batch)
-    rows = _slots(sizes, held, num_slots, slot_window)
+    rows = _slots(sizes, held, num_slots)
     # Logsumexps and deltas are loaded again for each 8 slots of 8 tokens.
     scalars = tiles * sizes.parts * -(-rows // SLOTS) * 2 * ROWS * FLOAT
     # Fresh gradients are written for all slots; sums are read and written for the visible ones.
-    by_token = 2 * rows * sum_bytes or _slots(sizes, held, held, 0) * 2
+    by_token = 2 * rows * sum_bytes or _slots(sizes, held, held) * 2
     return plain._replace(
         slots=2 * tiles * sizes.tokens * rows * sizes.width * 2,
         sums=2 * columns * sizes.length * by_token * sizes.width,

@@ -23,11 +23,6 @@ COPY_TARGET = 0.9  # target of the depth kernels, as a share of the measured cop
 DIRECTIONS = {'forward': 'forward', 'fresh': 'forward + backward'}
 
 
-def case_title(result: dict) -> str:
-    """Format the shape of a case in one line."""
-    return str(Case(**{name: result[name] for name in Case._fields}))
-
-
 def _cell(row):
     if 'failed' in row:
         return 'wrong' if row['failed'].startswith('wrong') else 'failed'
@@ -45,8 +40,9 @@ def case_table(result: dict) -> Table:
     `x` is the time relative to the baseline without slots. GB/s are those of the depth part; in the
     column with both passes, those of its backward pass.
     """
+    case = Case(**{name: result[name] for name in Case._fields})
     return pivot(
-        f'attention, {case_title(result)}; x: relative to {result["baseline"]} without slots',
+        f'attention, {case}; x: relative to {result["baseline"]} without slots',
         result['rows'],
         line=lambda row: f'{row["implementation"]}, {row["over"]}',
         column=lambda row: DIRECTIONS[row['direction']],

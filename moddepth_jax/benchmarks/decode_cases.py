@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import decode_attention
-from kernels_pallas.reference import allowed_error
-from moddepth_jax.benchmarks.attention_check import errors_of, largest
+from moddepth_jax.benchmarks.attention_check import allowed_errors, errors_of
 from moddepth_jax.benchmarks.kernel_cases import exact
 from moddepth_jax.benchmarks.timing import time_interleaved
 from moddepth_jax.benchmarks.worker import WrongError
@@ -128,11 +127,10 @@ def check(implementation: str, case: str, toy: bool = False) -> dict:
     given, right, counted = make_case(sizes, dtype, np.nan)
     run = program(implementation, window)
     first, second = (np.asarray(run(given), np.float64)[counted] for _ in range(2))
-    plain = program('xla', window)(make_case(sizes, dtype, 0.0)[0])
-    right = right[counted]
-    plain_error = largest(np.asarray(plain, np.float64)[counted] - right)
-    allowed = {'o': allowed_error(dtype, False, plain_error, largest(right))}
-    errors, wrong = errors_of({'o': first}, {'o': right}, allowed)
+    plain = np.asarray(program('xla', window)(make_case(sizes, dtype, 0.0)[0]), np.float64)
+    exact_o = {'o': right[counted]}
+    allowed = allowed_errors(exact_o, {'o': plain[counted]}, dtype)
+    errors, wrong = errors_of({'o': first}, exact_o, allowed)
     if not (first == second).all():
         wrong.append('o differs in a rerun')
     if wrong:

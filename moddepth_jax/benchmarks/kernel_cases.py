@@ -3,8 +3,8 @@
 import numpy as np
 
 KINDS = {'num': None, 'slot_window': 0, 'mask': False, 'own_query': False}
-SEQUENCE = {'window': 0, 'segments': False, 'scale': None}
-DEFAULTS = {'B': 2, 'S': None, 'R': None, 'K': 2, 'H': 64, 'L': 9, **KINDS, **SEQUENCE}
+KINDS |= {'window': 0, 'segments': False, 'scale': None}
+DEFAULTS = {'B': 2, 'S': None, 'R': None, 'K': 2, 'H': 64, 'L': 9, **KINDS}
 # Cases for compiled kernels on a GPU, in bfloat16 by default.
 CASES = {
     'group_of_8': {'T': 1025, 'N': 8, 'K': 1, 'H': 128, 'L': 64, 'num': 40, 'traced': True},
@@ -41,7 +41,7 @@ LARGEST_TOYS = {'B': 1, 'T': 7, 'R': 9, 'N': 8, 'H': 16, 'L': 5, 'num': 3}
 LARGEST_TOYS |= {'window': 4, 'slot_window': 2}
 
 
-def make_case(B, T, S, R, N, K, H, L, num, slot_window, mask, own_query, window, segments, scale):
+def make_case(B, T, S, R, N, K, H, L, num, slot_window, mask, window, segments, scale):
     """Draw a case. Slots that no query may see hold NaN.
 
     Args:
@@ -56,7 +56,6 @@ def make_case(B, T, S, R, N, K, H, L, num, slot_window, mask, own_query, window,
       num: written slots; None: L.
       slot_window: newest visible slots; 0: all.
       mask: whether a random mask hides slots.
-      own_query: unused here; q_depth is always drawn.
       window: of the sequence; 0: none.
       segments: True for three documents of random lengths, or a tuple of lengths.
       scale: of the scores; None: the default.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import depth_attention
-from kernels_pallas.joint_softmax import Parts
+from kernels_pallas.backends import Parts
 from moddepth_jax.benchmarks.attention_cases import Inputs
 from moddepth_jax.benchmarks.attention_check import NAMES, allowed_errors, errors_of
 from moddepth_jax.benchmarks.attention_forms import BOTH, make_program
@@ -36,10 +36,10 @@ def prepare(case: dict, toy: bool) -> tuple[Inputs, dict, dict]:
         case |= {name: min(case[name], most) for name, most in cut.items()}
         case['segments'] = bool(case['segments'])
     dtype, traced, num = case.pop('dtype'), case.pop('traced'), case['num']
-    sums = case.pop('sums')
+    sums, own = case.pop('sums'), case.pop('own_query')
     (*arrays, q_depth), (do, dlse), arguments, *visible = make_case(**case)
     *arrays, q_depth, do = (jnp.asarray(x, dtype) for x in (*arrays, q_depth, do))
-    scale, own = case['scale'] or case['H'] ** -0.5, case['own_query']
+    scale = case['scale'] or case['H'] ** -0.5
     q_of_slots = q_depth if own else arrays[0]
     o, _, gradients = exact([*arrays, q_of_slots], (do, 0 * dlse), *visible, scale)
     if not own:

@@ -7,7 +7,7 @@ import numpy as np
 
 from moddepth_jax.benchmarks.decoding import cache_sizes
 from moddepth_jax.benchmarks.models import make_model, random_variables
-from moddepth_jax.benchmarks.timing import time_interleaved
+from moddepth_jax.benchmarks.timing import median_and_range, time_interleaved
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.model.decoding import empty_cache, extend, prefill, unroll
 from moddepth_jax.training.summary import versions
@@ -55,9 +55,7 @@ def _compare(name, size, length, chunk, repeats):
     calls = {way: functools.partial(first_token, size) for way, size in sizes.items()}
     seconds, row = time_interleaved(calls, repeats, warmup=1), {'model': name}
     row |= {f'{way}_seconds': float(np.median(values)) for way, values in seconds.items()}
-    ratios = seconds['chunks'] / seconds['one_pass']
-    row |= {'time_ratio': float(np.median(ratios))}
-    row['time_ratio_range'] = [float(ratios.min()), float(ratios.max())]
+    row |= median_and_range('time_ratio', seconds['chunks'] / seconds['one_pass'])
     temp = _temp_bytes(hparams, variables, length, chunk)
     row |= {f'{program}_temp_bytes': number for program, number in temp.items()}
     return row | {'memory_ratio': temp['chunk'] / temp['one_pass']}

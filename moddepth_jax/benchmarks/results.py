@@ -12,8 +12,8 @@ FILE = 'results.jsonl'
 # Cases with one of these statuses are done; all others run again.
 FINAL = ('ok', 'failed', 'wrong', 'hung', 'skipped')
 BAD = ('failed', 'wrong', 'hung')
-_ROOT = pathlib.Path(__file__).parents[2]
-_PACKAGES = ('configs', 'kernels_pallas', 'launch', 'moddepth_jax')
+ROOT = pathlib.Path(__file__).parents[2]
+SOURCES = ('configs', 'kernels_pallas', 'launch', 'moddepth_jax')
 
 
 class Results:
@@ -56,10 +56,10 @@ def code_version() -> dict[str, str]:
     A copy of the sources without git has the same `code` as its commit.
     """
     digest = hashlib.sha256()
-    for package in _PACKAGES:
-        for path in sorted((_ROOT / package).rglob('*.py')):
-            digest.update(path.relative_to(_ROOT).as_posix().encode() + b'\0' + path.read_bytes())
-    asked = ['git', '-C', str(_ROOT), 'rev-parse', 'HEAD']
+    for package in SOURCES:
+        for path in sorted((ROOT / package).rglob('*.py')):
+            digest.update(path.relative_to(ROOT).as_posix().encode() + b'\0' + path.read_bytes())
+    asked = ['git', '-C', str(ROOT), 'rev-parse', 'HEAD']
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=20)
         commit = done.stdout.strip() if done.returncode == 0 else ''

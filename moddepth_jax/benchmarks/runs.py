@@ -6,7 +6,7 @@ import pathlib
 import jax
 import numpy as np
 
-from moddepth_jax.benchmarks.timing import time_interleaved
+from moddepth_jax.benchmarks.timing import median_and_range, time_interleaved
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
 from moddepth_jax.hparams.rules import causal_routing
@@ -70,11 +70,9 @@ def runs(*, workdirs: list[str] = (), repeats: int = 25):
         first = compared[0]
         for run, row in zip(compared, rows, strict=True):
             own = run.tokens / seconds[run.name]
-            ratios = own * seconds[first.name] / first.tokens
             flops = run.flops[number] / run.tokens * first.tokens / first.flops[number]
             row[f'{kind}_tokens_per_second'] = float(np.median(own))
-            row[f'{kind}_ratio'] = float(np.median(ratios))
-            row[f'{kind}_ratio_range'] = [float(ratios.min()), float(ratios.max())]
+            row |= median_and_range(f'{kind}_ratio', own * seconds[first.name] / first.tokens)
             row[f'{kind}_flops_ratio'] = flops
     heads = ['', *(pathlib.Path(run.name).name for run in compared)]
     tables = [column_per_row('steps of runs', heads, _lines(), rows)]

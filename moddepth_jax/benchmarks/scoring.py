@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from moddepth_jax.benchmarks.models import make_model, random_variables
-from moddepth_jax.benchmarks.timing import time_interleaved
+from moddepth_jax.benchmarks.timing import median_and_range, time_interleaved
 from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.inference.scoring import row_length, score
 from moddepth_jax.model.transformer import Transformer
@@ -71,9 +71,7 @@ def _compare(name, hparams, repeats):
         row = {'model': name, 'options': option, 'requests': len(requests)}
         for way, values in seconds.items():
             row[f'{way}_milliseconds'] = 1e3 * float(np.median(values)) / len(requests)
-        ratios = seconds['one_by_one'] / seconds['in_batches']
-        row['ratio'] = float(np.median(ratios))
-        row['ratio_range'] = [float(ratios.min()), float(ratios.max())]
+        row |= median_and_range('ratio', seconds['one_by_one'] / seconds['in_batches'])
         yield row | {'difference': float(np.abs(difference).max())}
 
 

@@ -36,6 +36,12 @@ def try_run(function, *args):
     return None, reason
 
 
+def median_and_range(name: str, values) -> dict:
+    """Return {name: median, name_range: [least, greatest]} of an array, for a row of results."""
+    ends = [float(values.min()), float(values.max())]
+    return {name: float(np.median(values)), f'{name}_range': ends}
+
+
 def time_interleaved(
     calls: dict, repeats: int, warmup: int = 2, counts: dict | None = None
 ) -> dict:

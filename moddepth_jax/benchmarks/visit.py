@@ -14,7 +14,6 @@ import tempfile
 from moddepth_jax.benchmarks import results, runner, worker
 from moddepth_jax.benchmarks.gpu_cases import cases
 
-ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ('jax', 'jaxlib', 'jax-cuda13-plugin', 'jax-triton', 'triton', 'flax', 'numpy')
 _PROBE = """
 import json, jax
@@ -73,7 +72,7 @@ def probe() -> tuple[dict, str]:
 def _set_environment(toy):
     """Set the environment of the children; compiled programs are kept for the next visit."""
     # Import this checkout even if another copy is installed.
-    paths = [str(ROOT), os.environ.get('PYTHONPATH')]
+    paths = [str(results.ROOT), os.environ.get('PYTHONPATH')]
     os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, paths))
     defaults = {
         'JAX_COMPILATION_CACHE_DIR': os.path.join(tempfile.gettempdir(), 'moddepth-gpu-cache'),

@@ -7,6 +7,8 @@ import os
 import sys
 import traceback
 
+from moddepth_jax.benchmarks.results import SOURCES
+
 
 class WrongError(Exception):
     """A result is wrong; the message says which one, and by how much."""
@@ -14,9 +16,6 @@ class WrongError(Exception):
 
 class SkippedError(Exception):
     """This device does not support the case; the message says why."""
-
-
-_OURS = ('configs', 'kernels_pallas', 'launch', 'moddepth_jax')
 
 
 def serve(connection, log, cases: dict, on_gpu: bool):
@@ -69,7 +68,7 @@ def run_case(case, on_gpu: bool) -> dict:
 
 def _failed(error, case):
     """The row of an error; with `ends`, the device no longer responds."""
-    if isinstance(error, ModuleNotFoundError) and str(error.name).split('.')[0] not in _OURS:
+    if isinstance(error, ModuleNotFoundError) and str(error.name).split('.')[0] not in SOURCES:
         why = f'no Python module {error.name}; docs/gpu.md says how to carry it'
         return {'status': 'missing', 'reason': why}
     traceback.print_exception(error)

@@ -77,9 +77,9 @@ def dry_run(hparams: Hparams, mesh) -> dict:
     shape = (hparams.data.batch_size, hparams.data.sequence_length)
     row = jax.ShapeDtypeStruct(shape, 'int32', sharding=batch_sharding(mesh, shape[0]))
     batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), row)
-    # Trace without the mesh: within shard_map, products have the shapes of one device.
     teacher = abstract_teacher(hparams)
     teacher = teacher and abstract_on_mesh(mesh, teacher)
+    # Trace without the mesh: within shard_map, products have the shapes of one device.
     step = jax.jit(train_step)
     traced = float(dot_general_flops(step.trace(state, batch, teacher=teacher).jaxpr))
     with sequence.static_blocks():

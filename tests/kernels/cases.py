@@ -9,7 +9,7 @@ import numpy as np
 from kernels_pallas import depth_attention
 from kernels_pallas.backends import Shapes
 from kernels_pallas.xla import depth, sequence
-from moddepth_jax.benchmarks.kernel_cases import KINDS, SEQUENCE, exact, make_case
+from moddepth_jax.benchmarks.kernel_cases import KINDS, exact, make_case
 
 # Supported by every backend.
 USUAL = Shapes(
@@ -52,9 +52,9 @@ def draw(gaps=False, others=0, **changes):
     With `gaps` between positions; with keys of that many other tokens; and segments 'any': ids that
     descend, recur, or are of one token.
     """
-    case = SIZES | KINDS | SEQUENCE | changes
+    case = SIZES | KINDS | changes
     (batch, length), window = (case['B'], case['T']), case['window']
-    segments = case.pop('segments')
+    segments, _ = case.pop('segments'), case.pop('own_query')
     if not gaps and segments != 'any':
         return make_case(**case, segments=segments)
     made = make_case(**case | {'S': others or None}, segments=False)
@@ -86,7 +86,7 @@ def drawn(name):
 
     The exact results are o, lse and the gradients of q, k, v, k_depth, v_depth, q_depth.
     """
-    case, found = SIZES | KINDS | SEQUENCE | CASES[name], []
+    case, found = SIZES | KINDS | CASES[name], []
     for num in case['num'] if isinstance(case['num'], tuple) else (case['num'],):
         inputs, cotangents, arguments, *seen = draw(**case | {'num': num})
         if not case['own_query']:

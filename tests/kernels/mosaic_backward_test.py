@@ -10,11 +10,11 @@ import pytest
 from kernels_pallas.backends import Parts
 from kernels_pallas.joint_softmax import SequenceMask, Slots, Static, joint_attention
 from kernels_pallas.mosaic import depth, fused, fused_backward, sequence
-from tests.kernels.cases import KINDS, SEQUENCE, draw, exact
+from tests.kernels.cases import KINDS, draw, exact
 from tests.kernels.depth_backends_test import interpreted, racing  # noqa: F401
 from tests.kernels.mosaic_fused_test import EDGES
 
-SMALL = KINDS | SEQUENCE | {'B': 1, 'T': 9, 'N': 1, 'K': 1, 'H': 64, 'L': 7, 'num': None}
+SMALL = KINDS | {'B': 1, 'T': 9, 'N': 1, 'K': 1, 'H': 64, 'L': 7, 'num': None}
 OURS = Parts('mosaic_gpu', 'mosaic_gpu_fused', interpret=True)
 CASES = {
     'group_of_3': {'N': 3, 'T': 17, 'L': 9, 'num': 7, 'segments': (1, 9, 7)},

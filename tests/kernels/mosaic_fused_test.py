@@ -10,10 +10,10 @@ import pytest
 from kernels_pallas import depth_attention
 from kernels_pallas.backends import Parts
 from kernels_pallas.mosaic import fused, tiles
-from tests.kernels.cases import KINDS, SEQUENCE, draw, exact
+from tests.kernels.cases import KINDS, draw, exact
 from tests.kernels.depth_backends_test import interpreted, racing  # noqa: F401
 
-SMALL = KINDS | SEQUENCE | {'B': 1, 'T': 5, 'N': 1, 'K': 1, 'H': 64, 'L': 1, 'num': None}
+SMALL = KINDS | {'B': 1, 'T': 5, 'N': 1, 'K': 1, 'H': 64, 'L': 1, 'num': None}
 FUSED = Parts('xla', 'mosaic_gpu_fused', interpret=True)
 # Documents of one token, and with a boundary inside, at the edge of and next to a block.
 EDGES = (1, 126, 1, 1, 63, 8)

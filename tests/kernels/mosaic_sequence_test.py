@@ -9,11 +9,11 @@ from kernels_pallas import depth_attention
 from kernels_pallas.backends import Parts
 from kernels_pallas.joint_softmax import SequenceMask, Static, joint_attention
 from kernels_pallas.mosaic import fused
-from tests.kernels.cases import KINDS, SEQUENCE, draw, exact
+from tests.kernels.cases import KINDS, draw, exact
 from tests.kernels.depth_backends_test import interpreted, racing  # noqa: F401
 from tests.kernels.mosaic_fused_test import EDGES
 
-SMALL = KINDS | SEQUENCE | {'B': 1, 'T': 9, 'N': 1, 'K': 1, 'H': 64, 'L': 0, 'num': 0}
+SMALL = KINDS | {'B': 1, 'T': 9, 'N': 1, 'K': 1, 'H': 64, 'L': 0, 'num': 0}
 OURS = Parts('mosaic_gpu', 'mosaic_gpu_fused', interpret=True)
 CASES = {
     'group_of_1': {'window': 5},
