@@ -52,6 +52,11 @@ def test_half_precision_errs_at_most_twice_as_much_as_xla(name):
     check('mosaic_gpu', name)
 
 
+@pytest.mark.parametrize('name', ['rows', 'tokens'])
+def test_xla_passes_the_check_of_a_visit(name):
+    check('xla', name, toy=True)
+
+
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['length_200', 'length_1025'])
