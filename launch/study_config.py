@@ -15,20 +15,13 @@ from moddepth_jax.studies.plan import (
     nearest_depth,
 )
 
-_VARIED = (
-    *('routing.router', 'routing.layers', 'routing.capacity'),
-    *('experts.choice', 'depth.stream', 'depth.slots', 'depth.value_mix'),
-    *('looped_layers', 'loops', 'embedding_residual', 'value_embeddings'),
-    *('depth.sublayers_per_source', 'depth.hyper_form', 'depth.value_stride'),
-    'depth.mudd_weights',
-)
 SET_BY_STUDY = {  # knobs that a study sets, and the flags that determine them
     'seed': '--seeds',
     'flop_budget': '--budgets',
     'training.num_steps': '--steps',
     'optimizer.learning_rate': '--learning_rates',
     **dict.fromkeys(('model.num_layers', 'model.d_model'), '--sizes'),
-    **{f'model.{name}': '--variants' for name in _VARIED},
+    **dict.fromkeys(VARIANTS['mod'].changes, '--variants'),
 }
 
 
