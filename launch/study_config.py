@@ -74,10 +74,9 @@ class StudyConfig:
         config.update_from_flattened_dict(changes)
 
         # Knobs that follow from the shape of the model.
-        experts, name = config.model.experts, base_name(variant)
+        name = base_name(variant)
         if name == 'moe_capacity_0.5':
-            share = experts.top_k * config.data.sequence_length / experts.num_routed
-            experts.row_capacity = max(1, int(0.5 * share))
+            moe.apply_capacity(config, 0.5)
         elif name == 'integrated':
             mode_integrated.apply_noop(config)
         elif name in LOOPED_VARIANTS:
