@@ -65,7 +65,6 @@ ISOFLOP = $(VENV_PYTHON) -m launch.isoflop
 # The command of the study of a target, or of its part $(1), such as /2e12.
 isoflop = $(ISOFLOP) --workdir=runs/$@$(1) --processes=$(PROCESSES) \
     $(if $(RESULTS),--results=$(RESULTS)/$@$(1))
-STREAMS := dense,wider,average,moda_attention,moda,mod,mod_moda,dense_post,wider_post,moda_post
 # Seeds of the studies, as planned in claims.toml.
 SEVEN := 0,1,2,3,4,5,6
 EIGHT := $(SEVEN),7
@@ -157,10 +156,14 @@ study-experts: .venv/installed
 	$(call isoflop) --config=configs/moe.py --budgets=6.4e12 --sizes=4x128 --seeds=$(TEN) \
 	    --variants=dense,moe,moe_capacity_0.5,integrated,staged --config.data.batch_size=8
 
-# For one GPU, in any number of short sessions: stop with Ctrl-C or SIGTERM, then run it again.
+# For a machine with a GPU. To use a Python that has JAX for CUDA: make gpu VENV_PYTHON=python3
 ifeq ($(VENV_PYTHON),.venv/bin/python)
-study-gpu study-moda-gpu: .venv/installed-gpu
+gpu study-gpu study-moda-gpu: .venv/installed-gpu
 endif
+gpu:
+	$(VENV_PYTHON) -m launch.gpu $(GPU_FLAGS)
+
+# On one GPU, in any number of short sessions: stop with Ctrl-C or SIGTERM, then run it again.
 AT_SCALE := mod,mod_0.25,mod_0.5,every_0.125,every_0.5,aux_loss,random,random_every_0.5,position,norm
 study-gpu:
 	$(ISOFLOP) --config=configs/mod_isoflop_gpu.py --workdir=runs/study-gpu --budgets=1e15,1e16 \
@@ -169,15 +172,9 @@ study-gpu:
 
 study-moda-gpu:
 	$(ISOFLOP) --config=configs/moda_24l.py --workdir=runs/study-moda-gpu --steps=2000 \
-	    --sizes=24x384 --seeds=$(EIGHT) --variants=$(STREAMS) --config.model.norm_placement=pre \
-	    --config.data.source=python_environment --config.evaluation.every=0
-
-# For a machine with a GPU. To use a Python that has JAX for CUDA: make gpu VENV_PYTHON=python3
-ifeq ($(VENV_PYTHON),.venv/bin/python)
-gpu: .venv/installed-gpu
-endif
-gpu:
-	$(VENV_PYTHON) -m launch.gpu $(GPU_FLAGS)
+	    --sizes=24x384 --seeds=$(EIGHT) --config.model.norm_placement=pre \
+	    --config.data.source=python_environment --config.evaluation.every=0 \
+	    --variants=dense,wider,average,moda_attention,moda,mod,mod_moda,dense_post,wider_post,moda_post
 
 # Rehearses on a CPU a visit to a GPU machine without a network. Takes ten minutes on two cores.
 gpu-rehearsal: .venv-next/installed

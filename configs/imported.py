@@ -7,12 +7,10 @@ launch.convert writes all knobs to the run's own config.json. To change those of
 training, pass flags: --config.data.source=DIR (of launch.prepare) --config.training.num_steps=N.
 """
 
-from ml_collections import ConfigDict
-
 from configs import base
 
 
-def get_config() -> ConfigDict:
+def get_config():
     """Return base with a low learning rate, for weights that are already trained."""
     config = base.get_config()
     config.data.sequence_length = 512

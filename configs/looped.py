@@ -15,7 +15,7 @@ from configs import moda, sizes
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, steps, loops of all blocks but the first and last."""
     values = sizes.parse(arguments, size='4x64', steps='600', loops='3')
-    config = moda.get_config(f'slots=none,size={values["size"]},steps={values["steps"]}')
+    config = moda.dense_config(f'size={values["size"]},steps={values["steps"]}')
     config.model.looped_layers = 'middle:1:1'
     config.model.loops = sizes.count(values['loops'], 'loops')
     return config

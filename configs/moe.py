@@ -29,6 +29,13 @@ def apply_experts(config):
     experts.d_ff = config.model.d_ff // (experts.num_shared + experts.top_k)
 
 
+def apply_capacity(config, capacity: float):
+    """Limit an expert to the share `capacity` of an equal share of a row's choices."""
+    experts = config.model.experts
+    share = experts.top_k * config.data.sequence_length / experts.num_routed
+    experts.row_capacity = max(1, int(capacity * share))
+
+
 def get_config(arguments: str = ''):
     """Arguments: size, budget, balance (a loss weight), capacity (of an equal share), choice."""
     values = sizes.parse(
@@ -49,6 +56,5 @@ def get_config(arguments: str = ''):
     if capacity < 1 and experts.choice == 'expert':
         raise ValueError(f'capacity={values["capacity"]!r}: must be 1 with choice=expert')
     if capacity < 1:
-        share = experts.top_k * config.data.sequence_length / experts.num_routed
-        experts.row_capacity = max(1, int(capacity * share))
+        apply_capacity(config, capacity)
     return config

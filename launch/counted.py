@@ -31,18 +31,14 @@ def _by_way(hparams, length):
     pairs = visible + parts['attention']
     readers = depth_readers(hparams, length, 'top_c')
     seen = sum(seen for _, seen, _ in readers)
-    slots = 0 if not seen else parts['depth_attention'] * (_all_slots(hparams, readers) / seen - 1)
+    # The slots of all layers, in each layer that reads.
+    held = len(readers) * hparams.model.num_layers * hparams.model.depth.slots_per_layer
+    slots = parts['depth_attention'] * (held / seen - 1) if seen else 0
     return {
         'visible pairs and slots': visible,
         'all pairs': pairs,
         'all pairs and slots': pairs + slots,
     }
-
-
-def _all_slots(hparams, readers):
-    """Slots of all layers, summed over the layers that read."""
-    letters = {'attention+ffn': 2}.get(hparams.model.depth.slots, 1)
-    return len(readers) * hparams.model.num_layers * letters
 
 
 def _mod_7b():

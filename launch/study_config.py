@@ -15,20 +15,13 @@ from moddepth_jax.studies.plan import (
     nearest_depth,
 )
 
-_VARIED = (
-    *('routing.router', 'routing.layers', 'routing.capacity'),
-    *('experts.choice', 'depth.stream', 'depth.slots', 'depth.value_mix'),
-    *('looped_layers', 'loops', 'embedding_residual', 'value_embeddings'),
-    *('depth.sublayers_per_source', 'depth.hyper_form', 'depth.value_stride'),
-    'depth.mudd_weights',
-)
 SET_BY_STUDY = {  # knobs that a study sets, and the flags that determine them
     'seed': '--seeds',
     'flop_budget': '--budgets',
     'training.num_steps': '--steps',
     'optimizer.learning_rate': '--learning_rates',
     **dict.fromkeys(('model.num_layers', 'model.d_model'), '--sizes'),
-    **{f'model.{name}': '--variants' for name in _VARIED},
+    **dict.fromkeys(VARIANTS['mod'].changes, '--variants'),
 }
 
 
@@ -81,10 +74,9 @@ class StudyConfig:
         config.update_from_flattened_dict(changes)
 
         # Knobs that follow from the shape of the model.
-        experts, name = config.model.experts, base_name(variant)
+        name = base_name(variant)
         if name == 'moe_capacity_0.5':
-            share = experts.top_k * config.data.sequence_length / experts.num_routed
-            experts.row_capacity = max(1, int(0.5 * share))
+            moe.apply_capacity(config, 0.5)
         elif name == 'integrated':
             mode_integrated.apply_noop(config)
         elif name in LOOPED_VARIANTS:
