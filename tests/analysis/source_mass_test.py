@@ -1,13 +1,12 @@
 """Weights of sources are the softmax of attention residuals, at the places of their sources."""
 
 import json
-import types
 
 import jax
 import numpy as np
 import pytest
 
-from moddepth_jax.analysis.block_stats import MEASURES
+from moddepth_jax.analysis.block_stats import MEASURES, Observations
 from moddepth_jax.analysis.source_mass import SourceMass, source_mass, source_table
 from moddepth_jax.conversion.transfer_params import transfer_params
 from moddepth_jax.model import stack_scan
@@ -141,9 +140,7 @@ def test_the_table_has_means_over_batches_and_totals():
 def test_a_study_measures_sources_and_not_depth_mass(tiny_config):
     variables, hparams = make_model(tiny_config, SOURCES)
     batches = [BATCH, BATCH | {'tokens_BT': TOKENS_BT[::-1]}]
-    observed = types.SimpleNamespace(
-        variables=variables, hparams=hparams, batches=batches, routing='dense'
-    )
+    observed = Observations(variables, hparams, None, batches, 'dense', None, [], [])
     assert MEASURES['depth_mass'](observed) is None
     found = MEASURES['source_mass'](observed)
     assert json.loads(json.dumps(found)) == found
