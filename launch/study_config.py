@@ -21,6 +21,7 @@ SET_BY_STUDY = {  # knobs that a study sets, and the flags that determine them
     'training.num_steps': '--steps',
     'optimizer.learning_rate': '--learning_rates',
     **dict.fromkeys(('model.num_layers', 'model.d_model'), '--sizes'),
+    # Those of MoD: routing, and all that the plain variants set.
     **dict.fromkeys(VARIANTS['mod'].changes, '--variants'),
 }
 

@@ -65,10 +65,11 @@ def run_by_name(name, body, operands, results, mesh, interpret, **params):
       The results, in their order.
     """
     given = {key: x for key, x in operands.items() if x is not None}
+    names = [*given, *results]
 
     def kernel(*refs):
-        named = dict(zip((*given, *results), refs, strict=True))
-        body(types.SimpleNamespace(**dict.fromkeys(operands) | named))
+        by_name = dict.fromkeys(operands) | dict(zip(names, refs, strict=True))
+        body(types.SimpleNamespace(**by_name))
 
     return pl.kernel(
         kernel,

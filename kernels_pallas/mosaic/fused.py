@@ -196,8 +196,9 @@ def run_kernel(name, compute, fill, operands, results, scratch, sizes, blocks):
     def scoped(refs):
         pl.run_scoped(lambda shared: run(shared, refs), scratch, collective_axes='warpgroup')
 
-    mesh = {'grid': (blocks,), 'grid_names': ('item',)}
-    mesh = plgpu.Mesh(**mesh, num_threads=TILES + 1, thread_name='warpgroup')
+    mesh = plgpu.Mesh(
+        grid=(blocks,), grid_names=('item',), num_threads=TILES + 1, thread_name='warpgroup'
+    )
     return common.run_by_name(name, scoped, operands, results, mesh, sizes.interpret)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import decode_attention
+from kernels_pallas.autotune_decoding import hidden_number
 from moddepth_jax.benchmarks.attention_check import allowed_errors, errors_of
 from moddepth_jax.benchmarks.kernel_cases import exact
 from moddepth_jax.benchmarks.timing import time_interleaved
@@ -114,9 +115,8 @@ def program(implementation: str, slot_window: int = 0):
 def check(implementation: str, case: str, toy: bool = False) -> dict:
     """Compare an implementation in bfloat16 with the softmax in float64.
 
-    The error must be at most twice that of XLA, a rerun must give equal bits, and NaN in hidden
-    places must change nothing, except for XLA, which multiplies hidden values by 0. Raises
-    WrongError if not, and ValueError if the device does not support it.
+    The error must be at most twice that of XLA, a rerun must give equal bits, and `hidden_number`
+    must change nothing. Raises WrongError if not, and ValueError if the device does not support it.
     """
     sizes, dtype = CASES[case], 'bfloat16'
     if toy:
@@ -124,8 +124,7 @@ def check(implementation: str, case: str, toy: bool = False) -> dict:
         cut = {name: min((DEFAULTS | sizes)[name], size) for name, size in most.items()}
         sizes = sizes | cut | {'S': 64, 'length': 40, 'document': 0}
     window = sizes.get('slot_window', 0)
-    hidden = 0.0 if implementation == 'xla' else np.nan
-    given, right, counted = make_case(sizes, dtype, hidden)
+    given, right, counted = make_case(sizes, dtype, hidden_number(implementation))
     run = program(implementation, window)
     first, second = (np.asarray(run(given), np.float64)[counted] for _ in range(2))
     plain = np.asarray(program('xla', window)(make_case(sizes, dtype, 0.0)[0]), np.float64)

@@ -72,7 +72,8 @@ def test_notes_are_literal(clock, terminal):
         assert control not in file.getvalue()
 
 
-def test_a_terminal_gets_one_live_line(clock):
+def test_a_terminal_gets_one_live_line(clock, monkeypatch):
+    monkeypatch.setenv('TERM', 'xterm')
     lines = run(clock, terminal=True)
     assert len(lines) == 2 and 'compiling' in lines[0]
     last = lines[0].split('\x1b[2K')[-1]
@@ -153,3 +154,8 @@ def test_rates_of_a_window_do_not_count_pauses(clock):
     with watch.pause():
         clock(3600)
     assert watch.seconds() == pytest.approx(12.0)
+
+
+def test_a_terminal_that_cannot_erase_gets_the_rows_of_a_log(clock, monkeypatch):
+    monkeypatch.setenv('TERM', 'dumb')
+    assert steps_of(run(clock, terminal=True)) == [1, 2, 3, *range(53, 1000, 50), 1000]
