@@ -19,7 +19,7 @@ from moddepth_jax.training.mesh import local_rows, replicated, shard_rows, state
 from moddepth_jax.training.plan import loops_at, run_flops, stage_at
 from moddepth_jax.training.progress import Stopwatch, format_seconds
 from moddepth_jax.training.summary import by_layer, step_flops_report
-from moddepth_jax.training.train_step import TrainState, train_step
+from moddepth_jax.training.train_step import TrainState, compile_step, train_step
 
 STEPS_IN_FLIGHT = 2  # with more, a NaN shows late, and many fake CPU devices abort
 
@@ -179,7 +179,7 @@ class Trainer:
             lowered = jitted.lower(self.state, batch, stage, loops, self.teacher)
             if self.report_programs and not self.compiler:
                 self._compile_ahead()
-            step_fn = lowered.compile()
+            step_fn = compile_step(lowered)
             seconds = time.monotonic() - begin
             if measure:
                 bits = ', '.join(f'{name} {x:.2f}' for name, x in baselines.result().items())
