@@ -74,8 +74,8 @@ def _fused_backward(static, q_BTNH, k_BSKH, q_depth_BTNH):
     """Return the module that computes both parts in one backward pass, or None."""
     if static.parts.sequence != 'mosaic_gpu':
         return None
-    group, width = q_BTNH.shape[2] // k_BSKH.shape[2], q_BTNH.shape[3]
-    return fused_backward_module(static.parts.depth, group, width, q_depth_BTNH is not None)
+    group = q_BTNH.shape[2] // k_BSKH.shape[2]
+    return fused_backward_module(static.parts.depth, group, q_depth_BTNH is not None)
 
 
 def _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sums):

@@ -7,7 +7,6 @@ tiles.fill. Call: `fused_backward`. Vjp: joint_softmax.py. Reference: xla/depth.
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +29,13 @@ from kernels_pallas.mosaic.common import (
 )
 from kernels_pallas.mosaic.tiles import HEADS, ROWS, SLOTS, TILES
 
-MAX_WIDTH = 64  # wider heads may spill registers: 44 bytes at H = 128, G = 2, documents
 MIN_STAGES = 3  # of the ring; with fewer no keys are copied while others are used
 SPARE_BYTES = 4 * 1024  # taken from the 7 KiB that fused.SHARED_BYTES leaves for barriers
 
 
-def supports(group, width, own_query) -> bool:
-    """Return whether one tile has all query heads of a slot, and the width fits the registers."""
-    return group <= HEADS and width <= MAX_WIDTH and not own_query
+def supports(group, own_query) -> bool:
+    """Return whether one tile has all query heads of a slot, and one query for keys and slots."""
+    return group <= HEADS and not own_query
 
 
 def fused_backward(
@@ -101,7 +99,7 @@ def _joined(total, sizes, shape):
 def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, do_BTNH, slots, static, sum_dtype):
     """Return (`Sizes` of the kernel of dq, number of buffers for sums of each tile)."""
     arguments = q_BTNH, k_BSKH, segment_ids_BT, do_BTNH, slots, static
-    columns = min(CHUNK, fused.make_sizes(*arguments).width)
+    columns = _piece_columns(fused.make_sizes(*arguments).width, q_BTNH.dtype)
     for buffers in (2, 1):
         wide = buffers * columns * jnp.dtype(sum_dtype).itemsize
         reserved = TILES * ROWS * (2 * ROWS * q_BTNH.dtype.itemsize + wide)
@@ -111,15 +109,22 @@ def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, do_BTNH, slots, static, sum_dtype
     return sizes, buffers
 
 
+def _piece_columns(width, dtype):
+    """Return the columns of a piece of the sums: more than 64 would not fit the registers."""
+    minor = common.swizzle_of(width, dtype) // jnp.dtype(dtype).itemsize
+    return max(x for x in range(minor, max(CHUNK, minor) + 1, minor) if width % x == 0)
+
+
 def _make_scratch(sizes, dtype, sum_dtype, width, buffers):
     swizzle, sum_swizzle = (common.swizzle_of(width, x) for x in (dtype, sum_dtype))
     minor = sum_swizzle // jnp.dtype(sum_dtype).itemsize
     transforms = plgpu.TilingTransform((1, OCTET, minor)), plgpu.SwizzleTransform(sum_swizzle)
-    shape = TILES * buffers, SLOTS, OCTET, min(CHUNK, sizes.width)
+    shape = TILES * buffers, SLOTS, OCTET, _piece_columns(sizes.width, dtype)
     copies = OCTET if sizes.copy_by_token else 1
     return fused.make_scratch(sizes, dtype, swizzle)._replace(
         q=common.tiled((2 * TILES, ROWS, sizes.width), dtype, swizzle),
         q_depth=None,
+        turn=None,
         scores=common.tiled((2 * TILES, ROWS, ROWS), dtype, swizzle),
         sums=plgpu.SMEM(shape, sum_dtype, transforms=transforms),
         sums_full=plgpu.Barrier(num_arrivals=copies, num_barriers=TILES * buffers),
@@ -149,9 +154,9 @@ def _write_zeros(refs, shared, warpgroup, sizes):
         chunk = lax.div(i, sizes.parts)
         chunk += jnp.where(chunk < tile.first_chunk, 0, tile.chunks)
         octet = first + lax.rem(i, sizes.parts)
-        sums = _Sums(refs, shared, tile, warpgroup, chunk, octet, sizes, fresh=True)
-        for side, piece in itertools.product(range(2), range(sums.pieces)):
-            sums.write(side, piece, buffer)
+        sums = _Sums(refs, shared, lambda: (tile, chunk, octet), warpgroup, sizes, fresh=True)
+        for step in range(sums.steps):
+            sums.write(jnp.int32(step), buffer)
 
 
 def _zeros(buffer):
@@ -169,94 +174,92 @@ def _clear_unused(rows, sizes):
 
 
 class _Sums:
-    """The sums of 8 slots of 8 tokens: of keys (side 0), then of values (side 1).
+    """The sums of 8 slots of 8 tokens, in `steps` pieces of columns: those of keys, then of values.
 
-    They are processed in pieces of 64 columns, since more would not fit the registers. fresh: there
-    are no sums to add to, and nothing is loaded.
+    at() returns (tile, chunk, octet of tokens). fresh: there are no sums to add to, and nothing is
+    loaded.
     """
 
-    def __init__(self, refs, shared, tile, warpgroup, chunk, octet, sizes, fresh):
+    def __init__(self, refs, shared, at, warpgroup, sizes, fresh):
         self.refs, self.shared, self.warpgroup, self.sizes = refs, shared, warpgroup, sizes
-        self.at, self.fresh = (tile, chunk, octet), fresh
-        self.buffers, self.pieces = shared.sums.shape[0] // TILES, -(-sizes.width // CHUNK)
+        self.at, self.fresh = at, fresh
+        self.buffers, self.columns = shared.sums.shape[0] // TILES, shared.sums.shape[-1]
+        self.pieces = sizes.width // self.columns
+        self.steps = 2 * self.pieces
 
     def start(self):
         """Wait until the buffers are free, and start loading the first pieces into them."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for number in range(self.buffers):
-            self._load(jnp.int32(0), number)
+        for step in range(self.buffers):
+            self._load(jnp.int32(step))
 
-    def _buffer(self, side, piece):
-        number = self.warpgroup * self.buffers + lax.rem(side * self.pieces + piece, self.buffers)
+    def _place(self, step):
+        """Return (side, 0 for keys and 1 for values, and the first column) of a step's piece."""
+        start = lax.rem(step, jnp.int32(self.pieces)) * self.columns
+        return lax.div(step, jnp.int32(self.pieces)), pl.multiple_of(start, self.columns)
+
+    def _buffer(self, step):
+        number = self.warpgroup * self.buffers + lax.rem(step, jnp.int32(self.buffers))
         return self.shared.sums_full.at[number], self.shared.sums.at[number]
 
-    def _columns(self, piece):
-        return piece * CHUNK, min(CHUNK, self.sizes.width - piece * CHUNK)
-
-    def _for_places(self, side, piece, move):
-        tile, chunk, octet = self.at
-        start, size = self._columns(piece)
-        # With a constant start the slice could not exceed the array.
-        columns = pl.ds(chunk * 0 + start, size)
+    def _for_places(self, step, move):
+        tile, chunk, octet = self.at()
+        side, start = self._place(step)
+        columns = pl.ds(start, self.columns)
         for i, ref in enumerate((self.refs.dk_depth, self.refs.dv_depth)):
             places = ref, self.refs, tile, chunk, octet, columns, self.sizes
             pl.when(side == i)(functools.partial(tiles.for_slots, move, *places))
 
-    def _load(self, side, number):
-        """Start loading the piece that is `number` after the first piece of a side."""
+    def _load(self, step):
+        """Start loading the piece of a step, if there is one."""
         if self.fresh:
             return
-        side, piece = side + number // self.pieces, number % self.pieces
-        full, buffer = self._buffer(side, piece)
-        buffer = buffer.at[:, :, pl.ds(0, self._columns(piece)[1])]
+        full, buffer = self._buffer(step)
 
         def move(source, octets, exist):
             # The sums of a missing token belong to another tile.
             copy = functools.partial(plgpu.copy_gmem_to_smem, source, buffer.at[octets], full)
             lax.cond(exist, copy, functools.partial(plgpu.barrier_arrive, full))
 
-        self._for_places(side, piece, move)
+        self._for_places(step, move)
 
-    def write(self, side, piece, buffer):
-        """Start writing a piece."""
-        buffer = buffer.at[:, :, pl.ds(0, self._columns(piece)[1])]
+    def write(self, step, buffer):
+        """Start writing the piece of a step."""
 
         def move(target, octets, exist):
             copy = functools.partial(plgpu.copy_smem_to_gmem, buffer.at[octets], target)
             pl.when(exist)(copy)
 
-        self._for_places(side, piece, move)
+        self._for_places(step, move)
 
-    def add(self, side, _):
-        """Add the gradients of a side to its pieces, whose loads have begun, and write them."""
-        sizes, number = self.sizes, side * TILES + self.warpgroup
+    def add(self, step, _):
+        """Add gradients to the piece of a step, whose load has begun, and start writing it."""
+        sizes, (side, start) = self.sizes, self._place(step)
+        number = side * TILES + self.warpgroup
         left = self.shared.scores.at[number]
         left = left[...].T if sizes.interpret else left.T
+        right = self.shared.q.at[number, :, pl.ds(start, self.columns)]
+        more = add_product(None, left, right, sizes, (ROWS, self.columns))
         factor = jnp.where(side == 0, jnp.float32(sizes.factor / LOG2E), 1.0)
-        for piece in range(self.pieces):
-            start, size = self._columns(piece)
-            right = self.shared.q.at[number, :, pl.ds(start, size)]
-            more = add_product(None, left, right, sizes, (ROWS, size))
-            full, buffer = self._buffer(side, piece)
-            buffer = buffer.at[:, :, pl.ds(0, size)]
-            rows = matrix(buffer, sizes)
-            if self.fresh:
-                old = _zeros(buffer)
-            else:
-                plgpu.barrier_wait(full)
-                old = body.load_rows(rows, sizes)
-            tile, chunk, octet = self.at
-            shown = by_row(body.shown_rows(self.refs, tile, octet, chunk, sizes), old.shape)
-            new = (old.astype(jnp.float32) + more * factor).astype(old.dtype)
-            new = jnp.where(shown != 0, new, old)  # hidden slots keep their bits
-            body.store_matrix(rows, new, sizes)
-            self.write(side, piece, buffer)
-            if not self.fresh or self.buffers < 2 * self.pieces:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                self._load(side, piece + self.buffers)
+        full, buffer = self._buffer(step)
+        rows = matrix(buffer, sizes)
+        if self.fresh:
+            old = _zeros(buffer)
+        else:
+            plgpu.barrier_wait(full)
+            old = body.load_rows(rows, sizes)
+        tile, chunk, octet = self.at()
+        shown = by_row(body.shown_rows(self.refs, tile, octet, chunk, sizes), old.shape)
+        new = (old.astype(jnp.float32) + more * factor).astype(old.dtype)
+        new = jnp.where(shown != 0, new, old)  # hidden slots keep their bits
+        body.store_matrix(rows, new, sizes)
+        self.write(step, buffer)
+        if not self.fresh or self.buffers < self.steps:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self._load(step + self.buffers)
 
 
-def _over_slots(refs, shared, place, warpgroup, sizes, dq, fresh):
+def _over_slots(refs, shared, place, of, sizes, dq, fresh):
     """Return dq plus the slots' part, and add to the slots' sums, 8 slots of 8 tokens at a time.
 
     Of the 64 columns of scores a row uses those whose slot belongs to its own token.
@@ -264,9 +267,8 @@ def _over_slots(refs, shared, place, warpgroup, sizes, dq, fresh):
     dtype, shape = shared.ring.dtype, (ROWS, ROWS)
     tile, token = place()
     at = tile.batch, tile.column, lax.div(token, sizes.tokens)
-    q, do = shared.q.at[warpgroup], shared.q_depth.at[warpgroup]
-    for rows in (q, do):
-        _clear_unused(rows, sizes)
+    for rows in (shared.q, shared.q_depth):
+        _clear_unused(rows.at[of], sizes)
 
     def by_query(ref):
         return by_row(load(ref.at[at], LAYOUT.reduce(1), optimized=False), shape)
@@ -283,17 +285,25 @@ def _over_slots(refs, shared, place, warpgroup, sizes, dq, fresh):
 
     def one(i, dq):
         # With the barriers each step computes its numbers again; they would not fit the registers.
-        i, (tile, token) = lax.optimization_barrier(i), place()
-        chunk, part = tile.first_chunk + lax.div(i, sizes.parts), lax.rem(i, sizes.parts)
-        octet = lax.div(token, OCTET) + part
+        i, warpgroup = lax.optimization_barrier((i, of))
+        q, do = shared.q.at[warpgroup], shared.q_depth.at[warpgroup]
+
+        def at():
+            (tile, token), step = place(), lax.optimization_barrier(i)
+            octet = lax.div(token, OCTET) + lax.rem(step, sizes.parts)
+            return tile, tile.first_chunk + lax.div(step, sizes.parts), octet
+
+        tile, chunk, octet = at()
+        # For wide heads each copy computes them again; kept, they would spill registers.
+        of_copy = at if sizes.width > CHUNK else lambda: (tile, chunk, octet)
         k_stage, v_stage = (tiles.stage_of(2 * (tile.end + i) + side, sizes) for side in range(2))
-        sums = _Sums(refs, shared, tile, warpgroup, chunk, octet, sizes, fresh)
+        sums = _Sums(refs, shared, of_copy, warpgroup, sizes, fresh)
         if not fresh:
             sums.start()
         plgpu.barrier_wait(shared.slots_full.at[k_stage])
         k, v = (body.own_slots(shared, x, warpgroup, sizes) for x in (k_stage, v_stage))
         body.clear_hidden(k, refs, tile, octet, chunk, sizes)
-        keep = visible(chunk, part)
+        keep = visible(chunk, lax.rem(i, sizes.parts))
         scores = add_product(None, q, k, sizes, shape, transpose=True)
         weights = jnp.exp2(scores * sizes.factor - by_query(refs.lse))
         weights = jnp.where(keep, weights, 0.0)
@@ -312,7 +322,7 @@ def _over_slots(refs, shared, place, warpgroup, sizes, dq, fresh):
         if fresh:
             sums.start()
         # The barrier prevents unrolling, which would spill registers.
-        lax.fori_loop(0, lax.optimization_barrier(jnp.int32(2)), sums.add, None)
+        lax.fori_loop(0, lax.optimization_barrier(jnp.int32(sums.steps)), sums.add, None)
         return dq
 
     return lax.fori_loop(0, tile.chunks * sizes.parts, one, dq)

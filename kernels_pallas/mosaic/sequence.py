@@ -154,9 +154,11 @@ def compute_dq(refs, shared, warpgroup, sizes, over_slots=None):
     (dq,) = body.over_keys(refs, place, sizes, one, (dq,), halves=2)
     if over_slots is not None:
         dq = over_slots(refs, shared, place, warpgroup, sizes, dq)
-    shared.q.at[warpgroup][...] = (dq * (sizes.factor / LOG2E)).astype(dtype)
+    # The barrier lets the addresses of its rows be computed again; they would spill registers.
+    result = shared.q.at[lax.optimization_barrier(warpgroup)]
+    result[...] = (dq * (sizes.factor / LOG2E)).astype(dtype)
     plgpu.commit_smem()
-    body.store_rows(refs, shared.q.at[warpgroup], *place(), sizes)
+    body.store_rows(refs, result, *place(), sizes)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -226,8 +228,9 @@ def _fill_queries(refs, shared, sizes):
         stage = tiles.next_stage(shared, step, sizes)
         tile, piece = lax.div(i, sizes.pieces), lax.rem(i, sizes.pieces)
         for side, ref in enumerate((refs.q, refs.q_depth)):
-            # Rows without a head get those of the last head, and an infinite logsumexp.
-            @pl.loop(0, ROWS // sizes.tokens)
+            # Rows without a head get those of the last head, and an infinite logsumexp. The barrier
+            # prevents unrolling, which would spill registers.
+            @pl.loop(0, lax.optimization_barrier(jnp.int32(ROWS // sizes.tokens)))
             def _(i, side=side, ref=ref):
                 head = jnp.minimum(piece * sizes.heads + i, sizes.group - 1)
                 head += keys.kv_head * sizes.group

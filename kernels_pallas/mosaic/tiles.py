@@ -162,7 +162,8 @@ def for_slots(move, ref, refs, tile, chunk, octet, columns, sizes):
         move(piece, pl.ds(0, SLOTS), exist)
         return
 
-    @pl.loop(0, OCTET)
+    # The barrier prevents unrolling, which would spill registers.
+    @pl.loop(0, lax.optimization_barrier(jnp.int32(OCTET)))
     def _(i):
         token = octet * OCTET + i
         exists, row = token < sizes.length, jnp.minimum(token, sizes.length - 1)
@@ -192,6 +193,7 @@ def fill(refs, shared, sizes, in_pairs=False):
             plgpu.copy_gmem_to_smem(source, shared.ring.at[stage], shared.full.at[stage])
 
     def fill_slots(ref, chunk, part, step):
+        tile = tile_of(refs, sizes)  # again, so that it takes no registers between steps
         stage = next_stage(shared, step, sizes)
         for warpgroup in range(TILES):
             octet = lax.div(tile.token + warpgroup * sizes.tokens, OCTET) + part

@@ -304,23 +304,18 @@ DECODE = (
 )
 
 
-def supports_backward(group, width):
-    """Return whether there is a fused backward pass."""
-    return fused_backward.supports(group, width, own_query=False)
-
-
 def _kernels():
     """Return by name functions that return a function and its argument shapes; T = 4096."""
     found = {}
     for H, G, L, kind in FUSED:
         name = f'fused_forward_H{H}_G{G}_L{L}' + f'_{kind}' * bool(kind)
         found[name] = functools.partial(fused_call, 4096, 8, G, H, L, kind=kind)
-        if supports_backward(G, H):
+        if fused_backward.supports(G, own_query=False):
             options = {'kind': kind, 'wide': jnp.bfloat16 if L == 64 else jnp.float32}
             name = name.replace('forward', 'backward')
             found[name] = functools.partial(fused_call, 4096, 8, G, H, L, **options)
             found[f'{name}_fresh'] = functools.partial(found[name], wide='fresh')
-        if L == 64 and supports_backward(G, H):
+        if L == 64 and fused_backward.supports(G, own_query=False):
             options |= {'wide': jnp.float32}
             found[f'{name}_float32'] = functools.partial(fused_call, 4096, 8, G, H, L, **options)
     for way, (H, G, documents) in itertools.product(('forward', 'backward'), SEQUENCE):

@@ -195,8 +195,8 @@ def main(parts):
             continue
         group, width = (int(re.search(rf'_{x}(\d+)', name)[1]) for x in 'GH')
         tokens = tiles.ROWS >> (min(group, tiles.HEADS) - 1).bit_length()
-        # Trips of nested loops: products of a chunk, sides of the sums, parts of 64 columns.
-        trips = {'fused_forward': tokens // OCTET, 'fused_backward_q': 2}
+        # Trips of nested loops: products of a chunk; pieces of the sums; parts of 64 columns.
+        trips = {'fused_forward': tokens // OCTET, 'fused_backward_q': 2 * -(-width // CHUNK)}
         trips |= {'depth_backward': -(-width // CHUNK)}
         lines = count(*make(), name.startswith('fused'), trips)
         print_table(Table(name, HEADS, lines), 160)

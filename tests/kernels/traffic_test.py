@@ -138,7 +138,7 @@ def test_tiles_move_what_is_said(moved, monkeypatch, T, K, G, H, L, num, B):
     monkeypatch.setattr(fused, 'run_kernel', run)
     fused.fused_forward(q, k, k, None, None, slots, static)
     sequence.sequence_backward(q, k, k, SequenceMask(None, None), static, q, q, lse, lse)
-    joined = fused_backward.supports(G, H, own_query=False)
+    joined = fused_backward.supports(G, own_query=False)
     sums = (side.astype(jnp.float32),) * 2 if G == 3 else (side,) * 2
     if joined:
         for given in (sums, None):
