@@ -54,8 +54,8 @@ dnn_version_info { major: 9 minor: 10 }
 device_description_str: "NVIDIA H200"
 """
 _PTXAS = re.compile(
-    r'Function properties for (\S+)\n\s+\d+ bytes stack frame, (\d+) bytes spill stores, '
-    r'(\d+) bytes spill loads\nptxas info    : Used (\d+) registers'
+    r'Function properties for (\S+)\n(?:ptxas +\.)? +\d+ bytes stack frame, '
+    r'(\d+) bytes spill stores, (\d+) bytes spill loads\nptxas info    : Used (\d+) registers'
 )
 # The arguments are grid, cluster and block along x, y, z, then bytes of shared memory.
 _MOSAIC_LAUNCH = re.compile(
