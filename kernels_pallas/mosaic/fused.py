@@ -177,7 +177,7 @@ def run_kernel(name, compute, fill, operands, results, scratch, sizes, blocks):
       sizes: `Sizes`.
       blocks: number of blocks of the grid.
     """
-    # 504 for two and one. Of the few splits that were compiled, these spilled least.
+    # 504 for two and one. Of the few splits that were compiled, these do not spill on JAX 0.11.2.
     registers = (224, 56) if sizes.width <= 64 else (232, 40)
 
     def run(shared, refs):

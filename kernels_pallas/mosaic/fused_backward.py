@@ -99,7 +99,7 @@ def _joined(total, sizes, shape):
 def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, do_BTNH, slots, static, sum_dtype):
     """Return (`Sizes` of the kernel of dq, number of buffers for sums of each tile)."""
     arguments = q_BTNH, k_BSKH, segment_ids_BT, do_BTNH, slots, static
-    columns = _piece_columns(fused.make_sizes(*arguments).width, q_BTNH.dtype)
+    columns = piece_columns(fused.make_sizes(*arguments).width, q_BTNH.dtype)
     for buffers in (2, 1):
         wide = buffers * columns * jnp.dtype(sum_dtype).itemsize
         reserved = TILES * ROWS * (2 * ROWS * q_BTNH.dtype.itemsize + wide)
@@ -109,17 +109,17 @@ def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, do_BTNH, slots, static, sum_dtype
     return sizes, buffers
 
 
-def _piece_columns(width, dtype):
+def piece_columns(width, dtype):
     """Return the columns of a piece of the sums: more than 64 would not fit the registers."""
     minor = common.swizzle_of(width, dtype) // jnp.dtype(dtype).itemsize
-    return max(x for x in range(minor, max(CHUNK, minor) + 1, minor) if width % x == 0)
+    return max(x for x in range(minor, CHUNK + 1, minor) if width % x == 0)
 
 
 def _make_scratch(sizes, dtype, sum_dtype, width, buffers):
     swizzle, sum_swizzle = (common.swizzle_of(width, x) for x in (dtype, sum_dtype))
     minor = sum_swizzle // jnp.dtype(sum_dtype).itemsize
     transforms = plgpu.TilingTransform((1, OCTET, minor)), plgpu.SwizzleTransform(sum_swizzle)
-    shape = TILES * buffers, SLOTS, OCTET, _piece_columns(sizes.width, dtype)
+    shape = TILES * buffers, SLOTS, OCTET, piece_columns(sizes.width, dtype)
     copies = OCTET if sizes.copy_by_token else 1
     return fused.make_scratch(sizes, dtype, swizzle)._replace(
         q=common.tiled((2 * TILES, ROWS, sizes.width), dtype, swizzle),

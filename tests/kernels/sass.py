@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from kernels_pallas.mosaic import tiles
+from kernels_pallas.mosaic import fused_backward, tiles
 from kernels_pallas.mosaic.common import CHUNK, OCTET
 from moddepth_jax.training.tables import Table, print_table
 from tests.kernels import hopper
@@ -196,7 +197,8 @@ def main(parts):
         group, width = (int(re.search(rf'_{x}(\d+)', name)[1]) for x in 'GH')
         tokens = tiles.ROWS >> (min(group, tiles.HEADS) - 1).bit_length()
         # Trips of nested loops: products of a chunk; pieces of the sums; parts of 64 columns.
-        trips = {'fused_forward': tokens // OCTET, 'fused_backward_q': 2 * -(-width // CHUNK)}
+        pieces = width // fused_backward.piece_columns(width, jnp.bfloat16)
+        trips = {'fused_forward': tokens // OCTET, 'fused_backward_q': 2 * pieces}
         trips |= {'depth_backward': -(-width // CHUNK)}
         lines = count(*make(), name.startswith('fused'), trips)
         print_table(Table(name, HEADS, lines), 160)
