@@ -132,11 +132,11 @@ def _supported(rows, shapes, device):
     return supported, {name: reason for name, reason in reasons.items() if reason}
 
 
-def fused_backward_module(depth: str, group: int, own_query: bool):
+def fused_backward_module(depth: str, group: int):
     """Return the depth part's module with a backward pass for both parts, or None."""
     path = DEPTH[depth].fused_backward
     module = load_module(path) if path else None
-    return module if module and module.supports(group, own_query) else None
+    return module if module and module.supports(group) else None
 
 
 def plan(shapes: Shapes, device: Device) -> tuple[list[Parts], dict[str, str]]:
@@ -202,8 +202,8 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
             interpret = device.platform == 'cpu' and implementation != 'xla'
             return Parts(implementation, interpret=interpret)
         sequence, refused = 'xla', {}
-        group, own_query = shapes.q[2] // shapes.k[2], shapes.slot_queries
-        if shapes.num_slots and fused_backward_module(implementation, group, own_query):
+        group = shapes.q[2] // shapes.k[2]
+        if shapes.num_slots and fused_backward_module(implementation, group):
             sequence = 'mosaic_gpu'
         elif implementation != 'xla' and device.platform == 'gpu':
             hopper = DEPTH[implementation].needs == 'hopper'

@@ -70,12 +70,11 @@ def _depth(static, way):
     return functools.partial(getattr(module, f'depth_{way}'), **options)
 
 
-def _fused_backward(static, q_BTNH, k_BSKH, q_depth_BTNH):
+def _fused_backward(static, q_BTNH, k_BSKH):
     """Return the module that computes both parts in one backward pass, or None."""
     if static.parts.sequence != 'mosaic_gpu':
         return None
-    group = q_BTNH.shape[2] // k_BSKH.shape[2]
-    return fused_backward_module(static.parts.depth, group, q_depth_BTNH is not None)
+    return fused_backward_module(static.parts.depth, q_BTNH.shape[2] // k_BSKH.shape[2])
 
 
 def _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sums):
@@ -103,10 +102,10 @@ def _backward(static, residuals, cotangents):
     if not (static.ordered and k_BSKH.shape[1]):  # otherwise every query sees its own key
         lse_BNT = jnp.where(lse_BNT == -jnp.inf, 0.0, lse_BNT)
     dslots, dq_depth_BTNH, sums = None, None, dsides if dsums is None else dsums
-    module = None if slots is None else _fused_backward(static, q_BTNH, k_BSKH, q_depth_BTNH)
+    module = None if slots is None else _fused_backward(static, q_BTNH, k_BSKH)
     if module is not None:
-        dq_BTNH, dk_BSKH, dv_BSKH, *sums = module.fused_backward(
-            *(q_BTNH, k_BSKH, v_BSKH, mask.segment_ids_BT, slots, sums, static),
+        dq_BTNH, dk_BSKH, dv_BSKH, dq_depth_BTNH, *sums = module.fused_backward(
+            *(q_BTNH, k_BSKH, v_BSKH, mask.segment_ids_BT, q_depth_BTNH, slots, sums, static),
             *(do_BTNH, lse_BNT, delta_BNT),
         )
     else:

@@ -221,6 +221,11 @@ def soften_columns(scores, highest):
     return weights, jnp.exp2(highest - finite), new
 
 
+def zeros(shape, dtype=jnp.float32):
+    """Return zeros in the layout of products."""
+    return plgpu.layout_cast(jnp.zeros(shape, dtype), LAYOUT)
+
+
 def iota(shape, dimension, layout=LAYOUT):
     """Return the index along a dimension, int32."""
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)

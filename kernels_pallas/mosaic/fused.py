@@ -158,7 +158,7 @@ def make_scratch(sizes, dtype, swizzle):
         q_depth=rows if sizes.own_query else None,
         lse=plgpu.SMEM((TILES, ROWS), jnp.float32),
         ring=plgpu.SMEM(ring, dtype, transforms=transforms),
-        q_full=plgpu.Barrier(num_arrivals=(1 + sizes.own_query) * sizes.heads, num_barriers=TILES),
+        q_full=plgpu.Barrier(num_arrivals=sizes.heads, num_barriers=(1 + sizes.own_query) * TILES),
         full=plgpu.Barrier(num_barriers=sizes.stages),
         slots_full=plgpu.Barrier(num_arrivals=copies, num_barriers=sizes.stages),
         used=plgpu.Barrier(num_arrivals=TILES, num_barriers=sizes.stages),

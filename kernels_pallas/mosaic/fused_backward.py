@@ -1,9 +1,10 @@
 """The fused backward pass on Hopper: one kernel for dq and the slots, another for dk and dv.
 
 A tile of queries has the slots of its own tokens, as in the fused forward. After its keys it adds
-the slots' part to dq, and the slots' gradients to their sums, in place (docs/depth_attention.md,
-section 8). Sizes: tiles.Sizes, by `make_sizes`. Bodies: sequence.compute_dq with `_over_slots`, and
-tiles.fill. Call: `fused_backward`. Vjp: joint_softmax.py. Reference: xla/depth.py.
+the slots' part to dq, or computes that of the slots' own queries, and adds the slots' gradients to
+their sums, in place (docs/depth_attention.md, section 8). Sizes: tiles.Sizes, by `make_sizes`.
+Bodies: `_compute` and tiles.fill. Call: `fused_backward`. Vjp: joint_softmax.py. Reference:
+xla/depth.py.
 """
 
 import functools
@@ -26,27 +27,40 @@ from kernels_pallas.mosaic.common import (
     iota,
     load,
     matrix,
+    zeros,
 )
 from kernels_pallas.mosaic.tiles import HEADS, ROWS, SLOTS, TILES
 
 MIN_STAGES = 3  # of the ring; with fewer no keys are copied while others are used
+SUMS = 'dk_depth', 'dv_depth'  # names of the slots' sums
 SPARE_BYTES = 4 * 1024  # taken from the 7 KiB that fused.SHARED_BYTES leaves for barriers
 
 
-def supports(group, own_query) -> bool:
-    """Return whether one tile has all query heads of a slot, and one query for keys and slots."""
-    return group <= HEADS and not own_query
+def supports(group) -> bool:
+    """Return whether one tile has all query heads of a slot."""
+    return group <= HEADS
 
 
 def fused_backward(
-    q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, slots, sums, static, do_BTNH, lse_BNT, delta_BNT
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    segment_ids_BT,
+    q_depth_BTNH,
+    slots,
+    sums,
+    static,
+    do_BTNH,
+    lse_BNT,
+    delta_BNT,
 ):
-    """Return dq, dk and dv in q's dtype, and the two sums, if `supports`.
+    """Return dq, dk, dv and dq_depth (or None) in q's dtype, and the two sums, if `supports`.
 
     Args:
-      q_BTNH: queries for sequence and slots.
+      q_BTNH: queries.
       k_BSKH, v_BSKH: keys and values.
       segment_ids_BT: int, or None.
+      q_depth_BTNH: other queries for the slots; None: q_BTNH.
       slots: `joint_softmax.Slots`.
       sums: two arrays [L, B, R, K, H], float32 or of q's dtype, to which gradients are added;
         None: fresh gradients, in q's dtype.
@@ -67,26 +81,35 @@ def fused_backward(
     sum_dtype = dtype if fresh else sums[0].dtype
     sizes, buffers = make_sizes(*arguments, slots, static, sum_dtype)
     operands |= fused.slot_operands(slots, static, sizes)
-    whole, sides = jax.ShapeDtypeStruct(operands['k_depth'].shape, sum_dtype), slots[:2]
-    results, refs = {'dk_depth': whole, 'dv_depth': whole}, {}
-    if not fresh or slots.rows_BT is not None:
+    even, sides = operands['q'].shape, slots[:2]
+    results, refs = {'o': jax.ShapeDtypeStruct(even, dtype)}, {}
+    operands['slot_queries'] = q_depth_BTNH
+    if q_depth_BTNH is not None:
+        operands['slot_queries'] = common.pad(q_depth_BTNH, 1, even[1])
+        results['dq_depth'] = results['o']
+    if fresh and slots.rows_BT is None:
+        whole = jax.ShapeDtypeStruct(operands['k_depth'].shape, sum_dtype)
+        results |= dict.fromkeys(SUMS, whole)
+    else:
         # No tile writes the places without a query in `rows_BT`, so these must be zero before.
         sums = [jnp.zeros_like(side) for side in sides] if fresh else sums
         totals = (jax.new_ref(fused.split_slots(total, sizes)) for total in sums)
-        refs, results = dict(zip(results, totals, strict=True)), {}
-    *totals, dq = fused.run_kernel(
+        refs = dict(zip(SUMS, totals, strict=True))
+    found = fused.run_kernel(
         'fused_backward_q',
         functools.partial(_compute, sizes=sizes, fresh=fresh),
         functools.partial(tiles.fill, sizes=sizes, in_pairs=True),
         operands | refs,
-        results | {'o': jax.ShapeDtypeStruct(operands['q'].shape, dtype)},
+        results,
         _make_scratch(sizes, dtype, sum_dtype, width, buffers),
         sizes,
         sizes.blocks * len(q_BTNH) * sizes.kv_heads,
     )
-    totals = totals or [jax.freeze(ref) for ref in refs.values()]
-    sums = [_joined(total, sizes, sides[0].shape) for total in totals]
-    return *(x[:, : sizes.length] for x in (dq, dk, dv)), *sums
+    found = dict(zip(results, found, strict=True))
+    found |= {key: jax.freeze(ref) for key, ref in refs.items()}
+    sums = (_joined(found[key], sizes, sides[0].shape) for key in SUMS)
+    of_tokens = found['o'], dk, dv, found.get('dq_depth')
+    return *(None if x is None else x[:, : sizes.length] for x in of_tokens), *sums
 
 
 def _joined(total, sizes, shape):
@@ -137,8 +160,20 @@ def _compute(refs, shared, warpgroup, sizes, fresh):
     shared = shared._replace(q_depth=shared.q.at[pl.ds(TILES, TILES)])
     if fresh and refs.rows is None:
         _write_zeros(refs, shared, warpgroup, sizes)
-    over_slots = functools.partial(_over_slots, fresh=fresh)
-    sequence.compute_dq(refs, shared, warpgroup, sizes, over_slots)
+    place, result = functools.partial(tiles.place_of, refs, warpgroup, sizes), refs.o
+    dq = sequence.dq_over_keys(refs, shared, place, warpgroup, sizes)
+    if refs.slot_queries is not None:
+        # The slots' queries take the memory of q, and their dq the registers of dq.
+        sequence.store_dq(result, shared, place, warpgroup, sizes, dq)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        of = lax.optimization_barrier(warpgroup)  # computed again, as in store_dq
+        full = shared.q_full.at[of]
+        body.start_rows(refs.slot_queries, shared.q, full, *place(), of, sizes)
+        plgpu.barrier_wait(full)
+        dq, result = zeros(dq.shape), refs.dq_depth
+    dq = _over_slots(refs, shared, place, warpgroup, sizes, dq, fresh)
+    sequence.store_dq(result, shared, place, warpgroup, sizes, dq)
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _write_zeros(refs, shared, warpgroup, sizes):
@@ -147,7 +182,7 @@ def _write_zeros(refs, shared, warpgroup, sizes):
     first = lax.div(tile.token + warpgroup * sizes.tokens, OCTET)
     held = -(-refs.k_depth.shape[0] // (1 if sizes.copy_by_token else SLOTS))
     buffer = shared.sums.at[warpgroup * (shared.sums.shape[0] // TILES)]
-    body.store_matrix(matrix(buffer, sizes), _zeros(buffer), sizes)
+    body.store_matrix(matrix(buffer, sizes), zeros((ROWS, buffer.shape[-1]), buffer.dtype), sizes)
 
     @pl.loop(0, (held - tile.chunks) * sizes.parts)
     def _(i):
@@ -157,11 +192,6 @@ def _write_zeros(refs, shared, warpgroup, sizes):
         sums = _Sums(refs, shared, lambda: (tile, chunk, octet), warpgroup, sizes, fresh=True)
         for step in range(sums.steps):
             sums.write(jnp.int32(step), buffer)
-
-
-def _zeros(buffer):
-    shape = ROWS, buffer.shape[-1]
-    return plgpu.layout_cast(jnp.zeros(shape, buffer.dtype), LAYOUT)
 
 
 def _clear_unused(rows, sizes):
@@ -244,7 +274,7 @@ class _Sums:
         full, buffer = self._buffer(step)
         rows = matrix(buffer, sizes)
         if self.fresh:
-            old = _zeros(buffer)
+            old = zeros((ROWS, self.columns), buffer.dtype)
         else:
             plgpu.barrier_wait(full)
             old = body.load_rows(rows, sizes)

@@ -24,8 +24,9 @@ from kernels_pallas.mosaic.common import (
     iota,
     load,
     matrix,
+    zeros,
 )
-from kernels_pallas.mosaic.tiles import KEYS, LOWEST, ROWS, SLOTS, stage_of, tile_of
+from kernels_pallas.mosaic.tiles import KEYS, LOWEST, ROWS, SLOTS, TILES, place_of, stage_of
 
 
 def _soften(scores, acc, highest, total, factor):
@@ -38,19 +39,25 @@ def _soften(scores, acc, highest, total, factor):
 
 def load_queries(refs, shared, tile, token, warpgroup, sizes):
     """Copy the queries of a tile to shared memory, and q_depth if there are any, and wait."""
-    sides = [(refs.q, shared.q)]
+    sides = [(refs.q, shared.q, warpgroup)]
     if sizes.own_query:
-        sides.append((refs.q_depth, shared.q_depth))
-    for source, target in sides:
-        for i in range(sizes.heads):
-            head, tokens = tile.head + i, pl.ds(token, sizes.tokens)
-            if sizes.group % sizes.heads:
-                head = jnp.minimum(head, sizes.group - 1)
-            head += tile.kv_head * sizes.group
-            rows = source.at[tile.batch, tokens, head, full_slice(sizes.width)]
-            place = target.at[warpgroup, pl.ds(i * sizes.tokens, sizes.tokens)]
-            plgpu.copy_gmem_to_smem(rows, place, shared.q_full.at[warpgroup])
-    plgpu.barrier_wait(shared.q_full.at[warpgroup])
+        sides.append((refs.q_depth, shared.q_depth, TILES + warpgroup))
+    for source, target, number in sides:
+        start_rows(source, target, shared.q_full.at[number], tile, token, warpgroup, sizes)
+    for _, _, number in sides:
+        plgpu.barrier_wait(shared.q_full.at[number])
+
+
+def start_rows(source, target, full, tile, token, warpgroup, sizes):
+    """Start copying the rows of a tile from an array of queries to shared memory."""
+    for i in range(sizes.heads):
+        head, tokens = tile.head + i, pl.ds(token, sizes.tokens)
+        if sizes.group % sizes.heads:
+            head = jnp.minimum(head, sizes.group - 1)
+        head += tile.kv_head * sizes.group
+        rows = source.at[tile.batch, tokens, head, full_slice(sizes.width)]
+        place = target.at[warpgroup, pl.ds(i * sizes.tokens, sizes.tokens)]
+        plgpu.copy_gmem_to_smem(rows, place, full)
 
 
 def _first_keys(refs, tile, token, sizes):
@@ -291,8 +298,8 @@ def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
     return lax.fori_loop(0, tile.chunks, one, carry)
 
 
-def store_rows(refs, result, tile, token, sizes):
-    """Start copying a tile's results from shared memory to o."""
+def store_rows(target, result, tile, token, sizes):
+    """Start copying a tile's results from shared memory to an array of queries' results."""
     for i in range(sizes.heads):
         exists = token < sizes.length
         if sizes.group % sizes.heads:
@@ -301,23 +308,19 @@ def store_rows(refs, result, tile, token, sizes):
         @pl.when(exists)
         def _(i=i):
             head, tokens = tile.kv_head * sizes.group + tile.head + i, pl.ds(token, sizes.tokens)
-            rows = refs.o.at[tile.batch, tokens, head, full_slice(sizes.width)]
+            rows = target.at[tile.batch, tokens, head, full_slice(sizes.width)]
             place = result.at[pl.ds(i * sizes.tokens, sizes.tokens)]
             plgpu.copy_smem_to_gmem(place, rows)
 
 
 def compute(refs, shared, warpgroup, sizes):
     """Compute one tile of queries, from loading them to storing results: a compute warpgroup."""
-
-    def place():
-        tile = tile_of(refs, sizes)
-        return tile, tile.token + warpgroup * sizes.tokens
-
+    place = functools.partial(place_of, refs, warpgroup, sizes)
     tile, token = place()
     load_queries(refs, shared, tile, token, warpgroup, sizes)
     full = functools.partial(plgpu.layout_cast, new_layout=LAYOUT.reduce(1))
     carry = (
-        plgpu.layout_cast(jnp.zeros((ROWS, sizes.width), jnp.float32), LAYOUT),
+        zeros((ROWS, sizes.width)),
         full(jnp.full((ROWS,), LOWEST, jnp.float32)),
         full(jnp.zeros((ROWS,), jnp.float32)),
     )
@@ -330,7 +333,7 @@ def compute(refs, shared, warpgroup, sizes):
     result[...] = (acc / by_row(total, acc.shape)).astype(shared.ring.dtype)
     lse[...] = highest * (1 / LOG2E) + jnp.log(total)
     plgpu.commit_smem()
-    store_rows(refs, result, tile, token, sizes)
+    store_rows(refs.o, result, tile, token, sizes)
     group = lax.div(token, sizes.tokens)
     plgpu.copy_smem_to_gmem(lse, refs.lse.at[tile.batch, tile.column, group])
     plgpu.wait_smem_to_gmem(0)

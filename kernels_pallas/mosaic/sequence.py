@@ -2,7 +2,7 @@
 
 The forward pass is the fused kernel without slots. The backward pass recomputes the weights from
 the logsumexp, in two kernels: one by tiles of queries for dq, one by tiles of keys for dk and dv
-(docs/depth_attention.md, section 9). Sizes: tiles.Sizes. Bodies: `compute_dq` with tiles.fill, and
+(docs/depth_attention.md, section 9). Sizes: tiles.Sizes. Bodies: `_compute_dq` with tiles.fill, and
 `_compute_dkv` with `_fill_queries`. Call: fused.run_kernel. Vjp: joint_softmax.py. Reference:
 xla/sequence.py.
 """
@@ -29,6 +29,7 @@ from kernels_pallas.mosaic.common import (
     iota,
     load,
     matrix,
+    zeros,
 )
 from kernels_pallas.mosaic.tiles import KEYS, ROWS, TILES
 
@@ -68,7 +69,7 @@ def _gradient_of_queries(operands, sizes, swizzle):
     blocks = sizes.blocks * len(q) * sizes.kv_heads * sizes.pieces
     (dq,) = fused.run_kernel(
         'sequence_backward_q',
-        functools.partial(compute_dq, sizes=sizes),
+        functools.partial(_compute_dq, sizes=sizes),
         functools.partial(tiles.fill, sizes=sizes),
         operands,
         {'o': jax.ShapeDtypeStruct(q.shape, q.dtype)},
@@ -112,18 +113,26 @@ def _by_tile(x_BNT, sizes, fill):
     return common.pad(x, 3, ROWS, fill)
 
 
-def compute_dq(refs, shared, warpgroup, sizes, over_slots=None):
-    """Compute dq of a tile of queries, over blocks of keys: a compute warpgroup.
+def _compute_dq(refs, shared, warpgroup, sizes):
+    """Compute dq of a tile of queries: a compute warpgroup."""
+    place = functools.partial(tiles.place_of, refs, warpgroup, sizes)
+    dq = dq_over_keys(refs, shared, place, warpgroup, sizes)
+    store_dq(refs.o, shared, place, warpgroup, sizes, dq)
+    plgpu.wait_smem_to_gmem(0)
 
-    over_slots(refs, shared, place, warpgroup, sizes, dq) returns dq plus the slots' part.
-    """
-    dtype = shared.ring.dtype
 
-    def place():
-        tile = tiles.tile_of(refs, sizes)
-        return tile, tile.token + warpgroup * sizes.tokens
+def store_dq(target, shared, place, warpgroup, sizes, dq):
+    """Start copying dq of a tile, by way of its queries' shared memory, to an array."""
+    # The barrier lets the addresses of its rows be computed again; they would spill registers.
+    result = shared.q.at[lax.optimization_barrier(warpgroup)]
+    result[...] = (dq * (sizes.factor / LOG2E)).astype(result.dtype)
+    plgpu.commit_smem()
+    body.store_rows(target, result, *place(), sizes)
 
-    tile, token = place()
+
+def dq_over_keys(refs, shared, place, warpgroup, sizes):
+    """Load a tile's queries and cotangents, and return dq / scale over its blocks of keys."""
+    dtype, (tile, token) = shared.ring.dtype, place()
     body.load_queries(refs, shared, tile, token, warpgroup, sizes)
     q, do = shared.q.at[warpgroup], shared.q_depth.at[warpgroup]
     row = tile.batch, tile.column, lax.div(token, sizes.tokens)
@@ -150,16 +159,8 @@ def compute_dq(refs, shared, warpgroup, sizes, over_slots=None):
         plgpu.barrier_arrive(shared.used.at[v_stage])
         return (dq,)
 
-    dq = plgpu.layout_cast(jnp.zeros((ROWS, sizes.width), jnp.float32), LAYOUT)
-    (dq,) = body.over_keys(refs, place, sizes, one, (dq,), halves=2)
-    if over_slots is not None:
-        dq = over_slots(refs, shared, place, warpgroup, sizes, dq)
-    # The barrier lets the addresses of its rows be computed again; they would spill registers.
-    result = shared.q.at[lax.optimization_barrier(warpgroup)]
-    result[...] = (dq * (sizes.factor / LOG2E)).astype(dtype)
-    plgpu.commit_smem()
-    body.store_rows(refs, result, *place(), sizes)
-    plgpu.wait_smem_to_gmem(0)
+    (dq,) = body.over_keys(refs, place, sizes, one, (zeros((ROWS, sizes.width)),), halves=2)
+    return dq
 
 
 def _by_octet(operands, ids_BT, sizes):
@@ -310,8 +311,7 @@ def _compute_dkv(refs, shared, warpgroup, sizes):
         plgpu.barrier_arrive(shared.used.at[stage])
         return carry
 
-    zeros = plgpu.layout_cast(jnp.zeros((ROWS, sizes.width), jnp.float32), LAYOUT)
-    carry = zeros, zeros
+    carry = (zeros((ROWS, sizes.width)),) * 2
     loops = [('begin', 'causal', True), ('causal', 'inside', False)]
     if sizes.documents or sizes.window:
         loops.append(('inside', 'end', True))

@@ -129,6 +129,12 @@ def tile_of(refs, sizes):
     )
 
 
+def place_of(refs, warpgroup, sizes):
+    """Return (tile, first token of the warpgroup), again for each phase of a kernel."""
+    tile = tile_of(refs, sizes)
+    return tile, tile.token + warpgroup * sizes.tokens
+
+
 def stage_of(step, sizes):
     """Return the stage of the ring that a step fills and uses."""
     return lax.rem(step, jnp.int32(sizes.stages))

@@ -105,13 +105,13 @@ def sequence_backward_q(sizes: TileSizes, batch: int) -> Traffic:
 
 
 def fused_backward_q(
-    sizes: TileSizes, batch: int, held: int, num_slots: int, sum_bytes: int = 0
+    sizes: TileSizes, batch: int, held: int, num_slots: int, sum_bytes: int = 0, own_query=False
 ) -> Traffic:
     """Return the bytes of the dq kernel of `fused_backward.fused_backward`, in 16 bits.
 
-    sum_bytes: item size of the sums; 0: fresh gradients.
+    sum_bytes: item size of the sums; 0: fresh gradients. own_query: the slots have other queries.
     """
-    (columns, _, tiles), plain = _tiles(sizes, batch), sequence_backward_q(sizes, batch)
+    (columns, even, tiles), plain = _tiles(sizes, batch), sequence_backward_q(sizes, batch)
     rows = _slots(sizes, held, num_slots)
     # Logsumexps and deltas are loaded again for each 8 slots of 8 tokens.
     scalars = tiles * sizes.parts * -(-rows // SLOTS) * 2 * ROWS * FLOAT
@@ -120,7 +120,7 @@ def fused_backward_q(
     return plain._replace(
         slots=2 * tiles * sizes.tokens * rows * sizes.width * 2,
         sums=2 * columns * sizes.length * by_token * sizes.width,
-        own=plain.own + scalars,
+        own=plain.own + scalars + own_query * 2 * columns * sizes.heads * even * sizes.width * 2,
     )
 
 

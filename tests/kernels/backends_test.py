@@ -95,11 +95,11 @@ def test_a_name_is_taken_or_refused():
         assert choose(Parts('xla', 'pallas'), LARGE, device) == Parts('xla', 'pallas')
     assert choose('pallas', USUAL, AMD) == Parts('xla', 'pallas')
     for name in ('mosaic_gpu', 'mosaic_gpu_fused'):
-        # The fused form computes both parts unless a group is too large or the slots have queries.
+        # The fused form computes both parts unless a group is too large.
         sequence = {'mosaic_gpu': 'cudnn', 'mosaic_gpu_fused': 'mosaic_gpu'}[name]
-        for change in ({}, WIDE):
+        for change in ({}, WIDE, {'slot_queries': True}):
             assert choose(name, LARGE._replace(**change), hopper) == Parts(sequence, name)
-        for change in ({'slot_queries': True}, {'k': (8, 1024, 1, 64)}, {'num_slots': 0}):
+        for change in ({'k': (8, 1024, 1, 64)}, {'num_slots': 0}):
             depth = name if change.get('num_slots', 1) else 'xla'
             assert choose(name, LARGE._replace(**change), hopper) == Parts('cudnn', depth)
         assert choose(name, LARGE._replace(**NOT_CUDNN), hopper) == Parts('mosaic_gpu', name)

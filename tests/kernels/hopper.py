@@ -213,8 +213,8 @@ def fused_call(T, K, G, H, L, R=None, kind='', dtype=jnp.bfloat16, windows=(1024
     """Return a fused pass and the shapes of its arguments; num_slots is traced.
 
     wide: None for the forward pass; dtype of the sums for the backward pass, or 'fresh' for none.
-    kind: '' | 'documents' (segments) | 'general' (also windows, other queries for the slots in the
-    forward pass, mask and rows).
+    kind: '' | 'documents' (segments) | 'general' (also windows, other queries for the slots, mask
+    and rows).
     """
     q, key, rows = shape(1, T, K * G, H, dtype=dtype), shape(1, T, K, H, dtype=dtype), None
     segments, own, mask = shape(1, T, dtype=jnp.int32) if kind else None, None, None
@@ -230,10 +230,10 @@ def fused_call(T, K, G, H, L, R=None, kind='', dtype=jnp.bfloat16, windows=(1024
     by_head = shape(1, K * G, T, dtype=jnp.float32)
     sums = None if wide == 'fresh' else (shape(*side.shape, dtype=wide),) * 2
 
-    def backward(q, k, v, ids, slots, sums, *joint):
-        return fused_backward.fused_backward(q, k, v, ids, slots, sums, static, *joint)
+    def backward(q, k, v, ids, own, slots, sums, *joint):
+        return fused_backward.fused_backward(q, k, v, ids, own, slots, sums, static, *joint)
 
-    return backward, (q, key, key, segments, slots, sums, q, by_head, by_head)
+    return backward, (q, key, key, segments, own, slots, sums, q, by_head, by_head)
 
 
 def sequence_call(way, T, K, G, H, documents=False, window=0, dtype=jnp.bfloat16):
@@ -310,12 +310,12 @@ def _kernels():
     for H, G, L, kind in FUSED:
         name = f'fused_forward_H{H}_G{G}_L{L}' + f'_{kind}' * bool(kind)
         found[name] = functools.partial(fused_call, 4096, 8, G, H, L, kind=kind)
-        if fused_backward.supports(G, own_query=False):
+        if fused_backward.supports(G):
             options = {'kind': kind, 'wide': jnp.bfloat16 if L == 64 else jnp.float32}
             name = name.replace('forward', 'backward')
             found[name] = functools.partial(fused_call, 4096, 8, G, H, L, **options)
             found[f'{name}_fresh'] = functools.partial(found[name], wide='fresh')
-        if L == 64 and fused_backward.supports(G, own_query=False):
+        if L == 64 and fused_backward.supports(G):
             options |= {'wide': jnp.float32}
             found[f'{name}_float32'] = functools.partial(fused_call, 4096, 8, G, H, L, **options)
     for way, (H, G, documents) in itertools.product(('forward', 'backward'), SEQUENCE):

@@ -17,7 +17,7 @@ from tests.kernels.mosaic_fused_test import EDGES
 SMALL = KINDS | {'B': 1, 'T': 9, 'N': 1, 'K': 1, 'H': 64, 'L': 7, 'num': None}
 OURS = Parts('mosaic_gpu', 'mosaic_gpu_fused', interpret=True)
 CASES = {
-    'group_of_3': {'N': 3, 'T': 17, 'L': 9, 'num': 7, 'segments': (1, 9, 7)},
+    'group_of_3': {'N': 3, 'T': 17, 'L': 9, 'num': 7, 'segments': (1, 9, 7), 'own_query': True},
     'group_of_8': {'N': 8, 'T': 16, 'L': 24, 'num': 13, 'slot_window': 9, 'H': 128},
     'rows': {'N': 2, 'T': 9, 'R': 14, 'L': 9, 'mask': True},
     'group_of_1': {'T': 9, 'L': 21, 'num': 12, 'slot_window': 3, 'B': 2},
@@ -26,11 +26,12 @@ LONG = {
     'group_of_1': {'T': 133, 'L': 7, 'num': 6, 'B': 2},
     'group_of_2': {'N': 4, 'K': 2, 'T': 200, 'L': 24, 'num': 20, 'segments': EDGES},
     'group_of_3': {'N': 3, 'T': 97, 'H': 128, 'L': 24, 'window': 30},
-    'group_of_5': {'N': 5, 'T': 33, 'H': 96, 'L': 9, 'num': 7, 'mask': True},
+    'group_of_5': {'N': 5, 'T': 33, 'H': 96, 'L': 9, 'num': 7, 'mask': True, 'own_query': True},
     'group_of_8': {'N': 16, 'K': 2, 'T': 40, 'H': 128, 'L': 7, 'num': 7, 'segments': 'any', 'B': 2},
     'narrow': {'N': 2, 'T': 24, 'H': 56, 'L': 24, 'num': 17, 'slot_window': 12, 'mask': True},
     'one_slot': {'N': 8, 'L': 1},
     'none_written': {'N': 2, 'T': 16, 'L': 24, 'num': 0},
+    'own_query': {'N': 4, 'K': 2, 'T': 69, 'R': 72, 'L': 7, 'num': 6, 'B': 2, 'own_query': True},
 }
 
 
@@ -39,14 +40,19 @@ class Call:
 
     def __init__(self, dtype='float32', **sizes):
         case = self.case = SMALL | sizes
-        inputs, cotangents, arguments, *seen = draw(**case)
-        inputs[5], self.seen = inputs[0], seen
-        self.inputs = [jnp.asarray(x, dtype) for x in inputs[:5]]
+        inputs, cotangents, arguments, *self.seen = draw(**case)
+        self.own_query = case['own_query']
+        if not self.own_query:
+            inputs[5] = inputs[0]
+        self.inputs = [jnp.asarray(x, dtype) for x in inputs]
         self.do, self.dlse = jnp.asarray(cotangents[0], dtype), jnp.asarray(cotangents[1])
-        wide = [np.asarray(x.astype(jnp.float32)) for x in (*self.inputs, self.inputs[0], self.do)]
-        o, lse, gradients = exact(wide[:6], (wide[6], self.dlse), *seen, case['H'] ** -0.5)
-        gradients[0] += gradients[5]
-        self.right = o, lse, *gradients[:5]
+        wide = [np.asarray(x.astype(jnp.float32)) for x in (*self.inputs, self.do)]
+        scale = case['H'] ** -0.5
+        o, lse, (*gradients, of_slots) = exact(wide[:6], (wide[6], self.dlse), *self.seen, scale)
+        if not self.own_query:
+            gradients[0] += of_slots
+            of_slots *= 0
+        self.right = o, lse, *gradients, of_slots
         places = jnp.broadcast_to(jnp.arange(case['T']), (case['B'], case['T']))
         ids, *rest = (
             None if arguments.get(key) is None else jnp.asarray(arguments[key])
@@ -56,20 +62,23 @@ class Call:
         self.slots = jnp.int32(case['L'] if case['num'] is None else case['num']), *rest
 
     def run(self, parts, sums=None, fresh=True):
-        """Return o, lse and all gradients; those of the slots as the new `sums`, if given."""
-        case, inputs = self.case, self.inputs
+        """Return o, lse and all gradients; those of the slots as the new `sums`, if given.
+
+        The last one is of the slots' queries, zeros if these are q.
+        """
+        case = self.case
         scale = case['H'] ** -0.5
         static = Static(case['window'], True, case['slot_window'], scale, True, parts, not fresh)
 
-        def attend(q, k, v, kd, vd, sums):
-            slots = Slots(kd, vd, *self.slots)
-            o, lse, _, sums = joint_attention(static, q, k, v, self.mask, None, slots, sums)
+        def attend(q, k, v, kd, vd, qd, sums):
+            slots, qd = Slots(kd, vd, *self.slots), qd if self.own_query else None
+            o, lse, _, sums = joint_attention(static, q, k, v, self.mask, qd, slots, sums)
             return o, lse, sums
 
-        found, pull = jax.vjp(attend, *inputs, sums)
-        gradients = pull((self.do, self.dlse, sums))
-        gradients = gradients[:5] if sums is None else (*gradients[:3], *gradients[5])
-        return [np.asarray(x) for x in (*found[:2], *gradients)]
+        found, pull = jax.vjp(attend, *self.inputs, sums)
+        *of_tokens, dkd, dvd, dqd, dsums = pull((self.do, self.dlse, sums))
+        of_slots = (dkd, dvd) if sums is None else dsums
+        return [np.asarray(x) for x in (*found[:2], *of_tokens, *of_slots, dqd)]
 
     def by_a_query(self):
         """Return bool [L, B, R]: the slots that some query sees."""
@@ -84,9 +93,9 @@ def check(fresh=True, **sizes):
     """In float32 o and lse are right to 2e-6, gradients to 1e-5; hidden slots (NaN) have 0."""
     call = Call(**sizes)
     results = call.run(OURS, fresh=fresh)
-    for got, right, atol in zip(results, call.right, (2e-6,) * 2 + (1e-5,) * 5, strict=True):
+    for got, right, atol in zip(results, call.right, (2e-6,) * 2 + (1e-5,) * 6, strict=True):
         np.testing.assert_allclose(got, right, rtol=0, atol=atol * max(1, np.abs(right).max()))
-    for got in results[5:]:
+    for got in results[5:7]:
         assert not got[~call.by_a_query()].any()
 
 
@@ -144,24 +153,25 @@ def test_wide_groups_take_the_backward_passes_of_the_parts(monkeypatch):
 
 
 def test_what_is_supported():
-    """Up to 8 query heads to a key/value head, without other queries for slots."""
-    assert [fused_backward.supports(group, False) for group in (1, 8, 9)] == [True, True, False]
-    assert not fused_backward.supports(1, own_query=True)
+    """Up to 8 query heads to a key/value head."""
+    assert [fused_backward.supports(group) for group in (1, 8, 9)] == [True, True, False]
 
 
 HALF = {
     'bfloat16': {'N': 4, 'K': 2, 'T': 24, 'L': 9, 'num': 6, 'segments': (1, 15, 8)},
     'float16': {'N': 3, 'T': 9, 'H': 128, 'L': 16, 'num': 11, 'mask': True, 'R': 11},
+    'own_query': {'N': 2, 'T': 9, 'H': 128, 'L': 8, 'num': 5, 'own_query': True},
 }
 
 
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize('wide', ['float32', 'model'])
-@pytest.mark.parametrize('dtype', HALF)
-def test_half_precision_adds_to_the_sums_in_place(dtype, wide, joined):
+@pytest.mark.parametrize('name', HALF)
+def test_half_precision_adds_to_the_sums_in_place(name, wide, joined):
     """The error is at most 3 times XLA's; hidden slots' sums keep their bits; reruns are equal."""
-    call = Call(dtype, **HALF[dtype])
+    dtype = name if name == 'float16' else 'bfloat16'
+    call = Call(dtype, **HALF[name])
     rng, hidden, shape = np.random.default_rng(1), ~call.by_a_query(), call.inputs[3].shape
     sums = [rng.normal(size=shape).astype(jnp.dtype(dtype)) for _ in range(2)]
     for side in sums:
@@ -170,15 +180,15 @@ def test_half_precision_adds_to_the_sums_in_place(dtype, wide, joined):
     given = tuple(jnp.asarray(x, dtype if wide == 'model' else wide) for x in sums)
     ours, plain, again = (call.run(x, given) for x in (OURS, Parts(), OURS))
     assert [x.tobytes() for x in ours] == [x.tobytes() for x in again]
-    exact_sums = [x + np.asarray(y, float) for x, y in zip(call.right[5:], sums, strict=True)]
-    right = [*call.right[2:5], *exact_sums]
+    exact_sums = [x + np.asarray(y, float) for x, y in zip(call.right[5:7], sums, strict=True)]
+    right = [*call.right[2:5], *exact_sums, call.right[7]]
     for i, (got, theirs, exact_) in enumerate(zip(ours[2:], plain[2:], right, strict=True)):
-        shown = ~hidden if i > 2 else ...
+        shown = ~hidden if i in (3, 4) else ...
         # In the model's dtype, to which the kernel rounds P and dS before it multiplies by them.
         rounded = (x[shown].astype(jnp.dtype(dtype)).astype(float) for x in (got, theirs))
         errors = [np.abs(x - exact_[shown]).max() for x in rounded]
         assert errors[0] <= 3 * errors[1], (i, errors)
-    for got, before in zip(ours[5:], given, strict=True):
+    for got, before in zip(ours[5:7], given, strict=True):
         assert got.dtype == before.dtype
         assert got[hidden].tobytes() == np.asarray(before)[hidden].tobytes()
 
@@ -188,6 +198,7 @@ RACES = {
     'one_buffer': {'N': 2, 'T': 16, 'L': 17, 'H': 128},
     'by_row': {'N': 2, 'T': 9, 'L': 9, 'R': 14},
     'hidden': {'N': 2, 'T': 16, 'L': 27, 'num': 18, 'slot_window': 4},
+    'own_query': {'N': 5, 'T': 16, 'L': 9, 'own_query': True},
 }
 
 
