@@ -176,7 +176,8 @@ def decode_both(model, rows=ROWS):
 IN_FLOAT64 = ('attention stream', 'value embeddings, hyper-connections', 'value embeddings grow')
 IN_FLOAT64 += ('adapters, looped moda', 'looped', 'recursions, aux_loss', 'token choice')
 IN_FLOAT64 += ('embedding residual, values', 'looped, exits of a block with all')
-IN_FLOAT64 += ('token choice, gated exit', 'looped hyper-connections')
+IN_FLOAT64 += ('token choice, gated exit', 'looped hyper-connections', 'row capacity')
+IN_FLOAT64 += ('aux_loss', 'mudd')
 FAST = ('norm threshold grows', 'mudd', 'shared values', 'value attention, recent')
 FAST += ('experts choose', 'recursions', 'value embeddings, attention residual')
 
