@@ -167,14 +167,10 @@ def _column_parts(loader):
     return [(i, pl.ds(zero + i * CHUNK, CHUNK)) for i in range(loader.sizes.padded_width // CHUNK)]
 
 
-def _zeros(dtype):
-    return plgpu.layout_cast(jnp.zeros((CHUNK, CHUNK), dtype), LAYOUT)
-
-
 def _write_zeros(s, loader, totals):
     """Start writing zeros to the gradients of slots that are in no chunk."""
     zeros, slots = s.sums.at[0, 0], loader.sizes.slots
-    zeros[...] = _zeros(zeros.dtype)
+    zeros[...] = common.zeros((CHUNK, CHUNK), zeros.dtype)
     plgpu.commit_smem()
 
     @pl.loop(0, loader.items)
@@ -216,7 +212,7 @@ def _add(s, loader, chunk, place, has_token, side, total, weights, heads, factor
     def one(i, _):
         sums = s.sums.at[buffer, i]
         more = product((CHUNK, CHUNK), weights, heads.at[i])
-        old = _zeros(sums.dtype) if fresh else common.load(sums, LAYOUT)
+        old = common.zeros((CHUNK, CHUNK), sums.dtype) if fresh else common.load(sums, LAYOUT)
         new = (old.astype(jnp.float32) + more * factor).astype(old.dtype)
         sums[...] = jnp.where(common.by_row(shown, old.shape) > 0, new, old)
 
@@ -310,7 +306,7 @@ def _backward(g, s, sizes, buffers, scale, fresh):
         load_heads(item + 1, g.o, s.o, s.o_ready)
         has_token = loader.token(item)[2]
         lse_row = common.load(s.lse.at[item], LAYOUT.reduce(0), optimized=False) * common.LOG2E
-        dq = plgpu.layout_cast(jnp.zeros(dq_shape, jnp.float32), LAYOUT)
+        dq = common.zeros(dq_shape)
         chunks = functools.partial(one_chunk, item, has_token, lse_row, delta_row)
         dq = lax.fori_loop(0, loader.chunks, chunks, dq)
         dq = plgpu.layout_cast(dq * scale, TRANSPOSED)
