@@ -21,6 +21,7 @@ def get_config(arguments: str = ''):
     config = sizes.at_budget(arguments, size='12x1024', budget='6e18')
     config.model.vocab_size = 32000
     config.model.dtype = 'bfloat16'
+    config.model.remat = 'block'
     config.model.routing.router = 'learned'
     config.data.sequence_length = 2048
     config.data.batch_size = 128

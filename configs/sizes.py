@@ -94,6 +94,7 @@ def apply_large_run(config):
     OLMo2. A step has 32 micro-batches: on 8 devices, each has 4 rows per device.
     """
     config.model.dtype = 'bfloat16'
+    config.model.remat = 'block'
     config.data.sequence_length = 4096
     config.data.batch_size = 1024
     config.training.accumulate_steps = 32

@@ -86,7 +86,7 @@ class ModelHparams:
     dtype: checks.choice('float32', 'bfloat16', 'float64')
     attention: checks.choice(*ATTENTION)
     layer_loop: checks.choice('scan', 'unrolled')
-    remat: checks.choice('block', 'none')
+    remat: checks.choice('block', 'elementwise', 'none')
     depth: DepthHparams
     experts: ExpertsHparams
     routing: RoutingHparams

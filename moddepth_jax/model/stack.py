@@ -192,17 +192,21 @@ def stack_slots(written) -> DepthSlots | None:
 
 
 def with_remat(function, hparams, prevent_cse):
-    """Return `function`, which the backward pass recomputes if `model.remat` says so.
+    """Return `function`, of which the backward pass recomputes what `model.remat` says.
 
     The choice of tokens and the attention output are kept: for long sequences the latter is
     expensive to compute, and it is only as large as the stream. With depth slots the attention is
     recomputed too. On a GPU it orders the reads and writes of the slot buffer, which XLA would
-    otherwise copy.
+    otherwise copy. `elementwise` also keeps the products of all tokens with one matrix.
     """
     if hparams.remat == 'none':
         return function
     kept = () if any(kind.slots for kind in layer_kinds(hparams)) else (ATTENDED,)
-    policy = jax.checkpoint_policies.save_only_these_names(CHOICE, *kept)
+    policies = jax.checkpoint_policies
+    policy = policies.save_only_these_names(CHOICE, *kept)
+    if hparams.remat == 'elementwise':
+        products = policies.dots_with_no_batch_dims_saveable
+        policy = policies.save_from_both_policies(policy, products)
     return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
 

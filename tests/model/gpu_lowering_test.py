@@ -27,6 +27,7 @@ from tests.model.cases import (
     ROUTED,
     SOURCES,
     VALUES,
+    parameters,
     small_hparams,
 )
 
@@ -66,7 +67,7 @@ def gradient_of(hparams, rows=2, length=64):
     return jax.grad(loss), params
 
 
-@pytest.mark.parametrize('remat', ['block', pytest.param('none', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('remat', parameters(('elementwise',), ('elementwise', 'block', 'none')))
 @pytest.mark.parametrize(
     ('knobs', 'by_cudnn'),
     [

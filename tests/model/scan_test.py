@@ -93,6 +93,7 @@ FORMS = {
     'both': {},
     'scanned': {'model.remat': 'none'},
     'rematerialized': UNROLLED,
+    'elementwise': {'model.remat': 'elementwise'},
 }
 
 
@@ -163,11 +164,12 @@ def traced(make_config, *knobs, routing='top_c', gradient=True):
 
 def test_each_form_is_another_program(tiny_config):
     """Unrolled layers have no scan over layers, and `remat` none recomputes nothing."""
-    for loop, remat in (('scan', 'block'), ('scan', 'none'), ('unrolled', 'block')):
+    forms = ('scan', 'block'), ('scan', 'elementwise'), ('scan', 'none'), ('unrolled', 'block')
+    for loop, remat in forms:
         form = {'model.layer_loop': loop, 'model.remat': remat}
         names = {eqn.primitive.name for eqn in traced(tiny_config, ROUTED, form)}
         assert ('scan' in names) == (loop == 'scan')
-        assert bool(names & {'checkpoint', 'remat', 'remat2'}) == (remat == 'block')
+        assert bool(names & {'checkpoint', 'remat', 'remat2'}) == (remat != 'none')
 
 
 @pytest.mark.parametrize('knobs, again', [({}, False), (ROUTED, False), (MODA, True)])
@@ -178,6 +180,18 @@ def test_attention_is_computed_again_only_with_slots(knobs, again, tiny_config):
         for form in ({'model.remat': 'none'}, {'model.remat': 'block'})
     ]
     assert (0 < counts[0] < counts[1]) if again else (0 < counts[0] == counts[1])
+
+
+@pytest.mark.parametrize('knobs', [{}, ROUTED], ids=['dense', 'routed'])
+def test_elementwise_computes_no_matrix_product_again(knobs, tiny_config):
+    found = {
+        remat: [eqn.primitive.name for eqn in traced(tiny_config, knobs, {'model.remat': remat})]
+        for remat in ('none', 'elementwise', 'block')
+    }
+    none, elementwise, block = (names.count('dot_general') for names in found.values())
+    assert 0 < none == elementwise < block
+    none, elementwise, block = (names.count('rsqrt') for names in found.values())  # of the norms
+    assert 0 < none < elementwise == block
 
 
 @pytest.mark.parametrize(
@@ -201,6 +215,6 @@ def test_initialization_does_not_grow_with_depth(stream, tiny_config):
 @pytest.mark.parametrize('choice', ['token', pytest.param('expert', marks=pytest.mark.slow)])
 def test_rematerialization_keeps_the_choice_of_experts(choice, tiny_config):
     """The backward pass ranks nothing again: on a near-tie it could choose differently."""
-    for remat in ('none', 'block'):
+    for remat in ('none', 'elementwise', 'block'):
         found = traced(tiny_config, experts(choice=choice), {'model.remat': remat})
         assert sum(eqn.primitive.name == 'top_k' for eqn in found) == 1  # in the scan's body

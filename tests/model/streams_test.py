@@ -147,10 +147,10 @@ SCANNED = {
 }
 DEEP = [(name, 'block') for name in SCANNED]
 # Dynamic MUDD saves the weights of each token: in each layer as many as there are layers.
-DEEP += [(name, 'none') for name in SCANNED if name != 'mudd']
+DEEP += [(name, remat) for name in SCANNED for remat in ('elementwise', 'none') if name != 'mudd']
 
 
-@pytest.mark.parametrize(('name', 'remat'), parameters((('moda', 'block'),), DEEP))
+@pytest.mark.parametrize(('name', 'remat'), parameters((('moda', 'elementwise'),), DEEP))
 def test_memory_is_linear_in_depth_and_the_program_does_not_grow(name, remat, tiny_config):
     """64 layers take at most 2.1 times the memory of 32, and 1.01 times the instructions.
 
@@ -184,8 +184,8 @@ KEPT = {
     'attention stream': ATTENTION | {'model.d_ff': 64},
     'mudd': MUDD,
 }
-FORMS = [(name, remat) for name in KEPT for remat in ('none', 'block')]
-FORMS.remove(('mudd', 'none'))  # as in DEEP
+FORMS = [(name, remat) for name in KEPT for remat in ('none', 'elementwise', 'block')]
+FORMS = [form for form in FORMS if form not in (('mudd', 'none'), ('mudd', 'elementwise'))]  # DEEP
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,8 @@ def test_the_first_values_are_kept_once(mix, tiny_config):
 
     Both have the same size here.
     """
-    loss, params, hparams = loss_of(tiny_config, 20, mix, {'model.d_ff': 48})
+    knobs = {'model.d_ff': 48, 'model.remat': 'block'}
+    loss, params, hparams = loss_of(tiny_config, 20, mix, knobs)
     _, vjp = jax.eval_shape(lambda params: jax.vjp(loss, params), params)
     slots, _ = empty_slots(hparams.model, jnp.zeros((BATCH, LENGTH, 1)))
     mine = [leaf for leaf in jax.tree.leaves(vjp) if LENGTH in leaf.shape]
