@@ -12,6 +12,7 @@ from moddepth_jax.hparams.checks import one_of
 from moddepth_jax.training.summary import versions
 from moddepth_jax.training.tables import pivot
 
+REMAT = ('block', 'elementwise', 'none')
 LOOPED_VARIANTS = ('looped', 'mor', 'mor_first')
 
 
@@ -19,19 +20,17 @@ def compare_depths(models: dict[str, Hparams], depths, unrolled_up_to: int, repe
     """Measure memory, compile time and step time of models by depth, scanned and unrolled.
 
     Models deeper than `unrolled_up_to` are only scanned, because unrolled programs grow with depth.
-    The first model only runs with recomputation.
 
     Returns:
       The dict of `compare_steps`, whose rows also have `depth`, `layer_loop` and `remat`. Ratios
       are to the first model of the same depth, scanned with remat `block`.
     """
-    first, rows = next(iter(models)), []
+    rows = []
     for depth in depths:
         compared = {}
-        for name, loop, remat in itertools.product(models, ('scan', 'unrolled'), ('block', 'none')):
+        for name, loop, remat in itertools.product(models, ('scan', 'unrolled'), REMAT):
             scans = models[name].model.depth.stream_class.scans
-            fits = scans if loop == 'scan' else depth <= unrolled_up_to
-            if fits and (name, remat) != (first, 'none'):
+            if scans if loop == 'scan' else depth <= unrolled_up_to:
                 knobs = {'num_layers': depth, 'layer_loop': loop, 'remat': remat}
                 compared[f'{name}, {loop}, {remat}'] = with_model(models[name], **knobs)
         result = compare_steps(compared, repeats)
@@ -149,9 +148,9 @@ def depth(
 ):
     """One training step of the dense model and others: time relative to FLOPs, and costs by depth.
 
-    The first comparison is at the depth of --size, with recomputation (model.remat=block) and
-    without. The second shows memory, compile time and step time by depth, scanned and unrolled.
-    Key/value heads are half of the query heads.
+    The first comparison is at the depth of --size, for each value of `model.remat`. The second
+    shows memory, compile time and step time by depth, scanned and unrolled. Key/value heads are
+    half of the query heads.
 
     Args:
       variants: models, dense first; see `step`, such as moda, attnres, mhc.
@@ -172,7 +171,7 @@ def depth(
     )
     jax.config.update('jax_enable_compilation_cache', False)  # compilation is timed
     facts = {'kv_heads': heads, 'size': size}
-    for remat in ('block', 'none'):
+    for remat in REMAT:
         each = {name: with_model(hparams, remat=remat) for name, hparams in first.items()}
         result = compare_steps(each, repeats)
         shape = f'{heads} key/value heads, {rows} rows of {ratio_length}, remat {remat}'

@@ -19,6 +19,7 @@ from moddepth_jax.model.loop_params import (
     Visit,
     visit_params,
 )
+from moddepth_jax.model.moe.grouped_matmul import PRODUCT
 from moddepth_jax.model.routing import CHOICE
 from moddepth_jax.model.sharding import constrain, unshard_params
 from moddepth_jax.model.streams import LayerKind, layer_kinds, layer_order
@@ -197,16 +198,20 @@ def with_remat(function, hparams, prevent_cse):
     The choice of tokens and the attention output are kept: for long sequences the latter is
     expensive to compute, and it is only as large as the stream. With depth slots the attention is
     recomputed too. On a GPU it orders the reads and writes of the slot buffer, which XLA would
-    otherwise copy. `elementwise` also keeps the products of all tokens with one matrix.
+    otherwise copy. `elementwise` also keeps the products of tokens with matrices.
     """
     if hparams.remat == 'none':
         return function
-    kept = () if any(kind.slots for kind in layer_kinds(hparams)) else (ATTENDED,)
-    policies = jax.checkpoint_policies
-    policy = policies.save_only_these_names(CHOICE, *kept)
-    if hparams.remat == 'elementwise':
-        products = policies.dots_with_no_batch_dims_saveable
-        policy = policies.save_from_both_policies(policy, products)
+    policies, names = jax.checkpoint_policies, [CHOICE]
+    if not any(kind.slots for kind in layer_kinds(hparams)):
+        names.append(ATTENDED)
+    if hparams.remat == 'block':
+        policy = policies.save_only_these_names(*names)
+    else:
+        policy = policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable,
+            policies.save_only_these_names(*names, PRODUCT),
+        )
     return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
 

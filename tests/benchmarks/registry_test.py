@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from moddepth_jax.benchmarks.depths import REMAT
 from moddepth_jax.benchmarks.registry import MODULES, benchmarks, flag_texts
 from tests.forked_commands import ROOT, run_commands
 
@@ -66,19 +67,18 @@ def test_depth_compares_flops_first(tmp_path):
     """One comparison with FLOPs by remat, then three tables by depth; deep models are scanned."""
     small = ['--size=2x64', '--depths=2,3', '--length=32', '--ratio_length=64', '--rows=1']
     found, out, errors = bench(tmp_path, 'depth', *small, '--repeats=1', '--unrolled_up_to=2')
-    block, none, depth = found
-    assert (block['remat'], none['remat'], block['length'], block['kv_heads']) == (
-        *('block', 'none'),
-        *(64, 1),
-    )
+    *ratios, depth = found
+    assert [one['remat'] for one in ratios] == list(REMAT)
+    assert {(one['length'], one['kv_heads']) for one in ratios} == {(64, 1)}
     rows = [(row['depth'], row['layer_loop'], row['remat']) for row in depth['rows']]
-    scanned = [('scan', 'block'), ('scan', 'block'), ('scan', 'none')]
-    unrolled = [('unrolled', remat) for _, remat in scanned]
-    assert sorted(rows) == sorted((2, *form) for form in scanned + unrolled) + [
-        (3, *form) for form in scanned
-    ]
-    dense, scanned, kept = (row['temp_bytes'] for row in depth['rows'][-3:])
-    assert 0 < dense < scanned < kept  # slots, and with remat=none what the blocks computed
+    by_depth = [(2, 'scan'), (2, 'unrolled'), (3, 'scan')]
+    assert sorted(rows) == sorted(2 * [(*form, remat) for form in by_depth for remat in REMAT])
+    dense, moda = (
+        [row['temp_bytes'] for row in depth['rows'] if (row['depth'], row['model']) == (3, name)]
+        for name in ('dense', 'MoDA')
+    )
+    assert 0 < dense[0] < dense[1] < dense[2]
+    assert moda[0] < moda[1] < moda[2] and dense[0] < moda[0]  # which has slots
     titles = ['realised saving', 'temporary memory', 'compilation', 'train step, ms']
     assert all(title in out for title in titles), out
 

@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from moddepth_jax.hparams.registry import EXPERT_PRODUCTS
 
+PRODUCT = 'grouped product'  # checkpoint name: `model.remat=elementwise` keeps the products
 BATCHED_PARTS = 8  # `batched` splits its blocks into so many batched products
 
 
@@ -107,7 +109,8 @@ def combine(y_RD, weight_Nk, layout: Layout):
 
 def grouped_matmul(x_RX, w_EXY, layout: Layout, implementation: str):
     """Multiply each row by the matrix of its block's expert, [R, Y]; zeros without an expert."""
-    return EXPERT_PRODUCTS[resolve(implementation)](x_RX, w_EXY, layout.expert_M)
+    multiply = EXPERT_PRODUCTS[resolve(implementation)]
+    return checkpoint_name(multiply(x_RX, w_EXY, layout.expert_M), PRODUCT)
 
 
 def _rows(x, index):
