@@ -43,7 +43,7 @@ def get_config() -> ConfigDict:
     model.dtype = 'float32'  # of activations: float32 | bfloat16 | float64 (JAX_ENABLE_X64=1)
     model.attention = 'auto'  # auto | reference | xla | pallas | mosaic_gpu | mosaic_gpu_fused
     model.layer_loop = 'scan'  # scan (compile time independent of depth) | unrolled
-    # block (all but the attention output) | elementwise (also not the matrix products) | none
+    # block (all but the attention output) | elementwise (all but that and matrix products) | none
     model.remat = 'elementwise'  # what the backward pass recomputes, to save memory
 
     depth = model.depth = ConfigDict()

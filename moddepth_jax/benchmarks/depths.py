@@ -30,7 +30,8 @@ def compare_depths(models: dict[str, Hparams], depths, unrolled_up_to: int, repe
         compared = {}
         for name, loop, remat in itertools.product(models, ('scan', 'unrolled'), REMAT):
             scans = models[name].model.depth.stream_class.scans
-            if scans if loop == 'scan' else depth <= unrolled_up_to:
+            fits = scans if loop == 'scan' else depth <= unrolled_up_to
+            if fits:
                 knobs = {'num_layers': depth, 'layer_loop': loop, 'remat': remat}
                 compared[f'{name}, {loop}, {remat}'] = with_model(models[name], **knobs)
         result = compare_steps(compared, repeats)

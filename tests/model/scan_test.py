@@ -93,7 +93,7 @@ FORMS = {
     'both': {},
     'scanned': {'model.remat': 'none'},
     'rematerialized': UNROLLED,
-    'elementwise': {'model.remat': 'elementwise'},
+    'block': {'model.remat': 'block'},
 }
 
 
@@ -131,7 +131,8 @@ def test_scanned_and_rematerialized_equals_unrolled(name, form, tiny_config):
     ids=['moda', 'attention residual', 'static mudd', 'value attention'],
 )
 @pytest.mark.parametrize(
-    ('dtype', 'remat'), [('float32', 'block'), ('float32', 'none'), ('model', 'block')]
+    ('dtype', 'remat'),
+    [*(('float32', remat) for remat in ('block', 'elementwise', 'none')), ('model', 'block')],
 )
 def test_gradients_of_bfloat16_slots(dtype, remat, stream, tiny_config):
     """With sums in the slots' dtype or another, each is near that of unrolled layers."""
