@@ -23,8 +23,8 @@ class Backend(NamedTuple):
     backward: str = ''  # module with {part}_backward
     needs: str = ''  # '' | gpu | hopper; depth kernels also run interpreted on a CPU
     fused: bool = False  # the forward pass computes both parts in one kernel
-    # Module with `supports` and `fused_backward`, which computes both parts in one backward pass
-    # if the sequence part is that of mosaic_gpu. '': each part has its own.
+    # Module with `fused_backward`, which computes both parts in one backward pass if the sequence
+    # part is that of mosaic_gpu. '': each part has its own.
     fused_backward: str = ''
     takes_dlse: bool = True  # a sequence part's backward pass takes a cotangent of the logsumexp
 
@@ -132,13 +132,6 @@ def _supported(rows, shapes, device):
     return supported, {name: reason for name, reason in reasons.items() if reason}
 
 
-def fused_backward_module(depth: str, group: int):
-    """Return the depth part's module with a backward pass for both parts, or None."""
-    path = DEPTH[depth].fused_backward
-    module = load_module(path) if path else None
-    return module if module and module.supports(group) else None
-
-
 def plan(shapes: Shapes, device: Device) -> tuple[list[Parts], dict[str, str]]:
     """Return the candidates on a GPU, the default first, and {name: reason} of the others."""
     if shapes.places:
@@ -202,8 +195,7 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
             interpret = device.platform == 'cpu' and implementation != 'xla'
             return Parts(implementation, interpret=interpret)
         sequence, refused = 'xla', {}
-        group = shapes.q[2] // shapes.k[2]
-        if shapes.num_slots and fused_backward_module(implementation, group):
+        if shapes.num_slots and DEPTH[implementation].fused_backward:
             sequence = 'mosaic_gpu'
         elif implementation != 'xla' and device.platform == 'gpu':
             hopper = DEPTH[implementation].needs == 'hopper'

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from kernels_pallas.backends import DEPTH, SEQUENCE, Parts, fused_backward_module, load_module
+from kernels_pallas.backends import DEPTH, SEQUENCE, Parts, load_module
 from kernels_pallas.xla.sequence import output_products
 
 ATTENDED = 'attended'  # checkpoint name of the output and logsumexp, which the backward pass reads
@@ -70,13 +70,6 @@ def _depth(static, way):
     return functools.partial(getattr(module, f'depth_{way}'), **options)
 
 
-def _fused_backward(static, q_BTNH, k_BSKH):
-    """Return the module that computes both parts in one backward pass, or None."""
-    if static.parts.sequence != 'mosaic_gpu':
-        return None
-    return fused_backward_module(static.parts.depth, q_BTNH.shape[2] // k_BSKH.shape[2])
-
-
 def _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sums):
     depth, sides = DEPTH[static.parts.depth], None
     if slots is not None and depth.fused:
@@ -102,9 +95,9 @@ def _backward(static, residuals, cotangents):
     if not (static.ordered and k_BSKH.shape[1]):  # otherwise every query sees its own key
         lse_BNT = jnp.where(lse_BNT == -jnp.inf, 0.0, lse_BNT)
     dslots, dq_depth_BTNH, sums = None, None, dsides if dsums is None else dsums
-    module = None if slots is None else _fused_backward(static, q_BTNH, k_BSKH)
-    if module is not None:
-        dq_BTNH, dk_BSKH, dv_BSKH, dq_depth_BTNH, *sums = module.fused_backward(
+    joint = DEPTH[static.parts.depth].fused_backward
+    if slots is not None and static.parts.sequence == 'mosaic_gpu' and joint:
+        dq_BTNH, dk_BSKH, dv_BSKH, dq_depth_BTNH, *sums = load_module(joint).fused_backward(
             *(q_BTNH, k_BSKH, v_BSKH, mask.segment_ids_BT, q_depth_BTNH, slots, sums, static),
             *(do_BTNH, lse_BNT, delta_BNT),
         )

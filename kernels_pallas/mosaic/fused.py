@@ -59,8 +59,53 @@ def _documents(ids_BT, sizes):
 def _by_row(x_BT, sizes):
     """Return [B, tiles, ROWS], a number of each token repeated for the rows of its tile."""
     x = pad(x_BT, 1, sizes.blocks * TILES * sizes.tokens)
-    x = x.reshape(x.shape[0], -1, sizes.tokens)
-    return jnp.tile(x, (1, 1, ROWS // sizes.tokens))
+    return _spread(x.reshape(x.shape[0], -1, sizes.tokens), sizes)
+
+
+def _spread(x, sizes):
+    """Repeat numbers of a tile's tokens, along the last axis, for the tile's rows."""
+    times = ROWS // sizes.tokens
+    if sizes.by_token:
+        return jnp.repeat(x, times, -1)
+    return jnp.tile(x, times)
+
+
+def pad_heads(x_BTNH, sizes):
+    """Pad the query heads of each key/value head to `sizes.heads`, and tokens to octets."""
+    batch, _, _, width = x_BTNH.shape
+    x_BTNH = pad(x_BTNH, 1, round_up(sizes.length, OCTET))
+    x = x_BTNH.reshape(batch, -1, sizes.kv_heads, sizes.group, width)
+    return pad(x, 3, sizes.heads).reshape(*x.shape[:2], -1, width)
+
+
+def cut_heads(x_BTNH, sizes):
+    """Invert `pad_heads`."""
+    batch, _, _, width = x_BTNH.shape
+    x = x_BTNH.reshape(batch, -1, sizes.kv_heads, sizes.heads, width)
+    return x[:, : sizes.length, :, : sizes.group].reshape(batch, sizes.length, -1, width)
+
+
+def to_rows(x_BNT, sizes, fill):
+    """Return a number of each query as float32 [B, K, tiles, ROWS]; rows without one: fill."""
+    batch, _, length = x_BNT.shape
+    x = x_BNT.astype(jnp.float32).reshape(batch, sizes.kv_heads, sizes.group, length)
+    tokens = sizes.blocks * TILES * sizes.tokens
+    x = pad(pad(x, 2, sizes.heads, fill), 3, tokens, fill)
+    x = x.reshape(*x.shape[:3], -1, sizes.tokens)
+    x = jnp.moveaxis(x, 2, 4 if sizes.by_token else 3)
+    return pad(x.reshape(*x.shape[:3], -1), 3, ROWS, fill)
+
+
+def from_rows(x, sizes):
+    """Invert `to_rows`."""
+    x = x[..., : sizes.heads * sizes.tokens]
+    if sizes.by_token:
+        x = x.reshape(*x.shape[:3], sizes.tokens, sizes.heads)
+    else:
+        x = jnp.swapaxes(x.reshape(*x.shape[:3], sizes.heads, sizes.tokens), 3, 4)
+    x = jnp.moveaxis(x, 4, 2)  # [B, K, heads, tiles, tokens]
+    x = x.reshape(*x.shape[:3], -1)[:, :, : sizes.group, : sizes.length]
+    return x.reshape(x.shape[0], -1, sizes.length)
 
 
 def _words(slots, slot_window, sizes):
@@ -68,7 +113,7 @@ def _words(slots, slot_window, sizes):
     held, batch, places = slots.k_LBRKH.shape[:3]
     masks = slots.mask_LBR, slots.rows_BT
     visible_BTL = slot_visibility((held, batch, places), slots.num, slot_window, *masks)
-    visible_BTL = pad(visible_BTL, 1, sizes.blocks * TILES * sizes.tokens)
+    visible_BTL = pad(visible_BTL, 1, round_up(sizes.blocks * TILES * sizes.tokens, OCTET))
     bits = pad(visible_BTL, 2, round_up(held, SLOTS)).astype(jnp.int32)
     bits = bits.reshape(*bits.shape[:2], -1, SLOTS)
     bits <<= lax.broadcasted_iota(jnp.int32, bits.shape, 3)
@@ -77,7 +122,7 @@ def _words(slots, slot_window, sizes):
     octets = words_BCT.reshape(*words_BCT.shape[:2], -1, OCTET)
     by_stage = jnp.repeat(octets, SLOTS, 3) if sizes.copy_by_token else jnp.tile(octets, SLOTS)
     return {
-        'row_words': jnp.moveaxis(jnp.tile(split, ROWS // sizes.tokens), 1, 2),
+        'row_words': jnp.moveaxis(_spread(split, sizes), 1, 2),
         'slot_words': jnp.moveaxis(by_stage, 1, 2),
     }
 
@@ -88,8 +133,8 @@ def make_operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, s
     # Shared memory has tiles of 8 rows, so tokens come in octets.
     k, v = (pad(x, 1, even).reshape(batch, -1, OCTET, *x.shape[2:]) for x in (k_BSKH, v_BSKH))
     operands = {
-        'q': pad(q_BTNH, 1, even),
-        'q_depth': None if q_depth_BTNH is None else pad(q_depth_BTNH, 1, even),
+        'q': pad_heads(q_BTNH, sizes),
+        'q_depth': None if q_depth_BTNH is None else pad_heads(q_depth_BTNH, sizes),
         'k': k,
         'v': v,
         **dict.fromkeys(('first', 'row_first', 'ids', 'row_ids')),
@@ -158,7 +203,7 @@ def make_scratch(sizes, dtype, swizzle):
         q_depth=rows if sizes.own_query else None,
         lse=plgpu.SMEM((TILES, ROWS), jnp.float32),
         ring=plgpu.SMEM(ring, dtype, transforms=transforms),
-        q_full=plgpu.Barrier(num_arrivals=sizes.heads, num_barriers=(1 + sizes.own_query) * TILES),
+        q_full=plgpu.Barrier(num_arrivals=sizes.runs, num_barriers=(1 + sizes.own_query) * TILES),
         full=plgpu.Barrier(num_barriers=sizes.stages),
         slots_full=plgpu.Barrier(num_arrivals=copies, num_barriers=sizes.stages),
         used=plgpu.Barrier(num_arrivals=TILES, num_barriers=sizes.stages),
@@ -207,12 +252,12 @@ def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, s
 
     slots may be None, for attention over the sequence only.
     """
-    (batch, length, heads, width), dtype = q_BTNH.shape, q_BTNH.dtype
+    batch, dtype = len(q_BTNH), q_BTNH.dtype
     sizes = make_sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static)
     operands = make_operands(
         q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, sizes
     )
-    columns, num_tiles = sizes.kv_heads * sizes.pieces, sizes.blocks * TILES
+    rows = batch, sizes.kv_heads, sizes.blocks * TILES, ROWS
     o, lse = run_kernel(
         'fused_forward',
         functools.partial(body.compute, sizes=sizes),
@@ -220,14 +265,10 @@ def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, s
         operands,
         {
             'o': jax.ShapeDtypeStruct(operands['q'].shape, dtype),
-            'lse': jax.ShapeDtypeStruct((batch, columns, num_tiles, ROWS), jnp.float32),
+            'lse': jax.ShapeDtypeStruct(rows, jnp.float32),
         },
-        make_scratch(sizes, dtype, swizzle_of(width, dtype)),
+        make_scratch(sizes, dtype, swizzle_of(q_BTNH.shape[3], dtype)),
         sizes,
-        sizes.blocks * batch * columns,
+        sizes.blocks * batch * sizes.kv_heads,
     )
-    lse = lse[..., : sizes.heads * sizes.tokens]
-    lse = lse.reshape(batch, columns, num_tiles, sizes.heads, sizes.tokens)
-    lse = jnp.moveaxis(lse, 3, 2).reshape(batch, sizes.kv_heads, -1, num_tiles * sizes.tokens)
-    lse_BNT = lse[:, :, : sizes.group, :length].reshape(batch, heads, length)
-    return o[:, :length], lse_BNT
+    return cut_heads(o, sizes), from_rows(lse, sizes)

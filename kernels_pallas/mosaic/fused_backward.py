@@ -7,6 +7,7 @@ Bodies: `_compute` and tiles.fill. Call: `fused_backward`. Vjp: joint_softmax.py
 xla/depth.py.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -29,16 +30,11 @@ from kernels_pallas.mosaic.common import (
     matrix,
     zeros,
 )
-from kernels_pallas.mosaic.tiles import HEADS, ROWS, SLOTS, TILES
+from kernels_pallas.mosaic.tiles import ROWS, SLOTS, TILES
 
 MIN_STAGES = 3  # of the ring; with fewer no keys are copied while others are used
 SUMS = 'dk_depth', 'dv_depth'  # names of the slots' sums
 SPARE_BYTES = 4 * 1024  # taken from the 7 KiB that fused.SHARED_BYTES leaves for barriers
-
-
-def supports(group) -> bool:
-    """Return whether one tile has all query heads of a slot."""
-    return group <= HEADS
 
 
 def fused_backward(
@@ -54,7 +50,7 @@ def fused_backward(
     lse_BNT,
     delta_BNT,
 ):
-    """Return dq, dk, dv and dq_depth (or None) in q's dtype, and the two sums, if `supports`.
+    """Return dq, dk, dv and dq_depth (or None) in q's dtype, and the two sums.
 
     Args:
       q_BTNH: queries.
@@ -85,7 +81,7 @@ def fused_backward(
     results, refs = {'o': jax.ShapeDtypeStruct(even, dtype)}, {}
     operands['slot_queries'] = q_depth_BTNH
     if q_depth_BTNH is not None:
-        operands['slot_queries'] = common.pad(q_depth_BTNH, 1, even[1])
+        operands['slot_queries'] = fused.pad_heads(q_depth_BTNH, sizes)
         results['dq_depth'] = results['o']
     if fresh and slots.rows_BT is None:
         whole = jax.ShapeDtypeStruct(operands['k_depth'].shape, sum_dtype)
@@ -108,8 +104,10 @@ def fused_backward(
     found = dict(zip(results, found, strict=True))
     found |= {key: jax.freeze(ref) for key, ref in refs.items()}
     sums = (_joined(found[key], sizes, sides[0].shape) for key in SUMS)
-    of_tokens = found['o'], dk, dv, found.get('dq_depth')
-    return *(None if x is None else x[:, : sizes.length] for x in of_tokens), *sums
+    dq, dq_depth = (
+        fused.cut_heads(found[key], sizes) if key in found else None for key in ('o', 'dq_depth')
+    )
+    return dq, *(x[:, : sizes.length] for x in (dk, dv)), dq_depth, *sums
 
 
 def _joined(total, sizes, shape):
@@ -127,6 +125,8 @@ def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, do_BTNH, slots, static, sum_dtype
         wide = buffers * columns * jnp.dtype(sum_dtype).itemsize
         reserved = TILES * ROWS * (2 * ROWS * q_BTNH.dtype.itemsize + wide)
         sizes = fused.make_sizes(*arguments, reserved - SPARE_BYTES)
+        # Of 8 tokens a smaller tile has the sums of its own, which are copied by themselves.
+        sizes = dataclasses.replace(sizes, copy_by_token=sizes.copy_by_token or sizes.by_token)
         if sizes.stages >= MIN_STAGES:
             break
     return sizes, buffers
@@ -235,10 +235,17 @@ class _Sums:
     def _for_places(self, step, move):
         tile, chunk, octet = self.at()
         side, start = self._place(step)
-        columns = pl.ds(start, self.columns)
+        columns, sizes = pl.ds(start, self.columns), self.sizes
+
+        def own(piece, octets, exist):
+            if sizes.by_token:  # the octet has tokens of other tiles
+                token = octet * OCTET + octets.start - tile.token - self.warpgroup * sizes.tokens
+                exist &= (token >= 0) & (token < sizes.tokens)
+            move(piece, octets, exist)
+
         for i, ref in enumerate((self.refs.dk_depth, self.refs.dv_depth)):
             places = ref, self.refs, tile, chunk, octet, columns, self.sizes
-            pl.when(side == i)(functools.partial(tiles.for_slots, move, *places))
+            pl.when(side == i)(functools.partial(tiles.for_slots, own, *places))
 
     def _load(self, step):
         """Start loading the piece of a step, if there is one."""
@@ -296,7 +303,7 @@ def _over_slots(refs, shared, place, of, sizes, dq, fresh):
     """
     dtype, shape = shared.ring.dtype, (ROWS, ROWS)
     tile, token = place()
-    at = tile.batch, tile.column, lax.div(token, sizes.tokens)
+    at = tile.batch, tile.kv_head, lax.div(token, sizes.tokens)
     for rows in (shared.q, shared.q_depth):
         _clear_unused(rows.at[of], sizes)
 
@@ -310,7 +317,9 @@ def _over_slots(refs, shared, place, of, sizes, dq, fresh):
             words = by_row(load(refs.row_words.at[*at[::2], chunk], LAYOUT.reduce(1), False), shape)
         slot, of_token = body.slot_and_token(iota(shape, 1), sizes)
         part = lax.optimization_barrier(part * OCTET)
-        own = iota(shape, 0) & (sizes.tokens - 1) == part + of_token
+        row = iota(shape, 0)
+        row = body.octet_token(row, token, sizes) if sizes.by_token else sizes.token_of(row)
+        own = row == part + of_token
         return own & body.visible_slots(tile, words, slot, chunk, sizes)
 
     def one(i, dq):

@@ -26,7 +26,16 @@ from kernels_pallas.mosaic.common import (
     matrix,
     zeros,
 )
-from kernels_pallas.mosaic.tiles import KEYS, LOWEST, ROWS, SLOTS, TILES, place_of, stage_of
+from kernels_pallas.mosaic.tiles import (
+    KEYS,
+    LOWEST,
+    ROWS,
+    SLOTS,
+    TILES,
+    place_of,
+    run_of,
+    stage_of,
+)
 
 
 def _soften(scores, acc, highest, total, factor):
@@ -50,14 +59,10 @@ def load_queries(refs, shared, tile, token, warpgroup, sizes):
 
 def start_rows(source, target, full, tile, token, warpgroup, sizes):
     """Start copying the rows of a tile from an array of queries to shared memory."""
-    for i in range(sizes.heads):
-        head, tokens = tile.head + i, pl.ds(token, sizes.tokens)
-        if sizes.group % sizes.heads:
-            head = jnp.minimum(head, sizes.group - 1)
-        head += tile.kv_head * sizes.group
-        rows = source.at[tile.batch, tokens, head, full_slice(sizes.width)]
-        place = target.at[warpgroup, pl.ds(i * sizes.tokens, sizes.tokens)]
-        plgpu.copy_gmem_to_smem(rows, place, full)
+    for i in range(sizes.runs):
+        run, rows = run_of(i, tile, token, sizes)
+        run = source.at[tile.batch, *run, full_slice(sizes.width)]
+        plgpu.copy_gmem_to_smem(run, target.at[warpgroup, rows], full)
 
 
 def _first_keys(refs, tile, token, sizes):
@@ -68,7 +73,7 @@ def _first_keys(refs, tile, token, sizes):
         first = load(refs.row_first.at[tile.batch, group], LAYOUT.reduce(1), optimized=False)
     if sizes.window:
         row = iota((ROWS,), 0, LAYOUT.reduce(1))
-        by_window = token - (sizes.window - 1) + (row & (sizes.tokens - 1))
+        by_window = token - (sizes.window - 1) + sizes.token_of(row)
         first = by_window if first is None else jnp.maximum(first, by_window)
     return None if first is None else first - tile.base
 
@@ -77,7 +82,7 @@ def _hide_by_place(scores, tile, token, start, sizes, first):
     """Hide keys after each row's token, or before its first visible key."""
     shape = scores.shape
     keys = start + iota(shape, 1)
-    visible = token - tile.base + (iota(shape, 0) & (sizes.tokens - 1)) >= keys
+    visible = token - tile.base + sizes.token_of(iota(shape, 0)) >= keys
     scores = jnp.where(visible, scores, -jnp.inf)
     return scores if first is None else jnp.where(by_row(first, shape) <= keys, scores, -jnp.inf)
 
@@ -85,7 +90,7 @@ def _hide_by_place(scores, tile, token, start, sizes, first):
 def _hide_by_id(scores, refs, tile, token, start, sizes):
     """Hide keys after each row's token, outside its window or with another id."""
     shape, group = scores.shape, lax.div(token, sizes.tokens)
-    distance = token - tile.base + (iota(shape, 0) & (sizes.tokens - 1))
+    distance = token - tile.base + sizes.token_of(iota(shape, 0))
     distance -= start + iota(shape, 1)
     scores = jnp.where(distance >= 0, scores, -jnp.inf)
     if sizes.window:
@@ -182,6 +187,12 @@ def slot_and_token(row, sizes):
     return pair[::-1] if sizes.copy_by_token else pair
 
 
+def octet_token(row, token, sizes):
+    """Return the token of a tile's row among the 8 of its octet; token: the tile's first one."""
+    of_row = sizes.token_of(row)
+    return (token + of_row if sizes.by_token else of_row) & (OCTET - 1)
+
+
 def visible_slots(tile, words, slot, chunk, sizes):
     """Return whether slots of a chunk are visible, by their bits in `words` or by their number."""
     if sizes.masked:
@@ -240,7 +251,7 @@ def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
     def of_part(part, x):
         if sizes.parts == 1:
             return x
-        here = (iota(x.shape, 0) & (sizes.tokens - 1)) >> 3 == part
+        here = sizes.token_of(iota(x.shape, 0)) >> 3 == part
         return jnp.where(here, x, jnp.zeros_like(x))
 
     def add_parts(add, left, step, chunk, clear, transpose):
@@ -281,7 +292,7 @@ def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
             words = refs.row_words.at[tile.batch, lax.div(token, sizes.tokens), chunk]
             words = by_row(load(words, LAYOUT.reduce(1), optimized=False), shape)
         slot, of_token = slot_and_token(iota(shape, 1), sizes)
-        own = iota(shape, 0) & (OCTET - 1) == of_token
+        own = octet_token(iota(shape, 0), token, sizes) == of_token
         visible = visible_slots(tile, words, slot, chunk, sizes)
         scores = jnp.where(own & visible, scores, -jnp.inf)
         weights, acc, highest, total = _soften(scores, acc, highest, total, sizes.factor)
@@ -300,17 +311,13 @@ def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
 
 def store_rows(target, result, tile, token, sizes):
     """Start copying a tile's results from shared memory to an array of queries' results."""
-    for i in range(sizes.heads):
-        exists = token < sizes.length
-        if sizes.group % sizes.heads:
-            exists &= tile.head + i < sizes.group
 
-        @pl.when(exists)
-        def _(i=i):
-            head, tokens = tile.kv_head * sizes.group + tile.head + i, pl.ds(token, sizes.tokens)
-            rows = target.at[tile.batch, tokens, head, full_slice(sizes.width)]
-            place = result.at[pl.ds(i * sizes.tokens, sizes.tokens)]
-            plgpu.copy_smem_to_gmem(place, rows)
+    @pl.when(token < sizes.length)
+    def _():
+        for i in range(sizes.runs):
+            run, rows = run_of(i, tile, token, sizes)
+            run = target.at[tile.batch, *run, full_slice(sizes.width)]
+            plgpu.copy_smem_to_gmem(result.at[rows], run)
 
 
 def compute(refs, shared, warpgroup, sizes):
@@ -335,5 +342,5 @@ def compute(refs, shared, warpgroup, sizes):
     plgpu.commit_smem()
     store_rows(refs.o, result, tile, token, sizes)
     group = lax.div(token, sizes.tokens)
-    plgpu.copy_smem_to_gmem(lse, refs.lse.at[tile.batch, tile.column, group])
+    plgpu.copy_smem_to_gmem(lse, refs.lse.at[tile.batch, tile.kv_head, group])
     plgpu.wait_smem_to_gmem(0)

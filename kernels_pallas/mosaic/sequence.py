@@ -51,22 +51,23 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
     swizzle = common.swizzle_of(q_BTNH.shape[3], q_BTNH.dtype)
     dq = _gradient_of_queries(operands, sizes, swizzle)
     dk, dv = gradients_of_keys(operands, ids_BT, sizes, swizzle)
-    return tuple(x[:, : sizes.length] for x in (dq, dk, dv))
+    dk, dv = (x[:, : sizes.length] for x in (dk, dv))
+    return fused.cut_heads(dq, sizes), dk, dv
 
 
 def joint_operands(q_BTNH, k_BSKH, v_BSKH, ids_BT, do_BTNH, lse_BNT, delta_BNT, static, sizes):
     """Return the kernels' arrays by name, without slots; `q_depth` holds do."""
     operands = fused.make_operands(q_BTNH, k_BSKH, v_BSKH, ids_BT, do_BTNH, None, static, sizes)
     # Unused rows get weights of 0.
-    operands['lse'] = _by_tile(lse_BNT * LOG2E, sizes, jnp.inf)
-    operands['delta'] = _by_tile(delta_BNT, sizes, 0.0)
+    operands['lse'] = fused.to_rows(lse_BNT * LOG2E, sizes, jnp.inf)
+    operands['delta'] = fused.to_rows(delta_BNT, sizes, 0.0)
     return operands
 
 
 def _gradient_of_queries(operands, sizes, swizzle):
     q = operands['q']
     scratch = fused.make_scratch(sizes, q.dtype, swizzle)
-    blocks = sizes.blocks * len(q) * sizes.kv_heads * sizes.pieces
+    blocks = sizes.blocks * len(q) * sizes.kv_heads
     (dq,) = fused.run_kernel(
         'sequence_backward_q',
         functools.partial(_compute_dq, sizes=sizes),
@@ -88,7 +89,7 @@ def gradients_of_keys(operands, ids_BT, sizes, swizzle):
     scratch = fused.make_scratch(sizes, k.dtype, swizzle if sizes.width <= 64 else min(swizzle, 64))
     scratch = scratch._replace(
         q_full=plgpu.Barrier(num_arrivals=2, num_barriers=TILES),
-        full=plgpu.Barrier(num_arrivals=2 * (ROWS // sizes.tokens), num_barriers=sizes.stages),
+        full=plgpu.Barrier(num_arrivals=2 * _runs(sizes), num_barriers=sizes.stages),
     )
     return fused.run_kernel(
         'sequence_backward_kv',
@@ -100,17 +101,6 @@ def gradients_of_keys(operands, ids_BT, sizes, swizzle):
         sizes,
         -(-sizes.length // KEYS) * len(k) * sizes.kv_heads,
     )
-
-
-def _by_tile(x_BNT, sizes, fill):
-    """Return a number of each query as float32 [B, K * pieces, tiles, ROWS]; unused rows: fill."""
-    batch, _, length = x_BNT.shape
-    x = x_BNT.astype(jnp.float32).reshape(batch, sizes.kv_heads, sizes.group, length)
-    tokens = sizes.blocks * TILES * sizes.tokens
-    x = common.pad(common.pad(x, 2, sizes.pieces * sizes.heads, fill), 3, tokens, fill)
-    x = x.reshape(batch, -1, sizes.heads, tokens // sizes.tokens, sizes.tokens)
-    x = jnp.moveaxis(x, 3, 2).reshape(*x.shape[:2], -1, sizes.heads * sizes.tokens)
-    return common.pad(x, 3, ROWS, fill)
 
 
 def _compute_dq(refs, shared, warpgroup, sizes):
@@ -135,7 +125,7 @@ def dq_over_keys(refs, shared, place, warpgroup, sizes):
     dtype, (tile, token) = shared.ring.dtype, place()
     body.load_queries(refs, shared, tile, token, warpgroup, sizes)
     q, do = shared.q.at[warpgroup], shared.q_depth.at[warpgroup]
-    row = tile.batch, tile.column, lax.div(token, sizes.tokens)
+    row = tile.batch, tile.kv_head, lax.div(token, sizes.tokens)
     lse, delta = (
         load(ref.at[row], LAYOUT.reduce(1), optimized=False) for ref in (refs.lse, refs.delta)
     )
@@ -163,10 +153,19 @@ def dq_over_keys(refs, shared, place, warpgroup, sizes):
     return dq
 
 
+def _runs(sizes):
+    """Return the copies that fill the rows of a tile of queries, also those without a head."""
+    return sizes.tokens if sizes.by_token else ROWS // sizes.tokens
+
+
 def _by_octet(operands, ids_BT, sizes):
     """Return the operands of `_compute_dkv`: queries in octets, and the ends of documents."""
-    split = {key: operands[key] for key in ('q', 'q_depth')}
-    split = {key: x.reshape(x.shape[0], -1, OCTET, *x.shape[2:]) for key, x in split.items()}
+
+    def in_octets(x):
+        axis = 2 if sizes.by_token else 1
+        return x.reshape(*x.shape[:axis], -1, OCTET, *x.shape[axis + 1 :])
+
+    split = {key: in_octets(operands[key]) for key in ('q', 'q_depth')}
     joined = {key: operands[key] for key in ('k', 'v')}
     joined = {key: x.reshape(x.shape[0], -1, *x.shape[3:]) for key, x in joined.items()}
     operands = operands | split | joined | {'last': None, 'key_ids': None}
@@ -220,28 +219,32 @@ def _keys_of(refs, sizes):
 
 def _fill_queries(refs, shared, sizes):
     """Copy tiles of queries and cotangents of o, one of each a stage: the memory warpgroup."""
-    keys, octets = _keys_of(refs, sizes), sizes.tokens // OCTET
+    keys, runs = _keys_of(refs, sizes), _runs(sizes)
+    octets, width = ROWS // OCTET // runs, full_slice(sizes.width)
 
-    @pl.loop(keys.begin * sizes.pieces, keys.end * sizes.pieces)
-    def _(i):
+    def run_of(ref, batch, kv_head, tile, i):
+        """Return run i of the rows of a tile, in octets: a token's heads, or a head's tokens."""
+        if sizes.by_token:
+            heads = pl.ds(kv_head * octets, octets)
+            return ref.at[batch, tile * sizes.tokens + i, heads, :, width]
+        # Rows without a head get those of the last head, and an infinite logsumexp.
+        head = kv_head * sizes.heads + jnp.minimum(i, sizes.heads - 1)
+        return ref.at[batch, pl.ds(tile * octets, octets), :, head, width]
+
+    @pl.loop(keys.begin, keys.end)
+    def _(tile):
         keys = _keys_of(refs, sizes)  # again, so that it takes no registers between steps
-        step = i - keys.begin * sizes.pieces
-        stage = tiles.next_stage(shared, step, sizes)
-        tile, piece = lax.div(i, sizes.pieces), lax.rem(i, sizes.pieces)
+        stage = tiles.next_stage(shared, tile - keys.begin, sizes)
         for side, ref in enumerate((refs.q, refs.q_depth)):
-            # Rows without a head get those of the last head, and an infinite logsumexp. The barrier
-            # prevents unrolling, which would spill registers.
-            @pl.loop(0, lax.optimization_barrier(jnp.int32(ROWS // sizes.tokens)))
+            # The barrier prevents unrolling, which would spill registers.
+            @pl.loop(0, lax.optimization_barrier(jnp.int32(runs)))
             def _(i, side=side, ref=ref):
-                head = jnp.minimum(piece * sizes.heads + i, sizes.group - 1)
-                head += keys.kv_head * sizes.group
-                rows = pl.ds(tile * octets, octets)
-                source = ref.at[keys.batch, rows, :, head, full_slice(sizes.width)]
+                source = run_of(ref, keys.batch, keys.kv_head, tile, i)
                 place = pl.ds(side * (ROWS // OCTET) + i * octets, octets)
                 target = shared.ring.at[stage, place]
                 plgpu.copy_gmem_to_smem(source, target, shared.full.at[stage])
 
-    tiles.finish(shared, (keys.end - keys.begin) * sizes.pieces, sizes)
+    tiles.finish(shared, keys.end - keys.begin, sizes)
 
 
 def _compute_dkv(refs, shared, warpgroup, sizes):
@@ -269,7 +272,7 @@ def _compute_dkv(refs, shared, warpgroup, sizes):
         return load(ref.at[*at, pl.ds(start, shape[1])], LAYOUT.reduce(0), optimized=False)
 
     def hide(scores, keys, key, tile, start):
-        token = (start + iota(shape, 1)) & (sizes.tokens - 1)
+        token = sizes.token_of(start + iota(shape, 1))
         distance = tile * sizes.tokens - key + token - iota(shape, 0)
         scores = jnp.where(distance >= 0, scores, -jnp.inf)
         if sizes.window:
@@ -285,10 +288,9 @@ def _compute_dkv(refs, shared, warpgroup, sizes):
         octet = side * (ROWS // OCTET) + lax.div(start, OCTET)
         return matrix(shared.ring.at[stage, pl.ds(octet, shape[1] // OCTET)], sizes)
 
-    def one(i, carry, keys, key, masked):
-        tile, piece = lax.div(i, sizes.pieces), lax.rem(i, sizes.pieces)
-        at = keys.batch, keys.kv_head * sizes.pieces + piece, tile
-        stage = tiles.stage_of(i - keys.begin * sizes.pieces, sizes)
+    def one(tile, carry, keys, key, masked):
+        at = keys.batch, keys.kv_head, tile
+        stage = tiles.stage_of(tile - keys.begin, sizes)
         plgpu.barrier_wait(shared.full.at[stage])
 
         def half(j, carry):
@@ -317,9 +319,8 @@ def _compute_dkv(refs, shared, warpgroup, sizes):
         loops.append(('inside', 'end', True))
     for first, last, masked in loops:
         keys, key = place()
-        begin, end = (getattr(keys, name) * sizes.pieces for name in (first, last))
         step = functools.partial(one, keys=keys, key=key, masked=masked)
-        carry = lax.fori_loop(begin, end, step, carry)
+        carry = lax.fori_loop(getattr(keys, first), getattr(keys, last), step, carry)
     dk, dv = carry
     for target, total in zip(sides, (dk * (sizes.factor / LOG2E), dv), strict=True):
         target[...] = total.astype(dtype)

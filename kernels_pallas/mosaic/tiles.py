@@ -1,9 +1,11 @@
 """Sizes and tiles of the fused Hopper kernels, and the warpgroup that copies to shared memory.
 
-A tile is the work of one warpgroup: 64 rows of queries, which are a power of two of tokens, at
-least 8, repeated for each of its query heads of one key/value head. A block of the grid has two
-tiles and a ring of stages of 128 rows. A stage holds keys or values, which both tiles use, or for
-each tile 8 slots of 8 of its tokens.
+A tile is the work of one warpgroup: 64 rows of queries, which are a power of two of tokens times
+the query heads of one key/value head. A block of the grid has two tiles and a ring of stages of 128
+rows. A stage holds keys or values, which both tiles use, or for each tile 8 slots of 8 tokens.
+
+Shared memory is addressed by 8 rows, so they are in the order of heads where a tile has 8 tokens or
+more, and otherwise in the order of tokens.
 """
 
 import collections
@@ -21,7 +23,6 @@ ROWS = 64  # of a tile: tokens times heads
 TILES = 2  # tiles of a block, each of one warpgroup
 KEYS = 128  # rows of a stage
 SLOTS = ROWS // OCTET  # slots in a chunk, for 8 tokens at a time
-HEADS = 8  # most query heads of a tile, which has at least 8 tokens
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -55,24 +56,33 @@ class Sizes:
     interpret: bool
 
     @property
-    def pieces(self):
-        """Tiles among which the query heads of a key/value head are split."""
-        return -(-self.group // HEADS)
+    def tokens(self):
+        """Tokens of a tile, a power of two."""
+        return ROWS >> (self.group - 1).bit_length()
+
+    @property
+    def by_token(self):
+        """Whether the rows of a tile are in the order of tokens, not of heads."""
+        return self.tokens < OCTET
 
     @property
     def heads(self):
-        """Query heads of a tile; the last tile of a key/value head may have fewer."""
-        return -(-self.group // self.pieces)
+        """Query heads of a tile: G, in the order of tokens padded to fill all rows."""
+        return ROWS // self.tokens if self.by_token else self.group
 
     @property
-    def tokens(self):
-        """Tokens of a tile, a power of two."""
-        return ROWS >> (self.heads - 1).bit_length()
+    def runs(self):
+        """Copies for a tile's rows: one for each token or head, whichever comes first."""
+        return self.tokens if self.by_token else self.heads
+
+    def token_of(self, row):
+        """Return the token of a row, counted from the first one of the tile."""
+        return row >> (self.heads.bit_length() - 1) if self.by_token else row & (self.tokens - 1)
 
     @property
     def parts(self):
         """Products for the scores of a chunk of slots: one for each 8 tokens."""
-        return self.tokens // OCTET
+        return max(self.tokens // OCTET, 1)
 
     @property
     def blocks(self):
@@ -85,8 +95,7 @@ def tile_of(refs, sizes):
     # The grid has one axis, since CUDA limits the others to 65,535. With the barrier each phase
     # computes these numbers again; otherwise the compiler keeps all of them in registers.
     item, batches = lax.optimization_barrier(lax.axis_index('item')), refs.q.shape[0]
-    columns = sizes.kv_heads * sizes.pieces
-    column, rest = lax.rem(item, columns), lax.div(item, columns)
+    kv_head, rest = lax.rem(item, sizes.kv_heads), lax.div(item, sizes.kv_heads)
     batch = lax.rem(rest, batches)
     # Late tokens have the most keys. They start first, so that no long block is left for the end.
     token = (sizes.blocks - 1 - lax.div(rest, batches)) * (TILES * sizes.tokens)
@@ -110,9 +119,7 @@ def tile_of(refs, sizes):
     chunks = lax.div(end_slot + (SLOTS - 1), SLOTS) - first_chunk
     return types.SimpleNamespace(
         batch=batch,
-        column=column,
-        kv_head=lax.div(column, sizes.pieces),
-        head=lax.rem(column, sizes.pieces) * sizes.heads,  # first one, within the key/value head
+        kv_head=kv_head,
         token=token,
         # Blocks of 128 keys, counted from key `base`. Up to `general`: compared by ids. From there
         # to `inside`, and from `causal` to `end`: masked. Between these: visible to all queries.
@@ -133,6 +140,14 @@ def place_of(refs, warpgroup, sizes):
     """Return (tile, first token of the warpgroup), again for each phase of a kernel."""
     tile = tile_of(refs, sizes)
     return tile, tile.token + warpgroup * sizes.tokens
+
+
+def run_of(i, tile, token, sizes):
+    """Return run i of a tile's rows: its tokens and query heads in an array, and its rows."""
+    head, (tokens, heads) = tile.kv_head * sizes.heads, (sizes.tokens, sizes.heads)
+    if sizes.by_token:
+        return (token + i, pl.ds(head, heads)), pl.ds(i * heads, heads)
+    return (pl.ds(token, tokens), head + i), pl.ds(i * tokens, tokens)
 
 
 def stage_of(step, sizes):

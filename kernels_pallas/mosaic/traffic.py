@@ -62,9 +62,17 @@ def depth_backward(sizes: slot_loader.Sizes, num_slots: int, sum_bytes: int = 0)
 
 
 def _tiles(sizes: TileSizes, batch: int):
-    """Return (columns of heads in all batch rows, T padded to eights, tiles of all columns)."""
-    columns = batch * sizes.kv_heads * sizes.pieces
+    """Return (key/value heads of all batch rows, T padded to eights, tiles of all of them)."""
+    columns = batch * sizes.kv_heads
     return columns, round_up(sizes.length, OCTET), columns * sizes.blocks * TILES
+
+
+def _moved(sizes: TileSizes, batch: int, read: int, written: int) -> int:
+    """Return the bytes of arrays of queries that tiles read and of those that they write."""
+    columns, even, tiles = _tiles(sizes, batch)
+    tokens = read * min(tiles // columns * sizes.tokens, even)
+    tokens += written * min(round_up(sizes.length, sizes.tokens), even)
+    return columns * sizes.heads * tokens * sizes.width * 2
 
 
 def _keys(sizes, batch):
@@ -84,23 +92,19 @@ def _slots(sizes, held, num_slots):
 
 def fused_forward(sizes: TileSizes, batch: int, held: int, num_slots: int) -> Traffic:
     """Return the bytes of `fused.fused_forward` in 16 bits; held: L, 0 for only the sequence."""
-    columns, even, tiles = _tiles(sizes, batch)
-    rows = _slots(sizes, held, num_slots) * sizes.tokens
-    queries = columns * sizes.heads * (1 + sizes.own_query)
-    results = batch * sizes.kv_heads * sizes.group
+    *_, tiles = _tiles(sizes, batch)
+    rows = _slots(sizes, held, num_slots) * max(sizes.tokens, OCTET)
     return Traffic(
         2 * tiles * rows * sizes.width * 2,
-        own=(queries + results) * even * sizes.width * 2 + tiles * ROWS * FLOAT,
+        own=_moved(sizes, batch, 1 + sizes.own_query, 1) + tiles * ROWS * FLOAT,
         shared=_keys(sizes, batch),
     )
 
 
 def sequence_backward_q(sizes: TileSizes, batch: int) -> Traffic:
     """Return the bytes of the dq kernel of `sequence.sequence_backward`, in 16 bits."""
-    columns, even, tiles = _tiles(sizes, batch)
-    queries = 2 * columns * sizes.heads + batch * sizes.kv_heads * sizes.group
-    scalars = 2 * tiles * ROWS * FLOAT
-    own = queries * even * sizes.width * 2 + scalars
+    *_, tiles = _tiles(sizes, batch)
+    own = _moved(sizes, batch, 2, 1) + 2 * tiles * ROWS * FLOAT
     return Traffic(0, own=own, shared=_keys(sizes, batch))
 
 
@@ -111,16 +115,16 @@ def fused_backward_q(
 
     sum_bytes: item size of the sums; 0: fresh gradients. own_query: the slots have other queries.
     """
-    (columns, even, tiles), plain = _tiles(sizes, batch), sequence_backward_q(sizes, batch)
+    (columns, _, tiles), plain = _tiles(sizes, batch), sequence_backward_q(sizes, batch)
     rows = _slots(sizes, held, num_slots)
     # Logsumexps and deltas are loaded again for each 8 slots of 8 tokens.
     scalars = tiles * sizes.parts * -(-rows // SLOTS) * 2 * ROWS * FLOAT
     # Fresh gradients are written for all slots; sums are read and written for the visible ones.
     by_token = 2 * rows * sum_bytes or _slots(sizes, held, held) * 2
     return plain._replace(
-        slots=2 * tiles * sizes.tokens * rows * sizes.width * 2,
+        slots=2 * tiles * max(sizes.tokens, OCTET) * rows * sizes.width * 2,
         sums=2 * columns * sizes.length * by_token * sizes.width,
-        own=plain.own + scalars + own_query * 2 * columns * sizes.heads * even * sizes.width * 2,
+        own=plain.own + scalars + own_query * _moved(sizes, batch, 1, 1),
     )
 
 
@@ -137,7 +141,7 @@ def sequence_backward_kv(sizes: TileSizes, batch: int) -> Traffic:
         shared += 2 * rows * sizes.width * 2 + (end - begin) * TILES * 2 * ROWS * FLOAT
     heads = batch * sizes.kv_heads
     own = heads * 4 * even * sizes.width * 2
-    return Traffic(0, own=own, shared=heads * sizes.pieces * shared)
+    return Traffic(0, own=own, shared=heads * shared)
 
 
 def decode_forward(sizes: decode.Sizes, length: int) -> Traffic:

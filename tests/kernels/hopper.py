@@ -288,6 +288,8 @@ FUSED = (
     (128, 3, 70, 'general'),
     (128, 8, 70, 'general'),
     (128, 12, 70, 'general'),
+    (128, 16, 64, ''),
+    (64, 32, 64, 'documents'),
 )
 # (H, G, with segments and a window)
 SEQUENCE = ((64, 1, False), (128, 2, False), (128, 8, False), (64, 8, True), (128, 2, True))
@@ -310,12 +312,11 @@ def _kernels():
     for H, G, L, kind in FUSED:
         name = f'fused_forward_H{H}_G{G}_L{L}' + f'_{kind}' * bool(kind)
         found[name] = functools.partial(fused_call, 4096, 8, G, H, L, kind=kind)
-        if fused_backward.supports(G):
-            options = {'kind': kind, 'wide': jnp.bfloat16 if L == 64 else jnp.float32}
-            name = name.replace('forward', 'backward')
-            found[name] = functools.partial(fused_call, 4096, 8, G, H, L, **options)
-            found[f'{name}_fresh'] = functools.partial(found[name], wide='fresh')
-        if L == 64 and fused_backward.supports(G):
+        options = {'kind': kind, 'wide': jnp.bfloat16 if L == 64 else jnp.float32}
+        name = name.replace('forward', 'backward')
+        found[name] = functools.partial(fused_call, 4096, 8, G, H, L, **options)
+        found[f'{name}_fresh'] = functools.partial(found[name], wide='fresh')
+        if L == 64:
             options |= {'wide': jnp.float32}
             found[f'{name}_float32'] = functools.partial(fused_call, 4096, 8, G, H, L, **options)
     for way, (H, G, documents) in itertools.product(('forward', 'backward'), SEQUENCE):

@@ -39,6 +39,8 @@ LONG = {
     'long': {'T': 1025, 'segments': (1, 383, 513, 128), 'L': 64},
     'long_window': {'N': 2, 'T': 1025, 'window': 300, 'L': 70, 'num': 66, 'slot_window': 30},
     'odd': {'N': 5, 'T': 97, 'L': 70, 'R': 99, 'H': 56, 'mask': True, 'own_query': True},
+    'group_of_16': {'N': 32, 'K': 2, 'T': 37, 'L': 24, 'num': 18, 'H': 128, 'own_query': True},
+    'group_of_32': {'N': 32, 'T': 141, 'segments': (99, 42), 'L': 9, 'R': 143, 'mask': True},
     'large': {'B': 2, 'N': 16, 'K': 2, 'T': 97, 'L': 40, 'num': 35, 'slot_window': 30, 'H': 128},
 }
 HALF = {
@@ -155,7 +157,7 @@ def tiles_by_block(sizes, batch, ids_BT=None, bounds=(0, 0)):
             patch.setattr(jax.lax, 'axis_index', lambda name: item)
             return vars(tiles.tile_of(refs, sizes))
 
-    items = sizes.blocks * batch * sizes.kv_heads * sizes.pieces
+    items = sizes.blocks * batch * sizes.kv_heads
     return jax.tree.map(np.asarray, jax.vmap(one)(jnp.arange(items)))
 
 
@@ -191,14 +193,8 @@ def test_blocks_hold_what_is_visible_and_little_else(name):
     sizes = make_sizes(length, plan['group'], window=window, documents=documents)
     found = tiles_by_block(sizes, 2, np.tile(ids, (2, 1)) if documents else None)
     first, block = visible_ranges(length, window, ids), tiles.TILES * sizes.tokens
-    assert set(
-        zip(found['batch'], found['kv_head'], found['token'], found['head'], strict=True)
-    ) == {
-        (b, k, t, h)
-        for b in range(2)
-        for k in range(2)
-        for t in range(0, length, block)
-        for h in range(0, plan['group'], sizes.heads)
+    assert set(zip(found['batch'], found['kv_head'], found['token'], strict=True)) == {
+        (b, k, t) for b in range(2) for k in range(2) for t in range(0, length, block)
     }
     for i, token in enumerate(found['token']):
         last = min(token + block, length) - 1
@@ -245,19 +241,32 @@ def test_each_visible_slot_is_read_once(name):
         assert ideal <= read <= max(1.05 * ideal, -(-written // 8) * 8 * ideal / max(written, 1))
 
 
-def test_rows_of_a_tile_are_tokens_of_one_head_after_the_other():
-    """Each row of a tile, and of a stage of slots, has the numbers of its token."""
-    tokens = jnp.arange(40)[None]
-    for group, heads, number in ((1, 1, 64), (2, 2, 32), (3, 3, 16), (4, 4, 16), (5, 5, 8)):
-        sizes = make_sizes(40, group)
-        assert (sizes.heads, sizes.tokens) == (heads, number)
-        rows = np.asarray(fused._by_row(tokens + 1, sizes)).reshape(-1, 64 // number, number)
-        assert rows.shape[0] * number >= 40
-        right = np.pad(np.arange(1, 41), (0, rows.shape[0] * number - 40)).reshape(-1, 1, number)
-        np.testing.assert_array_equal(rows, np.broadcast_to(right, rows.shape))
-    for group, pieces, heads in ((8, 1, 8), (9, 2, 5), (12, 2, 6), (17, 3, 6), (32, 4, 8)):
-        sizes = make_sizes(40, group)
-        assert (sizes.pieces, sizes.heads) == (pieces, heads)
+# G, query heads with rows, tokens of a tile
+ROWS_OF_A_TILE = [
+    *((1, 1, 64), (2, 2, 32), (3, 3, 16), (4, 4, 16), (5, 5, 8), (8, 8, 8)),
+    *((9, 16, 4), (16, 16, 4), (17, 32, 2), (32, 32, 2)),
+]
+
+
+@pytest.mark.parametrize(('group', 'heads', 'number'), ROWS_OF_A_TILE)
+def test_rows_of_a_tile(group, heads, number):
+    """They are in the order of heads, above 8 of tokens; each has the numbers of its query."""
+    sizes = make_sizes(41, group)
+    assert (sizes.heads, sizes.tokens) == (heads, number)
+    row = np.arange(heads * number)
+    token, head = (row // heads, row % heads) if group > 8 else (row % number, row // number)
+    np.testing.assert_array_equal(sizes.token_of(row), token)
+    tokens = np.asarray(fused._by_row(jnp.arange(1, 42)[None], sizes))[0]
+    assert tokens.shape == (2 * sizes.blocks, 64)
+    token = token + number * np.arange(len(tokens))[:, None]
+    np.testing.assert_array_equal(tokens[:, : len(row)], np.where(token < 41, token + 1, 0))
+    of_query = np.arange(2 * 2 * group * 41).reshape(2, 2 * group, 41)
+    rows = np.asarray(fused.to_rows(jnp.asarray(of_query), sizes, -1))
+    padded = np.full((2, 2, heads, token.max() + 1), -1)
+    padded[:, :, :group, :41] = of_query.reshape(2, 2, group, 41)
+    np.testing.assert_array_equal(rows[..., : len(row)], padded[:, :, head, token])
+    assert (rows[..., len(row) :] == -1).all()
+    np.testing.assert_array_equal(fused.from_rows(jnp.asarray(rows), sizes), of_query)
 
 
 def test_stages_fit_into_shared_memory():

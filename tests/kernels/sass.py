@@ -195,7 +195,7 @@ def main(parts):
         if name.startswith('pallas') or parts and not any(part in name for part in parts):
             continue
         group, width = (int(re.search(rf'_{x}(\d+)', name)[1]) for x in 'GH')
-        tokens = tiles.ROWS >> (min(group, tiles.HEADS) - 1).bit_length()
+        tokens = max(tiles.ROWS >> (group - 1).bit_length(), OCTET)
         # Trips of nested loops: products of a chunk; pieces of the sums; parts of 64 columns.
         pieces = width // fused_backward.piece_columns(width, jnp.bfloat16)
         trips = {'fused_forward': tokens // OCTET, 'fused_backward_q': 2 * pieces}

@@ -138,25 +138,22 @@ def test_tiles_move_what_is_said(moved, monkeypatch, T, K, G, H, L, num, B):
     monkeypatch.setattr(fused, 'run_kernel', run)
     fused.fused_forward(q, k, k, None, None, slots, static)
     sequence.sequence_backward(q, k, k, SequenceMask(None, None), static, q, q, lse, lse)
-    joined = fused_backward.supports(G)
     sums = (side.astype(jnp.float32),) * 2 if G == 3 else (side,) * 2
-    if joined:
-        for given in (sums, None):
-            own = q if given is None else None
-            arguments = q, k, k, None, own, slots, given, static, q, lse, lse
-            fused_backward.fused_backward(*arguments)
-            found['fresh' if given is None else 'added'] = found.pop('fused_backward_q')
+    for given in (sums, None):
+        own = q if given is None else None
+        arguments = q, k, k, None, own, slots, given, static, q, lse, lse
+        fused_backward.fused_backward(*arguments)
+        found['fresh' if given is None else 'added'] = found.pop('fused_backward_q')
     sizes = [fused.make_sizes(q, k, None, *rest, static) for rest in ((None, slots), (q, None))]
+    wide = sums[0].dtype
+    with_slots, _ = fused_backward.make_sizes(q, k, None, q, slots, static, wide)
     said = {
         'fused_forward': traffic.fused_forward(sizes[0], B, L, num),
         'sequence_backward_q': traffic.sequence_backward_q(sizes[1], B),
         'sequence_backward_kv': traffic.sequence_backward_kv(sizes[1], B),
+        'added': traffic.fused_backward_q(with_slots, B, L, num, wide.itemsize),
+        'fresh': traffic.fused_backward_q(with_slots, B, L, num, own_query=True),
     }
-    if joined:
-        wide = sums[0].dtype
-        with_slots, _ = fused_backward.make_sizes(q, k, None, q, slots, static, wide)
-        said['added'] = traffic.fused_backward_q(with_slots, B, L, num, wide.itemsize)
-        said['fresh'] = traffic.fused_backward_q(with_slots, B, L, num, own_query=True)
     assert set(found) == set(said)
     for name, bytes_ in said.items():
         kinds = {key: size for key, size in bytes_._asdict().items() if size}
