@@ -48,9 +48,12 @@ class DepthHparams:
             self._resolve(field)
         if self.attention_slot_projection and self.slots not in ('attention', 'attention+ffn'):
             right = f'must be False: slots {self.slots} of stream {self.stream} are not attention'
+            if self.slots == 'none':
+                right = f'must be False: the {self.stream} stream has no such knob; use stream moda'
             refuse('model.depth.attention_slot_projection', True, right)
         if self.slot_window and not self.traits.attends:
-            right = f'must be 0: the {self.stream} stream has no slots'
+            readers = ' or '.join(name for name in STREAMS if STREAMS.traits(name).attends)
+            right = f'must be 0: attention reads no slots of stream {self.stream}; use {readers}'
             refuse('model.depth.slot_window', self.slot_window, right)
 
         for field in COUNT_KNOBS:

@@ -183,9 +183,9 @@ class RoutingHparams:
     def cache_size(self, context: int, routing: str, place: float = 1.0) -> int:
         """Return the capacity of a routed block's cache for `context` tokens, under a causal rule.
 
-        `num_selected` describes `place`.
+        `num_selected` describes `place`. A model that does not look ahead may also run `top_c`.
         """
-        if not CAUSAL_RULES[routing].is_capped:
+        if routing == 'top_c' or not CAUSAL_RULES[routing].is_capped:
             return context
         size = min(context, self.cache_capacity * self.num_selected(context, place) + 1e-6)
         return max(1, math.floor(size))

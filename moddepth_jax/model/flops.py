@@ -101,10 +101,11 @@ def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c'
         for tokens, seen, _ in depth_readers(hparams, length, routing)
     )
     if model.routed_layers:
-        routers = length * len(model.routed_layers)
-        parts['router'] = 2 * routers * width * model.routing.router_class.products
+        routers = len(model.routed_layers)
+        parts['router'] = 2 * routers * length * width * model.routing.router_class.products
         rule = CAUSAL_RULES[model.routing.causal_rule]
-        parts['predictor'] = routers * rule.flops_per_token(model)
+        choices = routers - model.routing.routes_loops  # the first loop selects all tokens
+        parts['predictor'] = choices * length * rule.flops_per_token(model)
     parts['head'] = 2 * length * width * model.vocab_size
     return {part: batch * flops for part, flops in parts.items()}
 

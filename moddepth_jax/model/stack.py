@@ -5,13 +5,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from kernels_pallas.joint_softmax import ATTENDED
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.attention import DepthSlots, TokenInfo
 from moddepth_jax.model.embedding_residual import embedded_input
-from moddepth_jax.model.layer import Layer, LayerArgs, LayerOutput, Records
+from moddepth_jax.model.layer import Layer, LayerArgs, LayerOutput, NewSlots, Records
 from moddepth_jax.model.loop_exit import apply_exits, has_exits
 from moddepth_jax.model.loop_params import (
     EMBEDDING,
@@ -234,23 +235,44 @@ def per_layer_args(kinds, args: LayerArgs) -> list[LayerArgs]:
     return [pick_args(kinds, args, layer) for layer in range(len(kinds))]
 
 
+def _widened(written: NewSlots) -> NewSlots:
+    """Return slots in float32, or wider."""
+
+    def widen(side):
+        return side.astype(jnp.promote_types(side.dtype, jnp.float32))
+
+    return written._replace(slots=jax.tree.map(widen, written.slots))
+
+
+def _as_written(written: NewSlots, dtypes) -> NewSlots:
+    """Invert `_widened`."""
+    return written._replace(slots=jax.tree.map(lax.convert_element_type, written.slots, dtypes))
+
+
 def run_unrolled(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
-    """Run the stack as a plain Python loop, with a list of slots and ordinary differentiation."""
-    written, records = [], []
+    """Run the stack as a plain Python loop, with a list of slots and ordinary differentiation.
+
+    That sums the gradients of a slot in its dtype. For float32 sums the list holds float32, and a
+    layer reads the slots in the dtype in which they were written.
+    """
+    written, dtypes, records = [], [], []
+    widens = stack.hparams.depth.gradient_dtype == 'float32'
     args_of_layers, exits = per_layer_args(stack.kinds, args), None
     layers = unstack_layers(stack, params)
     embedded_BTD = embedded_input(stack.hparams, x_BTD)
     each = enumerate(zip(layers, args_of_layers, strict=True))
     for place, ((kind, layer_params), layer_args) in each:
 
-        def call(params, x_BTD, written, args, embedded_BTD, kind=kind):
-            depth = stack_slots(written)
+        def call(params, x_BTD, written, args, embedded_BTD, kind=kind, dtypes=tuple(dtypes)):
+            depth = stack_slots([_as_written(*one) for one in zip(written, dtypes, strict=True)])
             output = stack.apply(kind, params, x_BTD, depth, tokens, args, embedded_BTD)
             return output._replace(aux=None)
 
         call = with_remat(call, stack.hparams, prevent_cse=True)
         output = call(layer_params, x_BTD, written, layer_args, embedded_BTD)
-        before_BTD, x_BTD, written = x_BTD, output.x_BTD, [*written, output.written]
+        before_BTD, x_BTD = x_BTD, output.x_BTD
+        dtypes.append(jax.tree.map(lambda side: side.dtype, output.written.slots))
+        written = [*written, _widened(output.written) if widens else output.written]
         if stack.has_exits:
             x_BTD, exits = apply_exits(stack.hparams, place, exits, before_BTD, x_BTD)
         records.append(output.records)

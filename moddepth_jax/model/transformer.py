@@ -66,7 +66,8 @@ class Transformer(nn.Module):
 
         Args:
           tokens_BT: int, ids below model.vocab_size.
-          segment_ids_BT: int, the document of each token, 0 for padding; None: one document.
+          segment_ids_BT: int, the document of each token, 0 for padding; None: one document. With
+            model.across_documents padding must come last.
           routing: top_c (for training; it looks at later tokens) or a causal rule that
             `check_routing` accepts.
           causal_layers_R: bool, routed layers that use the causal rule and not top-C; None: all.
@@ -173,13 +174,17 @@ def layer_args(hparams: ModelHparams, averages, routing: str, causal_layers_R=No
     """
     averages, num_routed = averages or {}, len(hparams.routed_layers)
     missing = average_shapes(hparams).keys() - averages.keys()
-    rules = {routing, hparams.routing.causal_rule} - {'top_c'}
-    needs_threshold = any(CAUSAL_RULES[rule].needs_threshold for rule in rules)
-    if (needs_threshold and 'thresholds_R' in missing) or (
-        routing != 'top_c' and 'expert_thresholds_XE' in missing
-    ):
+    rules = {'routing': routing, 'model.routing.causal_rule': hparams.routing.causal_rule}
+    needing = [
+        f'{name}={rule!r}'
+        for name, rule in rules.items()
+        if rule != 'top_c' and CAUSAL_RULES[rule].needs_threshold and 'thresholds_R' in missing
+    ]
+    if routing != 'top_c' and 'expert_thresholds_XE' in missing:
+        needing = [f'routing={routing!r}']
+    if needing:
         raise ValueError(
-            f'routing={routing!r}: needs averages of scores, which are not in these variables; '
+            f'{needing[0]}: needs averages of scores, which are not in these variables; '
             'TrainState.variables has them, if the run kept them'
         )
     if not hparams.tracks_threshold:

@@ -17,15 +17,16 @@ def masked_labels(batch):
     return where(batch['segment_ids_BT'] > 0, batch['labels_BT'], IGNORED)
 
 
-def causal_rule_loss(hparams: Hparams, record, segment_ids_BT, num_real):
+def causal_rule_loss(hparams: Hparams, record, segment_ids_BT, num_real, ends_N=None):
     """Return the weighted loss that trains the causal rule.
 
     It is the binary cross-entropy of the rule against membership in the top C, the mean over routed
     layers and `num_real` tokens. It is 0 if the rule has no loss. Routers that assign depths have
-    `depth_loss` instead. `record` is a RoutingRecord with leaves [routed layers, B, T], or None.
+    `depth_loss` instead, with `ends_N`. `record` is a RoutingRecord with leaves [routed layers, B,
+    T], or None.
     """
     if record is not None and hparams.model.routing.router_class.assigns_depth:
-        return depth_loss(hparams, record, segment_ids_BT, num_real)
+        return depth_loss(hparams, record, segment_ids_BT, num_real, ends_N)
     weight = hparams.model.routing.rule_loss_weight
     if record is None or not weight:
         return jnp.zeros(())
@@ -35,19 +36,25 @@ def causal_rule_loss(hparams: Hparams, record, segment_ids_BT, num_real):
     return weight * (total / (losses_LBT.shape[0] * num_real))
 
 
-def depth_loss(hparams: Hparams, record, segment_ids_BT, num_real):
+def count_ends(record, segment_ids_BT):
+    """Return how many real tokens have each loop as their last, float32 [loops]."""
+    scores_NBT = record.scores_BT
+    last_NBT = jax.nn.one_hot(jnp.argmax(scores_NBT, axis=0), len(scores_NBT), axis=0)
+    return jnp.sum(jnp.where(segment_ids_BT > 0, last_NBT, 0), axis=(1, 2), dtype=jnp.float32)
+
+
+def depth_loss(hparams: Hparams, record, segment_ids_BT, num_real, ends_N=None):
     """Return the weighted balance loss and z-loss of token choice, over real tokens.
 
-    The balance loss is N sum_n f_n P_n, where f_n is the fraction of tokens whose last loop is n in
-    this batch, and P_n the mean of softmax(r)_n. The z-loss is the mean of squared log-partitions
-    (Bae et al. 2025, arXiv 2507.10524, section 2.2.1; weights 0.1 and 1e-5).
+    The balance loss is N sum_n f_n P_n, where f_n is the fraction of the step's tokens whose last
+    loop is n, and P_n the mean of softmax(r)_n. The z-loss is the mean of squared log-partitions
+    (Bae et al. 2025, arXiv 2507.10524, section 2.2.1; weights 0.1 and 1e-5). `num_real` and
+    `ends_N`, of `count_ends`, are those of all micro-batches of the step; None: there is only one.
     """
     knobs, real_BT = hparams.model.routing, segment_ids_BT > 0
     scores_NBT = record.scores_BT
-    last_NBT = jax.nn.one_hot(jnp.argmax(scores_NBT, axis=0), len(scores_NBT), axis=0)
     shares_NBT = jnp.where(real_BT[None], jax.nn.softmax(scores_NBT, axis=0), 0)
-    of_batch = jnp.maximum(jnp.sum(real_BT), 1)
-    f_N = jnp.sum(jnp.where(real_BT[None], last_NBT, 0), axis=(1, 2)) / of_batch
+    f_N = (count_ends(record, segment_ids_BT) if ends_N is None else ends_N) / num_real
     balance = len(scores_NBT) * jnp.sum(f_N * jnp.sum(shares_NBT, axis=(1, 2))) / num_real
     log_z_BT = jax.nn.logsumexp(scores_NBT, axis=0)
     z = jnp.sum(jnp.where(real_BT, log_z_BT, 0) ** 2) / num_real

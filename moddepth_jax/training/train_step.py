@@ -14,6 +14,7 @@ from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.losses import (
     IGNORED,
     causal_rule_loss,
+    count_ends,
     dead_tokens,
     expert_counts,
     expert_loss,
@@ -95,11 +96,14 @@ class StepCounts(NamedTuple):
       real: number of tokens that are not padding.
       experts: sum of `expert_counts` over the micro-batches, if there are several and the experts
         have losses.
+      ends_N: sum of `count_ends` over the micro-batches, if there are several and tokens choose
+        their last loop.
     """
 
     targets: jax.Array
     real: jax.Array
     experts: dict | None = None
+    ends_N: jax.Array | None = None
 
 
 def loss_and_metrics(
@@ -125,7 +129,8 @@ def loss_and_metrics(
         total, nll_BT, log_z_BT, divergence_BT = distillation(
             x_BTD, params, labels_BT, z_weight, chunk, targets
         )
-    rule_loss = causal_rule_loss(hparams, records.routing, batch['segment_ids_BT'], counts.real)
+    ids_BT = batch['segment_ids_BT']
+    rule_loss = causal_rule_loss(hparams, records.routing, ids_BT, counts.real, counts.ends_N)
     metrics = {
         'loss': jnp.sum(nll_BT) / counts.targets,
         'z_loss': z_weight * jnp.sum(log_z_BT**2) / counts.targets,
@@ -136,7 +141,7 @@ def loss_and_metrics(
     total = total / counts.targets + rule_loss
     if records.routing is not None:
         of_loops = hparams.model.routing.routes_loops
-        metrics['routing'] = routing_counts(records.routing, batch['segment_ids_BT'], of_loops)
+        metrics['routing'] = routing_counts(records.routing, ids_BT, of_loops)
     if records.experts is not None:
         balance_loss, expert_z_loss = expert_loss(hparams, records.experts, counts.experts)
         metrics |= {'balance_loss': balance_loss, 'expert_z_loss': expert_z_loss}
@@ -178,15 +183,18 @@ def _gradients(state, hparams, routing, batch, teacher):
     micro_batches = jax.tree.map(
         lambda rows: jnp.moveaxis(rows.reshape(-1, parts, *rows.shape[1:]), 1, 0), batch
     )
-    if hparams.model.experts.has_loss:
+    experts, ends = hparams.model.experts.has_loss, hparams.model.routing.traits.assigns_depth
+    if experts or ends:
 
-        def count_experts(micro_batch):
+        def count(micro_batch):
             _, records = _forward(state.params, state, hparams, routing, micro_batch)
-            return expert_counts(records.experts)
+            of_loops = count_ends(records.routing, micro_batch['segment_ids_BT']) if ends else None
+            return expert_counts(records.experts) if experts else None, of_loops
 
-        # The balance loss multiplies loads and scores of the whole step, and both losses are means
-        # over the tokens of the experts. These counts are needed before the first gradient.
-        counts = counts._replace(experts=_sum_over(micro_batches, count_experts))
+        # The balance losses multiply loads and scores of the whole step, and the experts' losses
+        # are means over their tokens. These counts are needed before the first gradient.
+        counts_of_step = _sum_over(micro_batches, count)
+        counts = counts._replace(experts=counts_of_step[0], ends_N=counts_of_step[1])
     return _sum_over(micro_batches, lambda batch: differentiate(trainable, batch, counts))
 
 

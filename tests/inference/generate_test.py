@@ -14,9 +14,10 @@ from moddepth_jax.inference import generate as generate_module
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.inference.prompt_cache import PromptCache
 from moddepth_jax.inference.sampling import sample
+from moddepth_jax.inference.scoring import score
 from moddepth_jax.model.decoding import empty_cache, unroll
 from moddepth_jax.model.transformer import Transformer
-from tests.model.cases import random_variables
+from tests.model.cases import TOKEN_CHOICE, random_variables
 
 LENGTH = 24
 PROMPT = [256, 100, 101, 102]
@@ -230,6 +231,24 @@ def test_tokens_without_room_in_a_cache_are_counted(tiny_config):
         for samples in (1, 3):  # tokens of a prompt count once
             result = generate(variables, hparams, [PROMPT * 3], 1, num_samples=samples)
             assert result.dropped == (6 if dropped else 0)
+
+
+@pytest.mark.parametrize(
+    'knobs', [{'model.routing.router': 'none'}, TOKEN_CHOICE], ids=['dense', 'token choice']
+)
+def test_top_c_is_the_causal_rule_of_a_model_that_does_not_look_ahead(knobs, tiny_config):
+    """Generation and scoring, also of options that share their prompt."""
+    knobs = knobs | {'model.num_layers': 3}
+    hparams = from_config(tiny_config(**{'data.sequence_length': LENGTH} | knobs))
+    variables = make_variables(hparams)
+    pairs = [([1], [2, 3]), ([1], [4, 5])]
+    texts, scores = [], []
+    for routing in ('top_c', causal_routing(hparams)):
+        made = generate(variables, hparams, [PROMPT], 4, routing=routing, temperature=0.0)
+        texts.append(made.tokens[0].tolist())
+        scores.append(score(variables, hparams, pairs, routing=routing))
+    assert texts[0] == texts[1]
+    assert scores[0] == scores[1]
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ DEPTH = (
     (depth(slot_keys='rotated'), '; use stream moda'),
     (depth(skipped_slots='masked'), "skipped_slots='masked': must be auto"),
     (MODA | MASKED, "skipped_slots='masked': must be auto: no block is routed"),
-    (depth(slot_window=2), 'slot_window=2: must be 0: the residual stream has no slots'),
+    (depth(slot_window=2), 'slot_window=2: must be 0: attention reads no slots of stream residual'),
     (OWN_SLOT, 'slot_projection=True: must be False'),
     (
         MODA | BLOCK_SLOT | OWN_SLOT,
@@ -73,12 +73,20 @@ DEPTH = (
     (SOURCES | POST, "model.norm_placement='post': must be pre or reordered: post norms"),
     (SOURCES | depth(sublayers_per_source=9), 'sublayers_per_source=9: must be at most 8, the sub'),
     (
+        SOURCES | LOOPED | depth(sublayers_per_source=8),
+        'sublayers_per_source=8: must divide 4, the sublayers that repeat with model.looped',
+    ),
+    (
+        SOURCES | OWN_SLOT,
+        'slot_projection=True: must be False: the attention_residual stream has no such knob; use',
+    ),
+    (
         depth(sublayers_per_source=2),
         'sublayers_per_source=2: must be 0: the residual stream has no such knob; use stream att',
     ),
     (
         SOURCES | depth(slot_window=2),
-        'model.depth.slot_window=2: must be 0: the attention_residual stream',
+        'slot_window=2: must be 0: attention reads no slots of stream attention_residual',
     ),
     (
         SOURCES | depth(skipped_slots='projected'),
@@ -221,6 +229,10 @@ LOOPS = (
     (LOOPED | EXITS | MODA, "stream='moda': must be residual under loop_exit_threshold=0.1"),
     (LOOPED | EXITS | ROUTED, "router='learned': must be none under loop_exit_threshold=0.1"),
     (RECURSIONS | EXITS, "router='learned': must be none under loop_exit_threshold=0.1"),
+    (
+        TOKEN_CHOICE | {'model.routing.capacity_form': 'log_length'},
+        "capacity_form='log_length': must be fraction if model.routing.router is token_choice",
+    ),
     (TOKEN_CHOICE | EXITS, "router='token_choice': must be none under loop_exit_threshold=0.1"),
     (LOOPED | EXITS | experts(), "choice='token': must be none under loop_exit_threshold=0.1"),
 )

@@ -137,10 +137,11 @@ def test_scanned_and_rematerialized_equals_unrolled(name, form, tiny_config):
 def test_gradients_of_bfloat16_slots(dtype, remat, stream, tiny_config):
     """With sums in the slots' dtype or another, each is near that of unrolled layers."""
     knobs = stream | {'model.dtype': 'bfloat16', 'model.remat': remat}
+    knobs |= {'model.depth.gradient_dtype': dtype}
     unrolled = small_hparams(tiny_config, knobs, UNROLLED)
     variables = random_variables(unrolled, SMALL_BT)
     _, gradient = loss_and_gradient(unrolled, variables)
-    scanned = small_hparams(tiny_config, knobs, {'model.depth.gradient_dtype': dtype})
+    scanned = small_hparams(tiny_config, knobs)
     _, mine = loss_and_gradient(scanned, variables)
     leaves = jax.tree_util.tree_leaves_with_path(gradient)
     for (path, leaf), other in zip(leaves, jax.tree.leaves(mine), strict=True):
@@ -161,6 +162,21 @@ def traced(make_config, *knobs, routing='top_c', gradient=True):
     rest = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)
     params = rest.pop('params')
     return list(equations(jax.make_jaxpr(jax.grad(loss))(params, rest).jaxpr))
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'model'])
+def test_unrolled_layers_sum_the_gradients_of_slots_in_the_chosen_dtype(dtype, tiny_config):
+    """Sums that have the shape of a slot; those of attention over the sequence are bfloat16."""
+    knobs = {'model.dtype': 'bfloat16', 'model.depth.gradient_dtype': dtype}
+    model = small_hparams(tiny_config, MODA, UNROLLED, knobs).model
+    sums = [
+        eqn.outvars[0].aval.dtype
+        for eqn in traced(tiny_config, MODA, UNROLLED, knobs)
+        if eqn.primitive.name == 'add_any'
+        and eqn.outvars[0].aval.shape == (1, 12, model.num_kv_heads, model.head_dim)
+    ]
+    assert jnp.bfloat16 in sums
+    assert (jnp.float32 in sums) == (dtype == 'float32')
 
 
 def test_each_form_is_another_program(tiny_config):

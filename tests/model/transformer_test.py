@@ -249,6 +249,13 @@ def test_a_rule_without_its_averages_or_experts_is_refused(name, routing, messag
             refuse()
 
 
+def test_a_missing_threshold_of_the_own_rule_is_named_as_that(tiny_config):
+    """Top-C needs no average, but records the logits of the model's own rule."""
+    model, variables = make(tiny_config, **routed_by('learned', 'threshold'))
+    with pytest.raises(ValueError, match="^model.routing.causal_rule='threshold': needs averages"):
+        model.apply({'params': variables['params']}, TOKENS_BT)
+
+
 @pytest.mark.parametrize(
     'dimensions', [(((1,), (0,)), ((), ())), (((2,), (1,)), ((), ())), (((2,), (0,)), ((0,), (1,)))]
 )

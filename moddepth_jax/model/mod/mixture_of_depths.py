@@ -52,14 +52,18 @@ class Chooser(nn.Module):
         names.pop('top_c', None)
         self.rules = [CAUSAL_RULES[name](self.hparams, name=name) for name in names]
 
-    def decide(self, x_BTD, tokens: TokenInfo, args: RoutingArgs):
-        """Return scores_BT, rule_logits_BT and gates_BT, as in RoutingRecord."""
+    def score(self, x_BTD, tokens: TokenInfo, args: RoutingArgs):
+        """Return scores_BT and gates_BT, as in RoutingRecord."""
         routing = self.hparams.routing
         scores_BT = self.router(x_BTD, tokens, args.number)
         gates_BT = GATES[routing.gate](scores_BT)
         if routing.gate_scale != 1:
             gates_BT *= routing.gate_scale
-        gates_BT = jnp.where(tokens.segment_ids_BT > 0, gates_BT, 0.0)
+        return scores_BT, jnp.where(tokens.segment_ids_BT > 0, gates_BT, 0.0)
+
+    def decide(self, x_BTD, tokens: TokenInfo, args: RoutingArgs):
+        """Return scores_BT, rule_logits_BT and gates_BT, as in RoutingRecord."""
+        scores_BT, gates_BT = self.score(x_BTD, tokens, args)
         logits_BT = [rule(x_BTD, scores_BT, args.threshold) for rule in self.rules][-1]
         return scores_BT, logits_BT, gates_BT
 

@@ -109,11 +109,12 @@ class Loop(NamedTuple):
             update = Update(jnp.where(real_BT, gates_BT, 0), choice.x_BTD, last_BT)
             return scores_BT, logits_BT, update
         chooser = Chooser(self.hparams.model, self.routing, parent=None)
-        scores_BT, logits_BT, gates_BT = chooser.apply(
-            {'params': router}, x_BTD, tokens, args, method='decide'
-        )
-        if not self.place:
-            logits_BT = jnp.full_like(logits_BT, CERTAIN)
+        run = functools.partial(chooser.apply, {'params': router}, x_BTD, tokens, args)
+        if self.place:
+            scores_BT, logits_BT, gates_BT = run(method='decide')
+        else:  # all tokens, without the causal rule
+            scores_BT, gates_BT = run(method='score')
+            logits_BT = jnp.full_like(scores_BT, CERTAIN)
         return scores_BT, jnp.where(real_BT, logits_BT, -CERTAIN), Update(gates_BT)
 
     def change(self, x_BTD, y_BTD, update: Update):

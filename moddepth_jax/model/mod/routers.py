@@ -125,7 +125,8 @@ class TokenChoiceRouter(Router):
     @classmethod
     def check(cls, routing: RoutingHparams):
         right = f'if model.routing.router is {routing.router}, which has no capacity'
-        for field, only in (('layers', 'loops'), ('capacity_stages', ''), ('overflow', 'skip')):
+        only_ones = {'layers': 'loops', 'capacity_stages': '', 'overflow': 'skip'}
+        for field, only in (only_ones | {'capacity_form': 'fraction'}).items():
             if (value := getattr(routing, field)) != only:
                 refuse(f'model.routing.{field}', value, f'must be {only or "empty"} {right}')
 

@@ -122,6 +122,11 @@ class AttentionResidual(Stream):
             right = f'must be at most {sublayers}, the sublayers of model.num_layers='
             right += f'{hparams.num_layers}'
             refuse('model.depth.sublayers_per_source', depth.sublayers_per_source, right)
+        size, in_turn = depth.sublayers_per_source or 1, hparams.loop_order == 'cycle'
+        period = 2 * (len(hparams.looped_range) if in_turn else 1)
+        if hparams.loops > 1 and period % size:
+            right = f'must divide {period}, the sublayers that repeat with model.looped_layers='
+            refuse('model.depth.sublayers_per_source', size, right + hparams.looped_layers)
         if hparams.norm_placement == 'post':
             right = 'must be pre or reordered: post norms the running sum, which the '
             right += 'attention_residual stream does not have'
