@@ -429,9 +429,12 @@ def make_directory(flag: str, path: str) -> pathlib.Path:
     return pathlib.Path(path)
 
 
-def open_json(path: str | None, mode: str = 'w'):
-    """Open the file of --json; a context that yields None without a path or for stdout."""
-    return contextlib.nullcontext() if path in (None, '-') else open(path, mode, encoding='utf-8')
+def open_json(path: str | None):
+    """Open the file of --json; a context that yields None without a path or for stdout.
+
+    An earlier result stays in the file until `write_json` replaces it.
+    """
+    return contextlib.nullcontext() if path in (None, '-') else open(path, 'a', encoding='utf-8')
 
 
 def write_json(report, file, indent: int = 2):

@@ -19,7 +19,7 @@ from moddepth_jax.training.run_dir import CONFIG_FILE, SOURCE_FILE, build_stored
 
 FLAGS = flags.FLAGS
 _AUTO = (  # knobs whose default depends on other knobs
-    *('model.routing.gate', 'model.routing.causal_rule'),
+    *(f'model.routing.{knob}' for knob in ('gate', 'causal_rule', 'loop_update')),
     *(f'model.depth.{knob}' for knob in (*AUTO_KNOBS, 'gradient_dtype')),
 )
 _ELSEWHERE = {  # names in other projects, and the last part of our names for the same thing

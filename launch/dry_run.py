@@ -40,7 +40,7 @@ def run(hparams, mesh_spec: str):
     check_dtype(hparams.model)
     mesh = make_mesh(mesh_spec)
     check_mesh(hparams, mesh)
-    with cli.open_json(JSON.value, 'a') as file:
+    with cli.open_json(JSON.value) as file:
         what = f'compiling the train step for {mesh.size} fake devices; a minute for large models'
         print(what, file=sys.stderr, flush=True)
         # Remove --json=FILE or --json FILE from the command.

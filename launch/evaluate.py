@@ -29,8 +29,8 @@ ROUTING = cli.define_routing('top_c', more=', compared with top_c')
 DATA = flags.DEFINE_string(
     'data',
     None,
-    'Other text: a file, folder, glob, output of launch.prepare (only held-out documents if it is '
-    'the training data), or stdlib, python_environment, synthetic, recall.',
+    'Other text: a file, folder, glob, output of launch.prepare, or stdlib, python_environment, '
+    'synthetic, recall. Of the text that the run was trained on, only held-out documents are read.',
 )
 DOMAINS = flags.DEFINE_string('domains', None, 'Folder whose files and folders are texts.')
 TEXT_FIELD = flags.DEFINE_string('text_field', None, 'Text field of --data or --domains.')
@@ -87,14 +87,13 @@ def _measure(run, dataset, most):
     """The fields of --json for one text, on at most `most` batches (0: all)."""
     import jax
 
-    from moddepth_jax.training.evaluate import evaluate, evaluate_causal
+    from moddepth_jax.training.evaluate import evaluate, evaluate_causal, num_passes
     from moddepth_jax.training.summary import by_layer
 
     hparams, mesh = run.hparams_of_stage, run.state.step.sharding.mesh
-    model, passes = hparams.model, 1
+    model = hparams.model
     num_batches = min(most or math.inf, dataset.num_held_out_batches)
-    if ROUTING.value is None and model.looks_ahead:
-        passes = 2 + (1 + len(model.routed_layers) if PER_LAYER.value else 0)
+    passes = 1 if ROUTING.value is not None else num_passes(model, PER_LAYER.value)
     with jax.set_mesh(mesh), cli.progress_bar('evaluating', passes * num_batches) as advance:
 
         def held_out_batch(index):

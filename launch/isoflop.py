@@ -16,7 +16,9 @@ from absl import flags
 from launch import cli
 
 CONFIG = cli.define_config()
-WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the study. Default: runs/NAME.')
+WORKDIR = flags.DEFINE_string(
+    'workdir', None, 'Directory of the study. Default: runs/isoflop-NAME.'
+)
 BUDGETS = flags.DEFINE_list('budgets', [], 'Training FLOPs of a run, such as 6e11,2e12.')
 STEPS = flags.DEFINE_list('steps', [], 'Steps of a run, such as 600, instead of --budgets.')
 SIZES = flags.DEFINE_list('sizes', None, 'LAYERSxWIDTH, such as 4x64,8x64.', required=True)
@@ -75,7 +77,8 @@ def _shard():
 
 def main(_):
     flag, study, shard = flags.FLAGS['config'], _study(), _shard()
-    workdir = pathlib.Path(WORKDIR.value or pathlib.Path('runs') / cli.config_name())
+    # Not that of launch.train with the same config, nor that of a target of the Makefile.
+    workdir = pathlib.Path(WORKDIR.value or f'runs/isoflop-{cli.config_name()}')
 
     from launch.study_config import StudyConfig
     from moddepth_jax.studies.folders import check_folder

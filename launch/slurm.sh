@@ -2,7 +2,7 @@
 # Trains on several nodes of a SLURM cluster: sbatch launch/slurm.sh
 #
 # This is a template that has not been tried on a real cluster. The variables that SLURM sets for
-# each task, and how JAX uses them, are tested without one (tests/training/processes_test.py).
+# each task, and how JAX uses them, are tested without one (tests/training/multihost_test.py).
 #
 # Edit: the #SBATCH lines and the four lines below them. One task is one process. For one GPU per
 # task, give --ntasks-per-node and --gpus-per-node the same number. The working directory and

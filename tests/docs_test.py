@@ -143,6 +143,15 @@ def test_links_have_targets():
     assert 'two-words' in documented.anchors('## Two [words](x)\n')
 
 
+def test_paths_in_templates_exist():
+    """Regression: launch/slurm.sh named a test that had moved."""
+    path = re.compile(r'(?<![\w./])(?:configs|docs|launch|moddepth_jax|tests)/[\w/-]+\.[a-z]+')
+    templates = [file for end in ('sh', 'yaml') for file in (ROOT / 'launch').rglob(f'*.{end}')]
+    found = {name for file in templates for name in path.findall(file.read_text(encoding='utf-8'))}
+    assert {'launch/slurm.sh', 'configs/moda.py'} <= found
+    assert not [name for name in found if not (ROOT / name).exists()]
+
+
 def test_every_command_and_page_is_documented():
     """Each command of launch/ is on some page, and each page is in the index."""
     texts = {pathlib.Path(name).stem: (ROOT / name).read_text() for name in SCRIPTS}

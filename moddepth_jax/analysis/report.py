@@ -3,6 +3,7 @@
 Modules that draw are imported inside functions, because Matplotlib is slow to import.
 """
 
+import dataclasses
 import functools
 import importlib
 import json
@@ -17,6 +18,7 @@ import rich.text
 from moddepth_jax.analysis.depth_mass import depth_mass
 from moddepth_jax.analysis.source_mass import has_sources, source_mass
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams.depth import AUTO_KNOBS, COUNT_KNOBS
 from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.training.loop import Run
@@ -29,6 +31,10 @@ from moddepth_jax.training.tables import Table, to_rich
 SAMPLE_FILE = 'sample.txt'
 ROC_FILE = 'router_roc.json'
 DEPTH_TOKENS = 4096  # held-out tokens whose attention is measured, rounded to complete rows
+# Values of knobs that belong to a depth stream or a router, which every other one accepts.
+_OF_NO_STREAM = dict.fromkeys(AUTO_KNOBS, 'auto') | dict.fromkeys(COUNT_KNOBS, 0)
+_OF_NO_STREAM |= {'attention_slot_projection': False, 'slot_window': 0}
+_OF_NO_ROUTER = {'gate': 'auto', 'causal_rule': 'auto', 'loop_update': 'auto', 'loop_keys': 'own'}
 
 
 def prompt_tokens(hparams: Hparams, tokenizer) -> tuple[list[int], int]:
@@ -274,34 +280,53 @@ def _sample(run):
 
 
 def _next_steps(run):
-    workdir, model, pictures = run.workdir, run.hparams.model, _pictures(run.hparams)
+    workdir, pictures = run.workdir, _pictures(run.hparams)
     yield 'Next:'
     for i, (file, shows, _) in enumerate(pictures):
         yield f'  {"" if i else "look":9}{workdir / file}: {shows}'
     if not pictures:
         yield f'  read     {workdir / SAMPLE_FILE}'
-    name, change = _counterpart(model)
-    other, budget = f'{workdir}-{name}', ''
-    if not run.hparams.flop_budget:
-        budget = f' --config.flop_budget={run.summary["total_flops"]:.8g}'.replace('e+', 'e')
-    yield '  compare  at equal FLOPs:'
-    config, mine, other = map(shlex.quote, (str(workdir / CONFIG_FILE), str(workdir), other))
-    yield f'           python -m launch.train --config={config} --workdir={other} \\'
-    yield f'               {change}{budget}'
-    yield f'           python -m launch.compare {mine} {other}'
+    if counterpart := _counterpart(run.hparams):
+        name, knobs = counterpart
+        if not run.hparams.flop_budget:
+            flops = f'{run.summary["total_flops"]:.8g}'.replace('e+', 'e')
+            knobs |= {'training.num_steps': 0, 'flop_budget': flops}
+        other = shlex.quote(f'{workdir}-{name}')
+        config, mine = map(shlex.quote, (str(workdir / CONFIG_FILE), str(workdir)))
+        yield '  compare  at equal FLOPs:'
+        yield f'           python -m launch.train --config={config} --workdir={other} \\'
+        yield ' ' * 15 + ' '.join(f'--config.{knob}={value}' for knob, value in knobs.items())
+        yield f'           python -m launch.compare {mine} {other}'
     yield f'  curves   {workdir / METRICS_FILE}, or pip install tensorboard and'
     yield f'           tensorboard --logdir {shlex.quote(str(workdir.parent))}'
 
 
-def _counterpart(model):
-    """A model to compare with: the name and the knob that removes a mechanism or adds routing."""
+def _counterpart(hparams):
+    """A model to compare with: its name, and the knobs that remove a mechanism or add routing.
+
+    They include knobs of the mechanism that the other model refuses. None if it is impossible.
+    """
+    model = hparams.model
     if model.depth.stream != 'residual':
-        return 'residual', '--config.model.depth.stream=residual'
-    if model.routed_layers:
-        return 'unrouted', '--config.model.routing.router=none'
-    if model.expert_layers:
-        return 'mlp', '--config.model.experts.choice=none'
-    return 'mod', '--config.model.routing.router=learned'
+        name, group, changes, others = 'residual', 'depth', {'stream': 'residual'}, _OF_NO_STREAM
+    elif model.routed_layers:
+        name, group, changes, others = 'unrouted', 'routing', {'router': 'none'}, _OF_NO_ROUTER
+    elif model.expert_layers:
+        name, group, changes, others = 'mlp', 'experts', {'choice': 'none'}, {}
+    else:
+        name, group, changes, others = 'mod', 'routing', {'router': 'learned'}, {}
+    mine = getattr(model, group)
+    try:
+        other = dataclasses.replace(mine, **changes, **others)
+        dataclasses.replace(hparams, model=dataclasses.replace(model, **{group: other}))
+    except ValueError:
+        return None
+    # launch.train sets stored defaults to auto again by itself.
+    default = dataclasses.replace(mine, **others)
+    changes |= {
+        knob: others[knob] for knob in others if getattr(mine, knob) != getattr(default, knob)
+    }
+    return name, {f'model.{group}.{knob}': value for knob, value in changes.items()}
 
 
 # key: (heading, number format). Keys that no text has get no column.

@@ -15,7 +15,7 @@ from moddepth_jax.hparams import DataHparams
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Training documents (none with `load_held_out`) and held-out documents; none is empty.
+    """Training documents (none with `load_held_out` of new text) and held-out ones; none is empty.
 
     Attributes:
       name: `data.source`.
@@ -60,9 +60,7 @@ def load_corpus(data: DataHparams) -> Corpus:
         train, held_out = ([(member.store, split) for member in members] for split in SPLITS)
         return _prepared(data, members, train, held_out)
     documents, packages, left_out = _nonempty_documents(data)
-    # With the byte tokenizer, a document may be cut inside a character; older runs depend on that.
-    whole_characters = not is_bytes(data.tokenizer)
-    train, held_out = split_documents(documents, data.held_out_fraction, whole_characters)
+    train, held_out = _split(documents, data)
     details = f'Python {platform.python_version()}'
     if packages:
         details += f', {len(packages)} packages'
@@ -74,8 +72,9 @@ def load_corpus(data: DataHparams) -> Corpus:
 def load_held_out(data: DataHparams, trained_on: Set[str] = frozenset()) -> Corpus:
     """Load the corpus of `data.source` as held-out documents, with nothing to train on.
 
-    Of prepared text whose fingerprint is in `trained_on`, only the held-out split is used. Raises
-    ValueError like `load_corpus`, except for the fraction or a single document of one byte.
+    Text whose sha256 (or fingerprint, if it is prepared) is in `trained_on` is split as in
+    `load_corpus`, so that only its held-out documents are used. Raises ValueError like that, except
+    for the fraction or, of other text, a single document of one byte.
     """
     if is_prepared(data.source):
         members = tuple(
@@ -87,7 +86,17 @@ def load_held_out(data: DataHparams, trained_on: Set[str] = frozenset()) -> Corp
         held_out = [(member.store, split) for member in members for split in member.held_out]
         return _prepared(data, members, [], held_out)
     documents, packages, left_out = _nonempty_documents(data)
-    return _of_documents(data.source, data, documents, packages, left_out, [], documents)
+    corpus = _of_documents(data.source, data, documents, packages, left_out, [], documents)
+    if corpus.sha256 in trained_on:
+        train, held_out = _split(documents, data)
+        corpus = _of_documents(data.source, data, documents, packages, left_out, train, held_out)
+    return corpus
+
+
+def _split(documents, data):
+    """Return the training and the held-out documents as lists of (name, text)."""
+    # With the byte tokenizer, a document may be cut inside a character; older runs depend on that.
+    return split_documents(documents, data.held_out_fraction, not is_bytes(data.tokenizer))
 
 
 def _nonempty_documents(data):

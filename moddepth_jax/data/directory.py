@@ -33,13 +33,14 @@ def cache_directory() -> pathlib.Path | None:
     return pathlib.Path(folder, 'moddepth_jax') if os.path.isabs(folder) else None
 
 
-def write_atomically(path: str | os.PathLike, text: str) -> None:
-    """Write `text` so that after a kill at any moment `path` has the old or the new text."""
+def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
+    """Write text or bytes so that a kill at any moment leaves the old or the new content."""
+    content = content.encode() if isinstance(content, str) else content
     # Several processes, on several hosts, may write the same file at once.
     temporary = f'{os.fspath(path)}.{socket.gethostname()}-{os.getpid()}.tmp'
     try:
-        with open(temporary, 'w', encoding='utf-8') as file:
-            file.write(text)
+        with open(temporary, 'wb') as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -154,9 +154,10 @@ def make_dataset(
 def make_held_out(
     data: DataHparams, tokenizer: Tokenizer | None = None, trained_on: Set[str] = frozenset()
 ) -> HeldOut:
-    """Make held-out batches of all text of `data.source`; ignores `data.held_out_fraction`.
+    """Make held-out batches of all text of `data.source`, or of its held-out part.
 
-    `trained_on` is as in `load_held_out`. Raises ValueError like that and `make_dataset`.
+    `trained_on`, as in `load_held_out`, says which texts have one. Raises ValueError like that and
+    `make_dataset`.
     """
     corpus = load_held_out(data, trained_on)
     return HeldOut(data, corpus, tokenizer_of(data) if tokenizer is None else tokenizer)

@@ -299,8 +299,15 @@ def summary(rows: list[dict]) -> str:
 
 def markdown(rows: list[dict], evidence: Evidence) -> str:
     """Return the text between BEGIN and END: rows by topic, details of each claim, studies."""
-    family = _family(evidence, judge(evidence))
-    lines = [f'{summary(rows)} {family} of them rest on seeds.', '', _SOURCES, '']
+    judged = judge(evidence)
+    family = _family(evidence, judged)
+    counted = sum(bool(one.verdict != UNDECIDED and one.finding.verdict) for one in judged)
+    decided = sum(row['verdict'] != UNDECIDED for row in rows)
+    lines = [
+        f'{summary(rows)} {family} of them rest on seeds. Of the verdicts, '
+        f'{decided - counted} rest on seeds and {counted} on counted FLOPs.',
+        *('', _SOURCES, ''),
+    ]
     for topic, group in itertools.groupby(rows, key=lambda row: row['topic']):
         cells = [
             (f'[{row["claim"]}](#{row["id"]})', row['paper'], row['ours'], f'**{row["verdict"]}**')

@@ -20,8 +20,8 @@ from moddepth_jax.training.summary import read_summary
 from moddepth_jax.training.tables import Table
 
 SAME_FLOPS = 0.01  # budgets that differ by less are called equal
-# Knobs that change the output or speed of a run but not what it learns.
-SILENT = ('report', 'logging', 'training.compilation_cache', 'seed')
+# Knobs that change the output, speed or rounding of a run but not what it learns.
+SILENT = ('report', 'logging', 'model.remat', 'training.compilation_cache', 'seed')
 SMOOTHED = 30  # points of a training curve, each the mean of the rows before it
 _SUMMARY = {  # fields of summary.json that are compared
     'stages': [{'first_step': int, 'flops_per_step': float}],
@@ -46,6 +46,15 @@ class FinishedRun:
         """Return a number of the evaluation; NaN if it is missing, as in a diverged run."""
         value = self.summary['eval'].get(name)
         return math.nan if value is None else value
+
+    @property
+    def flops_per_forward(self) -> float | None:
+        """Counted FLOPs of a forward pass over a batch; None for an older run with a teacher."""
+        if 'flops_per_forward' in self.summary:
+            return self.summary['flops_per_forward']
+        if self.knobs.get('training.distill_from'):
+            return None
+        return self.summary['flops_per_step'] / 3
 
     def flops_at(self, steps) -> np.ndarray:
         """Return the training FLOPs after each number of steps; stages have different costs."""
@@ -194,7 +203,7 @@ def describe(variants: list[Variant]) -> list[dict]:
             'active_parameters': summary.get('active_parameters'),
             'steps': summary['final_step'],
             'total_flops': summary['total_flops'],
-            'flops_per_forward': summary['flops_per_step'] / 3,
+            'flops_per_forward': variant.runs[0].flops_per_forward,
             'tokens_per_second': statistics.fmean(map(_median_rate, variant.runs)),
             'seconds': statistics.fmean(run.summary['seconds'] for run in variant.runs),
         }
@@ -218,6 +227,7 @@ def _difference(row):
 
 def _cells(row):
     """The cells of a variant by heading."""
+    forward = row['flops_per_forward']
     spread = '' if len(row['seeds']) < 2 else f' ± {row["std_bits_per_byte"]:.4f}'
     return {
         'seeds': ', '.join(map(str, row['seeds'])),
@@ -227,7 +237,7 @@ def _cells(row):
         'routing gap (nats)': _number(row['routing_gap'], '+.4f'),
         'parameters': format_count(row['parameters']),
         'training FLOPs': f'{row["total_flops"]:.4g}'.replace('e+', 'e'),
-        'forward FLOPs a batch': format_count(row['flops_per_forward']),
+        'forward FLOPs a batch': 'n/a' if forward is None else format_count(forward),
         'steps': f'{row["steps"]:,}',
         'tokens per second': _number(row['tokens_per_second'], ',.0f'),
     }

@@ -159,7 +159,7 @@ def _best_rows(study, budget):
             'FLOPs of a forward pass, relative': _number(cost, '.2f'),
             'causal loss, nats': (loss, best.loss, ''),
             'bits/byte': _number(best.loss * bits, '.4f'),
-            'bits/byte less the reference, in pairs': _paired(paired[name]),
+            'bits/byte minus the reference, in pairs': _paired(paired[name]),
             'loss, relative': _number(best.loss / optimum.loss if optimum else None, '.4f'),
             'optimum': vertex,
         }

@@ -305,11 +305,16 @@ class PlannedRun(NamedTuple):
     at_best_size: bool = False  # whether the size was chosen by the loss
 
     @property
-    def name(self) -> str:
-        """Directory name. `shallow` shares it with `dense`, so that equal models train once."""
+    def model_name(self) -> str:
+        """Variant, size and budget. `shallow` is `dense`, so that equal models train once."""
         model = 'dense' if self.variant == 'shallow' else self.variant
         budget = f'{self.budget:g}'.replace('+', '')
-        return f'{model}-{self.trained}-{budget}-lr{self.learning_rate:g}-seed{self.seed}'
+        return f'{model}-{self.trained}-{budget}'
+
+    @property
+    def name(self) -> str:
+        """Directory name: the model's name, the learning rate and the seed."""
+        return f'{self.model_name}-lr{self.learning_rate:g}-seed{self.seed}'
 
 
 def width(size: str) -> int:
@@ -411,6 +416,16 @@ class Plan:
             for variant in study.variants
             for size in self._sizes(variant)
         ]
+
+    def possible_names(self) -> set[str]:
+        """Return the names of all runs that the study may have, whatever their losses are."""
+        study = self.study
+        return {
+            run._replace(learning_rate=rate, seed=seed).name
+            for run in self.examples()
+            for rate in study.learning_rates
+            for seed in (study.seeds if run.budget == study.budgets[-1] else study.seeds[:1])
+        }
 
     def _sizes(self, variant):
         """Sizes of a variant; a single layer cannot route every other block or be shallower."""

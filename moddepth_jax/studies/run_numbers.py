@@ -106,14 +106,16 @@ NUMBERS = {
     'entropy correlation': Number(
         lambda run: run['measured']['entropy']['correlation'], '+.3f', 'correlation {}'
     ),
-    'numbers': Number(_class_over('number', 'whitespace'), '+.1%', 'numbers less whitespace {}'),
-    'keywords': Number(_class_over('keyword', 'whitespace'), '+.1%', 'keywords less whitespace {}'),
-    'articles': Number(_class_over_words('article'), '+.1%', 'articles less other words {}'),
+    'numbers': Number(_class_over('number', 'whitespace'), '+.1%', 'numbers minus whitespace {}'),
+    'keywords': Number(
+        _class_over('keyword', 'whitespace'), '+.1%', 'keywords minus whitespace {}'
+    ),
+    'articles': Number(_class_over_words('article'), '+.1%', 'articles minus other words {}'),
     'prepositions': Number(
-        _class_over_words('preposition'), '+.1%', 'prepositions less other words {}'
+        _class_over_words('preposition'), '+.1%', 'prepositions minus other words {}'
     ),
     'first token': Number(
-        _difference('first_token', 'entered', 'others_entered'), '+.1%', 'first less others {}'
+        _difference('first_token', 'entered', 'others_entered'), '+.1%', 'first minus others {}'
     ),
     'score correlation': Number(_of_layers('score_correlation'), '+.3f', 'correlation {}'),
     'linear probe': Number(_of_layers('probe_r2'), '+.3f'),

@@ -14,6 +14,7 @@ import jax
 
 from moddepth_jax.studies import page, plots, store
 from moddepth_jax.studies.plan import Plan
+from moddepth_jax.training.devices import usable_cpus
 from moddepth_jax.training.loop import train
 from moddepth_jax.training.plan import resolve_steps, run_flops
 from moddepth_jax.training.progress import format_seconds
@@ -38,7 +39,7 @@ class StudyRunner:
         runs in it are not trained again.
 
     Raises:
-      ValueError: `results` holds another study.
+      ValueError: `results` holds another study, or runs that are not in this one.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class StudyRunner:
         self._workdir, self._plan = pathlib.Path(workdir), plan
         self._hparams_of, self._description = hparams_of, description
         self._before_run, self._results = before_run, results
-        self._earlier = store.read_earlier(results, description)
+        self._earlier = store.read_earlier(results, description, plan)
 
     def run(self, shard: tuple[int, int], processes: int, dry_run=False, draw_only=False) -> int:
         """Run the share `shard` = (index, count) of the study and return an exit status."""
@@ -61,9 +62,7 @@ class StudyRunner:
         if dry_run:
             self.announce()
             return 0
-        names = ('budgets', 'sizes', 'variants', 'seeds', 'learning_rates')
-        values = {name: getattr(self._plan.study, name) for name in names}
-        store.open_study(self._workdir, self._description | values)
+        store.open_study(self._workdir, store.plan_content(self._description, self._plan.study))
         if draw_only:
             self.finish()
             return 0
@@ -210,5 +209,5 @@ def _end_with_parent():
 
 def share_threads(processes: int):
     """Give each process its share of CPU threads, unless NPROC is set. Call before JAX starts."""
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    threads = max(1, usable_cpus() // processes)
     os.environ.setdefault('NPROC', str(threads))

@@ -1,13 +1,14 @@
 """Reads and writes the directory of a study: plan, finished runs, study.json, measures.json."""
 
 import dataclasses
+import hashlib
 import json
 import pathlib
-import shutil
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from flax import traverse_util
 
 from moddepth_jax.analysis.block_stats import block_stats
 from moddepth_jax.data import directory as directory_lib
@@ -15,18 +16,20 @@ from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.studies.folders import PLAN_FILE, RUNS, STUDY_FILE, check_folder
-from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, PlannedRun, width
+from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, PlannedRun, Study, width
 from moddepth_jax.training.metrics import read_metrics
-from moddepth_jax.training.run_dir import check_config, write_atomically
+from moddepth_jax.training.run_dir import OLDER_RUNS, check_config, may_differ, write_atomically
 from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.summary import read_summary, replace_nonfinite
 
 MEASURES_FILE = 'measures.json'
 DIVERGED_FILE = 'diverged.json'  # in the directory of a run that diverged, instead of a summary
 CURVE_POINTS = 20
+PLAN_FIELDS = ('budgets', 'sizes', 'variants', 'seeds', 'learning_rates')  # of a Study
 MAY_GROW = ('budgets', 'variants', 'seeds')  # fields of a plan to which a later start may add
-MAY_DIFFER = (  # knobs that may differ from those of a finished run: no result depends on them
+MAY_DIFFER = (  # knobs that may differ from those of a finished run: they change rounding at most
     'report',
+    'model.remat',
     'data.log_windows',
     'training.log_every',
     'training.checkpoint_every',
@@ -44,36 +47,45 @@ MEASURED = (  # variants whose runs are measured
 _MEASURED_BATCHES = 32  # held-out batches
 
 
+def plan_content(description: dict, study: Study) -> dict:
+    """Return the content of plan.json: the description and the fields of the study."""
+    return description | {name: getattr(study, name) for name in PLAN_FIELDS}
+
+
 def open_study(directory, plan: dict):
-    """Create the directory of a study, or check that it belongs to the same `plan` (JSON values).
+    """Create the directory of a study, or check that it belongs to the same `plan_content`.
 
     Raises ValueError, before anything is written, if the directory holds something else, or a plan
     that differs by more than additions to the fields of MAY_GROW.
     """
     directory = pathlib.Path(directory)
-    file, where, right = directory / PLAN_FILE, f'--workdir={directory}', 'use another --workdir'
-    plan, stored = json.loads(json.dumps(plan)), None
+    file, plan, stored = directory / PLAN_FILE, json.loads(json.dumps(plan)), None
     check_folder(directory)
     if file.exists():
         stored = read_json(file, '')
-        for name in stored | plan:
-            old, new = stored.get(name), plan.get(name)
-            before = old or []
-            grown = name in MAY_GROW and isinstance(before, list)
-            grown = grown and all(item in (new or ()) for item in before)
-            if name == 'seeds':  # the first seed chooses sizes and learning rates
-                grown = grown and before[:1] == new[:1]
-            if old != new and not grown:
-                more = ' (values may only be added)' if name in MAY_GROW else ''
-                found = f'{name} is {old!r} in its {PLAN_FILE} and {new!r} in this study{more}'
-                raise ValueError(f'{where}: {found}; {right}')
+        _check_grown(stored, plan, file, '--workdir')
     try:
         (directory / RUNS).mkdir(parents=True, exist_ok=True)
         if stored != plan:
             write_atomically(file, json.dumps(plan, indent=2) + '\n')
     except OSError as error:
         right = 'must be a directory that can be written'
-        raise ValueError(f'{where}: {error.strerror}; {right}') from None
+        raise ValueError(f'--workdir={directory}: {error.strerror}; {right}') from None
+
+
+def _check_grown(stored, plan, file, flag):
+    """Raise ValueError if `plan` differs from that in `file` by more than additions."""
+    for name in stored | plan:
+        old, new = stored.get(name), plan.get(name)
+        before = old or []
+        grown = name in MAY_GROW and isinstance(before, list)
+        grown = grown and all(item in (new or ()) for item in before)
+        if name == 'seeds':  # the first seed chooses sizes and learning rates
+            grown = grown and before[:1] == new[:1]
+        if old != new and not grown:
+            more = ' (values may only be added)' if name in MAY_GROW else ''
+            found = f'{name} is {old!r} in its {file.name} and {new!r} in this study{more}'
+            raise ValueError(f'{flag}={file.parent}: {found}; use another {flag}')
 
 
 def read_study(directory) -> dict:
@@ -118,33 +130,71 @@ class EarlierRuns(NamedTuple):
 NO_RESULTS = EarlierRuns({}, {}, {}, {})
 
 
-def read_earlier(results, description: dict) -> EarlierRuns:
+def read_earlier(results, description: dict, plan: Plan) -> EarlierRuns:
     """Read the finished runs from a folder written by `copy_results`: they are not trained again.
 
     Returns NO_RESULTS if `results` is None or holds no study. Raises ValueError if that study has
-    another `description`.
+    another `description`, if the plan differs from its plan by more than additions to the fields of
+    MAY_GROW, or has no place for one of its runs, or if its runs may not be used again.
     """
     if results is None or not (file := pathlib.Path(results) / STUDY_FILE).exists():
         return NO_RESULTS
     content = read_json(file, '')
-    for name, value in json.loads(json.dumps(description)).items():
-        if content.get(name) != value:
-            found = f'{name} is {content.get(name)!r} in its {STUDY_FILE}, {value!r} in this study'
-            raise ValueError(f'--results={results}: {found}; use another --results')
+    if reason := content.get('not_reusable'):
+        right = 'move that folder, or use another --results'
+        raise ValueError(f'--results={results}: its runs cannot be used again: {reason}; {right}')
+    new = json.loads(json.dumps(plan_content(description, plan.study)))
+    old = {name: content.get(name) for name in new} | {'variants': [*content.get('variants', ())]}
+    tried = [entry['learning_rate'] for entry in content.get('tuning', ())]
+    old['learning_rates'] = sorted({*(tried or content.get('learning_rates', {}).values())})
+    _check_grown(old, new | {'learning_rates': sorted(new['learning_rates'])}, file, '--results')
+    losses = _losses(content)
+    _check_kept(losses, plan.possible_names(), results)
     rows = {row['run']: row for row in content['runs']}
-    losses = {entry['run']: entry['loss'] for entry in content['tuning']}
-    losses |= {name: row['loss'] for name, row in rows.items()}
-    losses = {name: loss for name, loss in losses.items() if loss is not None}
-    losses |= dict.fromkeys(content['diverged'], DIVERGED)
     measures = directory_lib.read_json(file.with_name(MEASURES_FILE), 'remove it') or {}
     return EarlierRuns(content, losses, rows, measures)
+
+
+def _losses(content):
+    """The losses of the finished runs in study.json by name, DIVERGED for those that diverged."""
+    losses = {entry['run']: entry['loss'] for entry in (*content['tuning'], *content['runs'])}
+    losses = {name: loss for name, loss in losses.items() if loss is not None}
+    return losses | dict.fromkeys(content['diverged'], DIVERGED)
+
+
+def _check_kept(earlier, names, results):
+    """Raise ValueError if `names` lack one of the earlier runs, which would be lost."""
+    if lost := sorted(earlier.keys() - names):
+        found = f'{len(lost)} of its runs, such as {lost[0]}, are not in this study'
+        raise ValueError(f'--results={results}: {found}; use another --results')
+
+
+def settings_sha256(hparams: Hparams) -> str:
+    """Return a digest of all knobs on which the result of a run depends.
+
+    Without the seed and the learning rate, by which runs of a model differ, and without MAY_DIFFER.
+    A knob at the value that older runs get is left out, so that a new knob changes no digest.
+    """
+    knobs = traverse_util.flatten_dict(json.loads(json.dumps(dataclasses.asdict(hparams))), sep='.')
+    free = (*MAY_DIFFER, 'seed', 'optimizer.learning_rate')
+    knobs = {
+        name: value
+        for name, value in knobs.items()
+        if not may_differ(name, free) and (name not in OLDER_RUNS or value != OLDER_RUNS[name])
+    }
+    return hashlib.sha256(json.dumps(knobs, sort_keys=True).encode()).hexdigest()
 
 
 def check_earlier(earlier: EarlierRuns, run: PlannedRun, hparams: Hparams, steps: int):
     """Raise ValueError if earlier runs of this model and budget differ from the plan.
 
-    Only steps, FLOPs and the data source are compared: study.json has no other knobs.
+    Steps, FLOPs and the data source are compared, and the digest of the knobs, which a study.json
+    of an older version lacks.
     """
+    old = earlier.content.get('settings_sha256', {}).get(run.model_name)
+    if old not in (None, new := settings_sha256(hparams)):
+        found = f'{run.model_name} has other knobs there (settings_sha256 {old[:8]}, not {new[:8]})'
+        raise ValueError(f'--results: {found}; use another folder')
     planned = run.variant, run.trained, run.budget
     rows = [
         row
@@ -202,6 +252,10 @@ def collect(
     """
     runs, losses, to_train, complete = progress(directory, plan, earlier)
     missing = {run.name for run in to_train}
+    settings = dict(earlier.content.get('settings_sha256', {}))
+    for run in runs:
+        if run.model_name not in settings and final_loss(directory, run.name) is not None:
+            settings[run.model_name] = settings_sha256(hparams_of(run))
     diverged = {name for name, loss in losses.items() if loss == DIVERGED}
     rows, sources = [], []  # dicts with corpus_sha256 and versions
     for run in runs[len(plan.tuning()) :]:
@@ -245,6 +299,7 @@ def collect(
             name: _joined(str(source['versions'].get(name)) for source in sources)
             for name in sorted({name for source in sources for name in source['versions']})
         },
+        'settings_sha256': dict(sorted(settings.items())),
         'complete': complete and not missing,
         'missing': sorted(missing),
         'diverged': sorted(diverged),
@@ -279,7 +334,8 @@ def _of_summary(model, summary, curve):
     names = ('parameters', 'active_parameters', 'flops_per_step', 'total_flops', 'epochs')
     row = {name: summary.get(name) for name in names}  # older runs have no active_parameters
     row['steps'], row['skipped_steps'] = summary['final_step'], summary['skipped_steps']
-    row['flops_per_forward'] = summary['flops_per_step'] / 3
+    # Older runs lack it. No study had a teacher then.
+    row['flops_per_forward'] = summary.get('flops_per_forward', summary['flops_per_step'] / 3)
     for name in ('loss', 'loss_top_c', 'routing_gap', 'bits_per_byte'):
         row[name] = summary['eval'].get(name)
     row['rule'] = model.routing.causal_rule if model.routed_layers else None
@@ -304,8 +360,8 @@ def measured_runs(study: dict) -> list[str]:
 def write_measures(directory, study: dict, earlier: EarlierRuns = NO_RESULTS):
     """Write measures.json, {run name: measures}, and measure the runs that are not in it.
 
-    Measures in the file or in `earlier` are kept. An earlier run without a directory cannot be
-    measured.
+    Measures of these runs in the file, and all those in `earlier`, are kept. An earlier run without
+    a directory cannot be measured.
     """
     file = pathlib.Path(directory) / MEASURES_FILE
     kept = directory_lib.read_json(file, 'remove it, and it is measured again') or {}
@@ -316,19 +372,23 @@ def write_measures(directory, study: dict, earlier: EarlierRuns = NO_RESULTS):
         elif name not in earlier.rows or run_directory(directory, name).exists():
             print(f'measuring {name}', flush=True)
             measures[name] = _measure(run_directory(directory, name))
+    measures |= {name: kept[name] for name in earlier.measures if name not in measures}
     write_atomically(file, json.dumps(measures, indent=1, allow_nan=False) + '\n')
 
 
 def copy_results(directory, results, study: dict):
     """Copy study.json, measures.json and the figures (.png) to the folder `results`.
 
-    A study of one size has only one useful figure, `seeds`.
+    A study of one size has only one useful figure, `seeds`. Raises ValueError, before anything is
+    written, if a run that the folder has would be lost.
     """
     directory, results = pathlib.Path(directory), pathlib.Path(results)
+    if (results / STUDY_FILE).exists():
+        _check_kept(_losses(read_json(results / STUDY_FILE, '')), _losses(study).keys(), results)
     figures = 'seeds.png' if len(study['sizes']) == 1 else '*.png'
     results.mkdir(parents=True, exist_ok=True)
-    for file in (directory / STUDY_FILE, directory / MEASURES_FILE, *directory.glob(figures)):
-        shutil.copyfile(file, results / file.name)
+    for file in (directory / MEASURES_FILE, *directory.glob(figures), directory / STUDY_FILE):
+        write_atomically(results / file.name, file.read_bytes())
 
 
 def _measure(directory):

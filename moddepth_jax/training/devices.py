@@ -1,5 +1,6 @@
-"""Peak FLOP/s of known devices, and the memory that a run used."""
+"""Peak FLOP/s of known devices, usable CPUs, and the memory that a run used."""
 
+import os
 import re
 import resource
 import sys
@@ -39,6 +40,15 @@ def mfu(flops_per_second: float) -> dict[str, float]:
     """Return {'mfu': counted FLOP/s over the peak of all devices}; empty if that is not known."""
     peak = peak_flops(jax.devices()[0].device_kind)
     return {'mfu': flops_per_second / (peak * jax.device_count())} if peak else {}
+
+
+def usable_cpus() -> int:
+    """Return how many CPUs this process may use, which is how many threads XLA starts.
+
+    That is its affinity, as set by taskset or SLURM, on systems that have one.
+    """
+    affinity = getattr(os, 'sched_getaffinity', None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def peak_memory() -> tuple[int, str]:

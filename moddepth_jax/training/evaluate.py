@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model import ahead
 from moddepth_jax.model.cross_entropy import cross_entropy
@@ -156,6 +156,11 @@ def perplexity(loss: float) -> float:
     """Return exp of a loss in nats per token; infinity if that overflows."""
     with np.errstate(over='ignore'):
         return float(np.exp(loss))
+
+
+def num_passes(model: ModelHparams, per_layer: bool) -> int:
+    """Return how often `evaluate_causal` reads the batches, with or without gaps per layer."""
+    return 1 + model.looks_ahead * (1 + per_layer * len(model.routed_layers))
 
 
 def evaluate_causal(

@@ -154,7 +154,8 @@ def open_workdir(
                     update_config(path, config)
         except OSError as error:
             raise ValueError(f'--workdir={path}: {error.strerror}; {_WRITABLE}') from None
-    return check_config(path, config, volatile)
+    stored = shlex.quote(str(path / CONFIG_FILE))
+    return check_config(path, config, volatile, f'--config={stored} resumes that run; or ')
 
 
 def update_config(path: str | os.PathLike, config: dict, extended: list | None = None) -> None:
@@ -170,14 +171,18 @@ def update_config(path: str | os.PathLike, config: dict, extended: list | None =
         write_atomically(file, text)
 
 
+def may_differ(name: str, volatile: tuple[str, ...]) -> bool:
+    """Return whether a knob is one of `volatile`, or in one of its groups (dotted names)."""
+    return any(f'{name}.'.startswith(f'{field}.') for field in volatile)
+
+
 def check_config(
-    path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()
+    path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = (), right: str = ''
 ) -> list[str]:
-    """Raise ValueError, one line, if `path` is not a run of `config`; see `open_workdir`."""
+    """Raise ValueError, one line, if `path` is not a run of `config`; see `open_workdir`.
 
-    def may_differ(name):
-        return any(f'{name}.'.startswith(f'{field}.') for field in volatile)
-
+    `right` comes before the remedy that always helps, another --workdir.
+    """
     from flax import traverse_util  # imports JAX, which is slow; errors come before it
 
     stored, added = _read_config(path)
@@ -187,10 +192,11 @@ def check_config(
     )
     for name in sorted(wanted.keys() | stored.keys()):
         old, new = stored.get(name, 'absent'), wanted.get(name, 'absent')
-        if old != new and not may_differ(name):
+        if old != new and not may_differ(name, volatile):
             found = f'{name} is {old!r} in its {CONFIG_FILE} and {new!r} in this run'
-            raise ValueError(f'--workdir={path}: {found}; use another --workdir')
-    return _note(path, {name: value for name, value in added.items() if not may_differ(name)})
+            raise ValueError(f'--workdir={path}: {found}; {right}use another --workdir')
+    added = {name: value for name, value in added.items() if not may_differ(name, volatile)}
+    return _note(path, added)
 
 
 def read_config(path: str | os.PathLike) -> tuple[dict, list[str]]:

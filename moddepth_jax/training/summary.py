@@ -19,6 +19,7 @@ from kernels_pallas.xla import sequence
 from moddepth_jax.data.directory import check_fields, read_json, write_atomically
 from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.model.adapters import ADAPTER
+from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training import devices
 from moddepth_jax.training.checkpoint import state_sha256
 from moddepth_jax.training.metrics import replace_nonfinite
@@ -41,7 +42,7 @@ def versions() -> dict[str, str]:
         'python': platform.python_version(),
         'device': jax.devices()[0].device_kind,
         'num_devices': str(jax.device_count()),
-        'cpu_threads': os.environ.get('NPROC', str(os.cpu_count())),
+        'cpu_threads': os.environ.get('NPROC', str(devices.usable_cpus())),
     }
 
 
@@ -252,6 +253,7 @@ def summarize(
         'parameters': num_parameters(state.params),
         'active_parameters': active_parameters(hparams, state.params),
         **step_flops_report(hparams, state.num_steps),
+        'flops_per_forward': train_step_flops(hparams) / 3,  # without that of a teacher
         'total_flops': total_flops,
         'flop_budget': hparams.flop_budget,
         'seconds': metadata['seconds'],

@@ -6,6 +6,7 @@ import json
 import math
 import pathlib
 import re
+import shlex
 import types
 
 import jax
@@ -15,6 +16,8 @@ import pytest
 import rich.console
 from ml_collections import ConfigDict
 
+from configs import tiny
+from launch import config_file, listing
 from launch.config_file import unresolved
 from moddepth_jax.analysis import heatmaps, report
 from moddepth_jax.analysis.depth_mass import depth_mass
@@ -23,6 +26,9 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.model import ahead
 from moddepth_jax.training.loop import Run
 from moddepth_jax.training.mesh import make_mesh, replicated
+from moddepth_jax.training.plan import resolve_steps, run_flops
+from moddepth_jax.training.run_dir import open_workdir
+from tests.forked_commands import run_commands
 from tests.model.cases import random_variables
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -242,13 +248,63 @@ def test_run_of_experts_that_choose_has_a_gap(printed):
 def test_the_suggested_run_differs_in_one_mechanism(tiny_config, changes, tmp_path):
     """It has all knobs of the run, including overrides, except for one, and is a valid config."""
     hparams = from_config(tiny_config(**changes))
-    _, change = report._counterpart(hparams.model)
-    knob, value = change.removeprefix('--config.').split('=')
+    _, knobs = report._counterpart(hparams)
     config = unresolved(ConfigDict(dataclasses.asdict(hparams)), tmp_path)
-    config.update_from_flattened_dict({knob: value})
+    config.update_from_flattened_dict(knobs)
+    assert len(knobs) == 1
     other = from_config(config)
     assert (other.data, other.seed) == (hparams.data, hparams.seed)
     assert dataclasses.replace(hparams, model=other.model) == other != hparams
+
+
+CONFIGS = [f'configs/{name}.py' for name in listing.configs() if name != 'base']
+CONFIGS += [f'configs/moda.py:slots={slots}' for slots in ('attention', 'block', 'none')]
+KNOBS = [  # of configs/tiny.py without routing, except where it is named
+    {'model.depth.stream': 'moda', 'model.depth.slot_window': 2},
+    {'model.depth.stream': 'moda', 'model.depth.attention_slot_projection': True},
+    {'model.depth.stream': 'value_residual', 'model.depth.value_mix': 'sparse'},
+    {'model.depth.stream': 'hyper_connections', 'model.depth.num_streams': 2},
+    {'model.routing.router': 'norm', 'model.routing.causal_rule': 'dense'},
+]
+
+
+def suggested(hparams, workdir):
+    """The arguments of the suggested training run, whose config.json exists; None without one."""
+    open_workdir(workdir, dataclasses.asdict(hparams))
+    summary = {'total_flops': run_flops(hparams, resolve_steps(hparams))}
+    run = types.SimpleNamespace(workdir=workdir, hparams=hparams, summary=summary)
+    text = '\n'.join(report._next_steps(run)).replace('\\\n', ' ')
+    found = re.search('python -m launch.train (.*)', text)
+    return found and shlex.split(found[1])
+
+
+def test_the_suggested_command_is_valid_for_every_config(tmp_path):
+    """Regression: that of a run planned by steps, of a routed loop or of other slots was refused.
+
+    It spends the FLOPs of the run, whether steps or FLOPs determined these.
+    """
+    runs = {spec: from_config(config_file.load(spec)) for spec in CONFIGS}
+    for knobs in KNOBS:
+        config = tiny.get_config()
+        config.update_from_flattened_dict({'model.routing.router': 'none'} | knobs)
+        runs[str(knobs)] = from_config(config)
+    lines = [suggested(hparams, tmp_path / str(n)) for n, hparams in enumerate(runs.values())]
+    preload = 'launch.cli', 'launch.config_file', 'moddepth_jax.model.transformer'
+    found = run_commands([['train', *line] for line in lines], ROOT, preload, parse_only=True)
+    wrong = {spec: done.stderr for spec, done in zip(runs, found, strict=True) if done.status}
+    assert not wrong
+    for hparams, line in zip(runs.values(), lines, strict=True):
+        given = dict(word.split('=', 1) for word in line)
+        budget = hparams.flop_budget or float(given['--config.flop_budget'])
+        assert 0.99 * budget < run_flops(hparams, resolve_steps(hparams)) <= 1.0001 * budget
+
+
+def test_a_model_that_cannot_be_routed_has_no_suggested_run(tiny_config, tmp_path):
+    """Loops that are drawn at random, or that tokens leave."""
+    looped = {'model.looped_layers': 'all', 'model.loops': 2}
+    for knobs in ({'training.loops': (1, 2)}, {'model.loop_exit_threshold': 0.1}):
+        hparams = from_config(tiny_config(**looped | knobs))
+        assert suggested(hparams, tmp_path / next(iter(knobs))) is None
 
 
 def test_description_of_the_routing_gap():

@@ -6,8 +6,9 @@ import sysconfig
 import pytest
 
 from moddepth_jax.data.corpus import load_corpus, load_held_out
+from moddepth_jax.data.pipeline import make_held_out
 from moddepth_jax.data.python_text import environment_documents, stdlib_documents
-from tests.data.prepared_text import data_hparams, refusal
+from tests.data.prepared_text import data_hparams, refusal, write_texts
 
 
 def _data(source, held_out_fraction=0.25):
@@ -131,6 +132,17 @@ def test_sha256_changes_with_every_change(tmp_path):
     changed = [sha(a='onE', b='two'), sha(a='one', c='two'), sha(a='one', b='two', c='x')]
     changed += [sha(a='onet', b='wo'), sha(a='two', b='one'), sha(a='oneb.txttwo')]
     assert len({base, *changed}) == 7
+
+
+def test_text_that_a_run_trained_on_is_split_as_in_the_run(tmp_path):
+    """Regression: launch.evaluate --data read the training text of a run, too, without a word."""
+    write_texts(tmp_path / 'own', b'abc', 0)
+    data = _data(tmp_path / 'own', 0.2)
+    own = load_corpus(data)
+    assert load_held_out(data, {own.sha256}).held_out == own.held_out
+    assert make_held_out(data, trained_on={own.sha256}).held_back
+    new = make_held_out(data, trained_on={'0f'})
+    assert len(new.corpus.held_out) == 30 > len(own.held_out) > 0 and not new.held_back
 
 
 def test_empty_documents_are_left_out(tmp_path):

@@ -111,6 +111,20 @@ def test_a_missing_platform_is_one_line(platform, raised, monkeypatch):
     assert isinstance(found.value, RuntimeError) or not cli._one_line(found.value)
 
 
+def test_an_earlier_result_stays_until_there_is_a_new_one(tmp_path):
+    """Regression: --json was emptied before the measurement, which may fail or be interrupted."""
+    path = tmp_path / 'result.json'
+    path.write_text('{"earlier": "longer than the next"}')
+    before = path.read_text()
+    with cli.open_json(str(path)) as file:
+        assert path.read_text() == before
+        for report in ({'first': 1}, {}):
+            cli.write_json(report, file)
+            assert json.loads(path.read_text()) == report
+    with cli.open_json('-') as none, cli.open_json(None) as other:
+        assert none is other is None
+
+
 def test_commands_start_as_modules():
     """A file of launch/ says so; without a name, all commands are listed without JAX."""
     refused = [sys.executable, ROOT / 'launch' / 'train.py', BASE]

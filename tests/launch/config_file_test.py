@@ -7,7 +7,7 @@ import pathlib
 import pytest
 from absl import flags
 
-from configs import base
+from configs import base, mor
 from launch import config_file
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.run_dir import open_workdir
@@ -57,6 +57,13 @@ def test_auto_is_resolved_again_after_changes(tiny_config, tmp_path):
         'rotated',
         'float32',
     )
+
+
+def test_the_update_of_routed_loops_is_resolved_again(tmp_path):
+    """Regression: the stored `output` refused the same model without its router."""
+    config = config_file.load(stored(tmp_path, mor.get_config())[0])
+    assert with_knobs(config).routing.loop_update == 'output'
+    assert not with_knobs(config, **{'routing.router': 'none'}).routed_layers
 
 
 def test_a_bad_config_json_is_one_line(tiny_config, tmp_path):

@@ -24,6 +24,7 @@ LINES = {
     'dense': ['--workdir={run}', '--routing=dense', '--num_batches=1', '--json={out}/dense.json'],
     'other': ['--workdir={run}', '--data={out}/other', '--text_field=body', '--encoding=UTF16',
               '--num_batches=0', '--json=-'],
+    'own': ['--workdir={run}', '--data={run}/../*.txt', '--routing=predictor', '--json=-'],
     'changed': ['--workdir={out}/run'],
     'domains': ['--workdir={run}', '--domains={out}/domains', '--json={out}/domains.json'],
 }  # fmt: skip
@@ -106,6 +107,14 @@ def test_other_text_is_measured_completely(done):
     stderr = done['other'].stderr
     assert stderr == f'left out 1 file without text, such as {report["data"]}/logo.png\n'
     assert report['data'].endswith('/other') and not report['held_out']
+
+
+def test_the_text_of_the_run_is_read_where_it_was_held_out(trained, done):
+    """Regression: --data with the text of the run scored the training documents, too."""
+    report = json.loads(done['own'].stdout)
+    summary = json.loads((trained / 'run' / 'summary.json').read_text())
+    assert report['held_out'] and report['corpus_sha256'] == summary['corpus_sha256']
+    assert report['loss'] == pytest.approx(summary['eval']['loss'], abs=2e-5)
 
 
 def test_text_that_has_changed_is_reported(done):

@@ -11,16 +11,20 @@ import time
 import jax
 import pytest
 
+from launch import config_file
 from launch.study_config import StudyConfig
 from moddepth_jax.data.directory import lock_directory
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
+from moddepth_jax.studies import store
 from moddepth_jax.studies.claims import CLAIMS, STUDIES
 from moddepth_jax.studies.places import BEST_DENSE, MIN_SIZES
+from moddepth_jax.studies.plan import Plan, Study
+from moddepth_jax.studies.runner import StudyRunner
 from moddepth_jax.training.summary import num_parameters
 from moddepth_jax.training.train_step import init_state
 from tests.data.prepared_text import refusal
-from tests.forked_commands import ROOT
+from tests.forked_commands import ROOT, run_commands
 from tests.launch.commands import call, wait_for
 from tests.studies.claims_test import variants_of
 
@@ -83,6 +87,68 @@ def test_every_target_trains_different_models(target):
         }
         assert len(set(models.values())) == len(models)
         assert int(config.shallower(size).split('x')[0]) < int(size.split('x')[0])
+
+
+def study_of(flags):
+    """The config, plan and description of a command that `commands_of` returned."""
+    kind = 'flops' if 'budgets' in flags else 'steps'
+    budgets = flags['budgets' if kind == 'flops' else 'steps'].split(',')
+    overrides = {
+        name.removeprefix('config.'): int(value) if value.isdecimal() else value
+        for name, value in flags.items()
+        if name.startswith('config.')
+    }
+    config = StudyConfig(flags['config'], overrides, kind)
+    own_rate = str(config_file.load(flags['config']).optimizer.learning_rate)
+    study = Study(
+        kind,
+        tuple(map(float if kind == 'flops' else int, budgets)),
+        tuple(flags['sizes'].split(',')),
+        tuple(flags['variants'].split(',')),
+        tuple(map(int, flags['seeds'].split(','))),
+        tuple(map(float, flags.get('learning_rates', own_rate).split(','))),
+        'noall_sizes' not in flags,
+    )
+    description = {'kind': kind, 'config': flags['config'], 'overrides': overrides}
+    return config, Plan(study, config.shallower), description
+
+
+@pytest.mark.parametrize('target', ['study', *sorted(STUDIES - {'study-experts'})])
+def test_a_target_continues_from_its_committed_results(target, tmp_path):
+    """No committed run is trained again, and each belongs to the study."""
+    for flags in commands_of(target):
+        config, plan, description = study_of(flags)
+        results = ROOT / 'results/cpu' / pathlib.Path(flags['workdir']).relative_to('runs')
+        earlier = store.read_earlier(results, description, plan)
+        if target != 'study-text':  # whose text is not here
+            made = tmp_path / results.name, plan, config.hparams, description
+            StudyRunner(*made, results=results).check()
+        found = store.progress(tmp_path / results.name, plan, earlier)
+        assert earlier.rows.keys() <= {run.name for run in found.runs}
+        assert not earlier.rows.keys() & {run.name for run in found.missing}
+
+
+def test_runs_of_the_earlier_plan_of_experts_are_not_used(tmp_path):
+    """Regression: three seeds that are no pairs counted as finished, and claims used them."""
+    (flags,) = commands_of('study-experts')
+    _, plan, description = study_of(flags)
+    results = ROOT / 'results/cpu/study-experts'
+    words = 'with the same seed do not share their initial draws; move that folder, or use another'
+    with pytest.raises(ValueError, match=f'^--results={results}: its runs cannot .*: runs {words}'):
+        store.read_earlier(results, description, plan)
+
+
+def test_the_default_workdir_is_no_other_study_or_run(tmp_path):
+    """Regression: it was that of `make study`, which then refused its own directory."""
+    for name in ('study', 'isoflop-study'):
+        (tmp_path / 'runs' / name).mkdir(parents=True)
+        (tmp_path / 'runs' / name / 'config.json').touch()
+    line = ['isoflop', '--config=configs/study.py', '--budgets=1e9', '--sizes=2x64']
+    (done,) = run_commands([line], tmp_path, ('launch.cli',))
+    assert done.status == 2 and done.stderr.startswith('error: --workdir=runs/isoflop-study: holds')
+    targets = ['study', *sorted(STUDIES), 'study-gpu', 'study-moda-gpu']
+    used = {flags['workdir'] for target in targets for flags in commands_of(target)}
+    assert 'runs/study' in used and not [name for name in used if 'isoflop' in name]
 
 
 def variants_at(spec):

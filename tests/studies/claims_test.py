@@ -586,11 +586,15 @@ def test_links_to_a_claim_show_the_numbers_of_its_row():
 
 def test_readme_has_the_counts_of_the_page():
     """Regression: README counted 74 runs of a study, and its page 72."""
+    of_seeds = r'rest on seeds and (\d+) on counted FLOPs'
     pages = (ROOT / name for name in ('docs/claims.md', 'README.md'))
     page, readme = (' '.join(path.read_text().split()) for path in pages)
     counts = re.search(r'Of (\d+) claims: (\d+) hold, (\d+) do not', page).groups()
     wanted = r'judges (\d+) rows, .* over all rows: (\d+) hold here, (\d+) do not'
     assert re.search(wanted, readme).groups() == counts
+    # The page's own words, its generated line, and README.
+    split = re.findall(of_seeds, page) + re.findall(of_seeds, readme)
+    assert len(split) == 2 and len(set(split)) == 1
 
 
 def test_losses_of_a_study_use_the_judging_seeds():

@@ -91,6 +91,34 @@ def test_rows_hold_the_spread_and_the_costs(paths):
     assert dense['difference']['mean'] == pytest.approx(0.31 / 3)
 
 
+def test_forward_flops_are_those_of_the_model_alone(make_run, paths):
+    """Regression: with a teacher, a third of its forward pass was added to those of the model.
+
+    Summaries of older runs have only the FLOPs of a step, which include the teacher's.
+    """
+    taught = {'training.distill_from': 'runs/dense', 'seed': 3}
+    for name, summary, knobs, flops in (
+        ('taught', {'flops_per_forward': 0.5}, taught, 0.5),
+        ('older', {}, taught, None),
+        ('alone', {}, {}, 2 / 3),
+    ):
+        variants = read([make_run(name, 2.0, knobs, **summary)])
+        rows = compare.describe(variants)
+        assert rows[0]['flops_per_forward'] == flops
+        (table,) = compare.tables(variants, rows)
+        assert (table.lines['forward FLOPs a batch'] == ['n/a']) == (flops is None)
+
+
+def test_runs_that_differ_only_in_rounding_are_one_variant(make_run):
+    """Regression: runs from before model.remat=elementwise were not grouped with later ones."""
+    forms = ('block', 'elementwise')
+    made = [
+        make_run(form, 2.0, {'seed': seed, 'model.remat': form}) for seed, form in enumerate(forms)
+    ]
+    (variant,) = read(made)
+    assert variant.seeds == [0, 1]
+
+
 def test_flops_follow_the_stages(paths):
     run = compare.read_run(paths[0])
     np.testing.assert_allclose(run.flops_at(np.array([0, 3, 6, 10])), [0, 24, 48, 56])

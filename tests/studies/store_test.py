@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 
@@ -80,6 +81,13 @@ def test_study_json_does_not_depend_on_the_order_of_the_runs(tmp_path, hparams_o
     assert rows[0]['curve'] == [[1, 4.0], [2, 3.0], [3, 2.0], [4, 1.0]]
 
 
+def write_results(directory, results, study, measures='{}'):
+    (directory / store.STUDY_FILE).write_text(json.dumps(study))
+    (directory / store.MEASURES_FILE).write_text(measures)
+    (directory / 'seeds.png').write_bytes(b'\x89PNG')
+    store.copy_results(directory, results, study)
+
+
 def test_a_study_continues_from_its_results_without_its_runs(tmp_path, hparams_of):
     """Half of the runs are only in the folder of results; study.json is the same."""
     finish_all(tmp_path / 'uninterrupted', hparams_of)
@@ -87,14 +95,11 @@ def test_a_study_continues_from_its_results_without_its_runs(tmp_path, hparams_o
     half = store.progress(tmp_path, PLAN).missing[::2]
     for run in half:
         finish(tmp_path / 'first', run, hparams_of(run), 1.0 + 0.1 * (run.size == '2x64'))
-    assert store.read_earlier(tmp_path / 'results', DESCRIPTION) == store.NO_RESULTS
+    assert store.read_earlier(tmp_path / 'results', DESCRIPTION, PLAN) == store.NO_RESULTS
     content = store.collect(tmp_path / 'first', PLAN, DESCRIPTION, hparams_of)
-    (tmp_path / 'first' / store.STUDY_FILE).write_text(json.dumps(content))
-    (tmp_path / 'first' / store.MEASURES_FILE).write_text('{"mod": {}}')
-    (tmp_path / 'first' / 'seeds.png').write_text('')
-    store.copy_results(tmp_path / 'first', tmp_path / 'results', content)
+    write_results(tmp_path / 'first', tmp_path / 'results', content, '{"mod": {}}')
 
-    earlier = store.read_earlier(tmp_path / 'results', DESCRIPTION)
+    earlier = store.read_earlier(tmp_path / 'results', DESCRIPTION, PLAN)
     assert earlier.measures == {'mod': {}}
     second = tmp_path / 'second'
     while missing := store.progress(second, PLAN, earlier).missing:
@@ -108,9 +113,89 @@ def test_a_study_continues_from_its_results_without_its_runs(tmp_path, hparams_o
     with pytest.raises(ValueError, match='read different texts, with SHA-256 c and other'):
         store.collect(second, PLAN, DESCRIPTION, hparams_of, other)
     with pytest.raises(ValueError, match="config is 'configs/study.py' in its study.json"):
-        store.read_earlier(tmp_path / 'results', DESCRIPTION | {'config': 'configs/moda.py'})
+        store.read_earlier(tmp_path / 'results', DESCRIPTION | {'config': 'configs/moda.py'}, PLAN)
+    (tmp_path / 'results' / store.STUDY_FILE).write_text('{}')
+    with pytest.raises(ValueError, match="kind is None in its study.json and 'flops' in this"):
+        store.read_earlier(tmp_path / 'results', DESCRIPTION, PLAN)
     with pytest.raises(ValueError, match='has steps 4 there and 5 in this study'):
         store.check_earlier(earlier, half[0], hparams_of(half[0]), 5)
+
+
+def other_plan(**changes):
+    return Plan(dataclasses.replace(PLAN.study, **changes), lambda size: size)
+
+
+def test_results_never_lose_a_run(tmp_path, hparams_of, monkeypatch):
+    """Regression: a smaller study, or one with a larger budget, replaced 72 rows by 4 or by 1.
+
+    Seeds other than the first run at the largest budget only. The new files appear atomically.
+    """
+    first, results = tmp_path / 'first', tmp_path / 'results'
+    finish_all(first, hparams_of)
+    write_results(first, results, store.collect(first, PLAN, DESCRIPTION, hparams_of))
+    before = {path.name: path.read_bytes() for path in results.iterdir()}
+    assert set(before) == {'study.json', 'measures.json', 'seeds.png'}
+    for changes, words in (
+        ({'seeds': (0,)}, r'seeds is \[0, 1\] in its study.json and \[0\] in this study'),
+        ({'variants': ('mod',)}, 'variants is .* may only be added'),
+        ({'sizes': ('2x64',)}, 'sizes is'),
+        ({'learning_rates': (0.003, 0.006)}, 'learning_rates is'),
+        (
+            {'budgets': (1e9, 2e9, 4e9)},
+            '4 of its runs, such as dense-2x64-2e09-lr0.003-seed1, are not in',
+        ),
+    ):
+        with pytest.raises(ValueError, match=f'^--results={results}: {words}.*; use another --res'):
+            store.read_earlier(results, DESCRIPTION, other_plan(**changes))
+    grown = other_plan(seeds=(0, 1, 2), variants=('dense', 'mod', 'random'))
+    assert len(store.read_earlier(results, DESCRIPTION, grown).rows) == 12
+
+    # The folder may have got more runs since the study began.
+    finish_all(tmp_path / 'later', hparams_of)
+    fewer = other_plan(seeds=(0,))
+    study = store.collect(tmp_path / 'later', fewer, DESCRIPTION, hparams_of)
+    with pytest.raises(ValueError, match='4 of its runs, such as .*, are not in this study; use'):
+        write_results(tmp_path / 'later', results, study)
+    monkeypatch.setattr(os, 'fsync', lambda _: os.write(-1, b''))  # OSError, as if the disk is full
+    study = store.collect(first, PLAN, DESCRIPTION | {'new': 1}, hparams_of)
+    with pytest.raises(OSError, match='Bad file'):
+        write_results(first, results, study)
+    assert {path.name: path.read_bytes() for path in results.iterdir()} == before
+
+
+def test_results_of_other_knobs_are_refused(tmp_path, hparams_of, monkeypatch):
+    """Regression: runs of other knobs counted as finished if their steps and FLOPs were equal.
+
+    Knobs that change nothing or only rounding may differ, and so may one that was added later, at
+    the value that older runs get. A study.json without digests is accepted.
+    """
+    run = store.progress(tmp_path, PLAN).missing[0]
+    hparams = hparams_of(run)
+    finish(tmp_path, run, hparams, 1.0)
+    content = store.collect(tmp_path, PLAN, DESCRIPTION, hparams_of)
+    digest = store.settings_sha256(hparams)
+    assert content['settings_sha256'] == {'dense-2x64-1e09': digest}
+    assert run.name == 'dense-2x64-1e09-lr0.003-seed0'
+    earlier = store.NO_RESULTS._replace(content=content)
+
+    def changed(group, **knobs):
+        return dataclasses.replace(
+            hparams, **{group: dataclasses.replace(getattr(hparams, group), **knobs)}
+        )
+
+    for same in (changed('model', remat='block'), changed('report', top_p=0.5)):
+        store.check_earlier(earlier, run, dataclasses.replace(same, seed=7), 4)
+    other = changed('optimizer', weight_decay=0.5)
+    message = f'dense-2x64-1e09 has other knobs there .settings_sha256 {digest[:8]}, not '
+    with pytest.raises(ValueError, match=f'^--results: {message}.*; use another folder$'):
+        store.check_earlier(earlier, run, other, 4)
+    store.check_earlier(store.NO_RESULTS, run, other, 4)
+    monkeypatch.setitem(store.OLDER_RUNS, 'later', 3)
+    for value, same in ((3, True), (4, False)):
+        knobs = dataclasses.asdict(hparams) | {'later': value}
+        with monkeypatch.context() as patch:
+            patch.setattr(dataclasses, 'asdict', lambda _, knobs=knobs: knobs)
+            assert (store.settings_sha256(hparams) == digest) == same
 
 
 def test_a_run_that_diverged_has_no_row_and_is_not_trained_again(tmp_path, hparams_of):
@@ -135,8 +220,10 @@ def test_a_finished_run_with_other_knobs_is_refused(tmp_path, hparams_of):
         store.check_run(tmp_path, left[0], hparams)
     with pytest.raises(ValueError, match='optimizer.weight_decay'):
         store.collect(tmp_path, PLAN, DESCRIPTION, hparams_of)
-    report = dataclasses.replace(hparams.report, sample_tokens=3)
-    finish(tmp_path, left[1], dataclasses.replace(hparams_of(left[1]), report=report), 1.0)
+    free = {'report': dataclasses.replace(hparams.report, sample_tokens=3)}
+    free['model'] = dataclasses.replace(hparams_of(left[1]).model, remat='block')
+    finish(tmp_path, left[1], dataclasses.replace(hparams_of(left[1]), **free), 1.0)
+    assert hparams.model.remat != 'block'
     store.check_run(tmp_path, left[1], hparams_of(left[1]))
 
 
@@ -188,4 +275,9 @@ def test_all_seeds_at_the_best_size_of_the_largest_budget_are_measured_once(tmp_
     for _ in range(2):
         store.write_measures(tmp_path, study)
     assert measured == names
-    assert json.loads((tmp_path / 'measures.json').read_text()) == dict.fromkeys(names, {'a': 1})
+    expected = dict.fromkeys(names, {'a': 1})
+    assert json.loads((tmp_path / 'measures.json').read_text()) == expected
+    # Regression: measures in a folder of results were lost after a larger budget was added.
+    earlier = store.NO_RESULTS._replace(measures={'smaller': {'a': 2}})
+    store.write_measures(tmp_path, study, earlier)
+    assert json.loads((tmp_path / 'measures.json').read_text()) == expected | earlier.measures

@@ -11,7 +11,7 @@ import pytest
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
-from moddepth_jax.training.evaluate import evaluate, evaluate_causal, perplexity
+from moddepth_jax.training.evaluate import evaluate, evaluate_causal, num_passes, perplexity
 from moddepth_jax.training.mesh import make_mesh
 from tests.training.toy_steps import forward
 
@@ -164,9 +164,17 @@ def test_routing_gap_is_causal_minus_top_c(variables, hparams, held_out, mesh):
     assert result['routing_gap'] == pytest.approx(gap, abs=1e-4)
 
 
-def test_the_gap_of_a_layer_is_the_cost_of_its_causal_rule(variables, hparams, held_out, mesh):
-    """It is the loss with the rule in that layer and top-C elsewhere, minus that of top-C."""
+def test_the_gap_of_a_layer_is_the_cost_of_its_causal_rule(
+    variables, hparams, held_out, mesh, monkeypatch
+):
+    """It is the loss with the rule in that layer and top-C elsewhere, minus that of top-C.
+
+    Regression: the progress bar of launch.evaluate expected one pass more.
+    """
+    read, held_out_batch = [], held_out.held_out_batch
+    monkeypatch.setattr(held_out, 'held_out_batch', lambda i: read.append(i) or held_out_batch(i))
     result = evaluate_causal(variables, hparams, held_out, mesh, 3, batches_per_layer=3)
+    assert len(read) == 3 * num_passes(hparams.model, True) == 12
     nats, targets, *_ = by_hand(variables, hparams, held_out.batches, 'top_c')
     gaps = []
     for layer in range(2):
@@ -175,6 +183,8 @@ def test_the_gap_of_a_layer_is_the_cost_of_its_causal_rule(variables, hparams, h
         gaps.append((alone - nats) / targets)
     np.testing.assert_allclose(result['routing']['routing_gap'], gaps, rtol=0, atol=2e-4)
     assert np.abs(gaps).min() > 2e-3 and len({round(gap, 3) for gap in gaps}) == 2
+    read.clear()
     plain = evaluate_causal(variables, hparams, held_out, mesh, 3)
+    assert len(read) == 3 * num_passes(hparams.model, False) == 6
     assert 'routing_gap' not in plain['routing']
     assert plain['loss'] == result['loss'] and plain['routing_gap'] == result['routing_gap']

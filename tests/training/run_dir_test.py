@@ -110,7 +110,8 @@ def test_another_config_is_refused_by_field(tmp_path, config, field, old, new):
     before = contents(tmp_path)
     message = refusal(run_dir.open_workdir, tmp_path, sides[1], volatile=('seed',))
     assert f'{field} is {old!r} in its config.json and {new!r} in this run' in message
-    assert 'use another --workdir' in message
+    # Regression: after a default had changed, nothing said how to resume a run.
+    assert f'; --config={tmp_path}/config.json resumes that run; or use another --w' in message
     assert contents(tmp_path) == before
 
 

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from moddepth_jax.hparams import from_config
+from moddepth_jax.model.flops import forward_flops
 from moddepth_jax.training import summary
 from moddepth_jax.training.summary import step_flops_report
 from moddepth_jax.training.train_step import init_state
@@ -35,6 +36,7 @@ def test_routed_layers_and_layers_with_experts_have_separate_groups(tiny_config,
     metadata['metrics_problems'] = []
     evaluation = {'loss': 1.5, 'routing': {'recall': [0.5]}, 'experts': {'unused': [0.0, 3.0]}}
     found = summary.summarize(hparams, state, evaluation, dataset, metadata)
+    assert found['flops_per_forward'] == forward_flops(hparams, 4, 32)
     assert found['eval'] == {'loss': 1.5}
     assert found['routing'] == {'layer_01': {'recall': 0.5}}
     assert found['experts'] == {'layer_00': {'unused': 0.0}, 'layer_01': {'unused': 3.0}}
@@ -58,6 +60,10 @@ def test_versions_name_what_may_change_the_bits(monkeypatch):
     assert {'python', 'device', 'num_devices'} < set(found) and found['cpu_threads'] == '7'
     assert all(isinstance(value, str) and value for value in found.values())
     monkeypatch.delenv('NPROC')
+    # Regression: the CPUs of the machine were counted, while XLA has a thread per usable CPU.
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda _: {0, 3, 5})
+    assert summary.versions()['cpu_threads'] == '3'
+    monkeypatch.delattr(os, 'sched_getaffinity')  # as on macOS
     assert summary.versions()['cpu_threads'] == str(os.cpu_count())
 
 
