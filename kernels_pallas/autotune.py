@@ -25,6 +25,7 @@ TOTAL_SECONDS = 300.0  # for all measurements of a process
 MIN_SECONDS = 10.0  # with less than this remaining, no candidate is started
 COMMAND = (sys.executable, '-P', '-m', 'kernels_pallas.autotune_trial')
 OUT_OF_MEMORY = 'out of device memory'  # another run may have more memory
+NOT_DONE = 'not done in'
 PACKAGE = pathlib.Path(__file__).parent
 
 
@@ -88,20 +89,22 @@ def key_of(shapes, device) -> dict:
     q, k = ((power(x[0]), power(x[1]), *x[2:]) for x in (shapes.q, shapes.k))
     rounded = shapes._replace(q=q, k=k, slot_rows=power(shapes.slot_rows))
     if shapes.places:
-        # Each layer has more slots than the one before; one measurement serves all.
+        # One measurement with a fixed number of slots serves all layers (autotune_decoding.py).
         rounded = rounded._replace(places=power(shapes.places), num_slots=bool(shapes.num_slots))
     key = {name: getattr(device, name) for name in ('kind', 'capability', 'software')}
-    key |= {'xla_flags': os.environ.get('XLA_FLAGS', ''), 'versions': _versions()}
+    names = 'XLA_FLAGS', 'XLA_PYTHON_CLIENT_MEM_FRACTION'  # the memory that is left for a trial
+    key |= {name.lower(): os.environ.get(name, '') for name in names} | {'versions': _versions()}
     # Lists instead of tuples, as a file has them.
     return json.loads(json.dumps(key | {'shapes': rounded._asdict()}))
 
 
 @functools.cache
 def _versions():
-    """Return the versions of JAX and cuDNN, and a hash of the kernels' sources."""
+    """Return the versions of JAX, cuDNN and CUDA's compiler, and a hash of the kernels' sources."""
     sources = b''.join(path.read_bytes() for path in sorted(PACKAGE.rglob('*.py')))
     found = {'kernels': hashlib.sha256(sources).hexdigest()[:16]}
-    for name in ('jax', 'jaxlib', 'nvidia-cudnn-cu12', 'nvidia-cudnn-cu13'):
+    of_cuda = [f'nvidia-{name}-cu1{n}' for name in ('cudnn', 'cuda-nvcc') for n in (2, 3)]
+    for name in ('jax', 'jaxlib', *of_cuda, 'nvidia-cuda-nvcc'):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
@@ -146,14 +149,18 @@ def _exclusive(path):
 
 
 def _measure(path, key, candidates, shapes, device):
-    """Return results by label, and write them to a file if every candidate was tried."""
+    """Return results by label, and write them to a file, unless another run may find others.
+
+    It may where a candidate was not tried, or was stopped before its own limit, and where none was
+    right and one ran out of memory.
+    """
     global _spent
     logging.warning(
         'depth_attention on %s: measuring %d candidates for %d x %d queries, once: at most %g s '
         'each; MODDEPTH_MEASURE=0 skips this',
         *(device.kind, len(candidates), *shapes.q[:2], LIMIT_SECONDS),
     )
-    results, waiting = {}, list(candidates)
+    results, waiting, final = {}, list(candidates), True
     first = [p.label(shapes) for p in candidates if p.sequence == candidates[0].sequence]
     while waiting and (limit := min(LIMIT_SECONDS, TOTAL_SECONDS - _spent)) >= MIN_SECONDS:
         parts, begin = waiting.pop(0), time.monotonic()
@@ -164,11 +171,13 @@ def _measure(path, key, candidates, shapes, device):
             _spent += time.monotonic() - begin
         if reason := results[name].get('failed'):
             logging.warning('depth_attention: %s is not used: %s', name, reason)
+            final &= limit == LIMIT_SECONDS or not reason.startswith(NOT_DONE)
         if parts == candidates[-1] and all('failed' in results[name] for name in first):
             waiting += _without_first(candidates)
     if not results:
         raise UnavailableError(f'the {TOTAL_SECONDS:g} s of this process are spent')
-    if not waiting:
+    reasons = [result.get('failed') for result in results.values()]
+    if final and not waiting and (None in reasons or OUT_OF_MEMORY not in reasons):
         _write(path, {'key': key, 'results': results})
     return results
 
@@ -220,7 +229,7 @@ def _result(out, err, status, limit):
         return {name: said[name] for name in ('milliseconds', 'failed') if name in said}
     last = ([line for line in err.splitlines() if line.strip()] or ['no message'])[-1].strip()
     if status is None or status == -signal.SIGALRM:
-        why = f'not done in {limit:g} s'
+        why = f'{NOT_DONE} {limit:g} s'
     elif 'RESOURCE_EXHAUSTED' in err:
         why = OUT_OF_MEMORY
     elif status < 0:

@@ -1,4 +1,7 @@
-"""The check and the timing of a candidate for decoding, for autotune_trial.py."""
+"""The check and the timing of a candidate for decoding, for autotune_trial.py.
+
+A layer with slots is measured with SLOTS of them, whatever number it has.
+"""
 
 import functools
 import math
@@ -11,12 +14,19 @@ from kernels_pallas.autotune_trial import TIMED_BYTES, find_wrong, median_millis
 from kernels_pallas.backends import Parts, Shapes
 from kernels_pallas.decode import decode_attention
 
+SLOTS = 72  # more than the Hopper kernel reads at once
+
+
+def with_slots(shapes: Shapes) -> Shapes:
+    """Return the shapes with SLOTS slots, if there are any."""
+    return shapes._replace(num_slots=SLOTS * bool(shapes.num_slots))
+
 
 def check_shapes(shapes: Shapes) -> Shapes:
     """Return the shapes of the check: three rows, two key/value heads, a short cache."""
     rows, kv_heads = 3, min(2, shapes.k[2])
     _, tokens, heads, width = shapes.q
-    return shapes._replace(
+    return with_slots(shapes)._replace(
         q=(rows, tokens, heads // shapes.k[2] * kv_heads, width),
         k=(rows, tokens, kv_heads, width),
         places=shapes.places if shapes.places <= 1088 else 1024 + shapes.places % 64,
@@ -98,7 +108,7 @@ def milliseconds(parts: Parts, shapes: Shapes) -> float:
     dtype = jnp.dtype(shapes.dtypes[0])
     per_row = 2 * math.prod(shapes.k[2:]) * shapes.places * dtype.itemsize
     rows = min(shapes.q[0], max(1, TIMED_BYTES // per_row))
-    shapes = shapes._replace(q=(rows, *shapes.q[1:]), k=(rows, *shapes.k[1:]))
+    shapes = with_slots(shapes)._replace(q=(rows, *shapes.q[1:]), k=(rows, *shapes.k[1:]))
     sizes = array_shapes(shapes, rows)
     given = {
         name: jax.random.normal(jax.random.key(i), size, dtype)

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import os
+import pathlib
 import re
 from typing import NamedTuple
 
@@ -53,6 +54,7 @@ IMPLEMENTATIONS = ('reference', *DEPTH)
 # With fewer queries, or places of caches, nothing is measured: initialization (at most 2048) and
 # short prompts would not regain the seconds that a measurement takes.
 MIN_QUERIES = 4096
+DRIVER_FILE = pathlib.Path('/sys/module/nvidia/version')
 
 
 class Parts(NamedTuple):
@@ -179,9 +181,13 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
         shapes_seen.append(shapes)
     device = this_device() if device is None else device
     if isinstance(implementation, Parts):
-        backend = SEQUENCE[implementation.sequence]
-        if reason := unsupported(backend, shapes, device):
-            raise ValueError(f'{implementation} is not supported here: {backend.name}: {reason}')
+        # Interpreters also compute in float32.
+        dtypes = ('bfloat16',) if implementation.interpret else shapes.dtypes
+        rows = [SEQUENCE[implementation.sequence]]
+        rows += [DEPTH[implementation.depth]] * bool(shapes.num_slots)
+        for row in rows:
+            if reason := unsupported(row, shapes._replace(dtypes=dtypes), device):
+                raise ValueError(f'{implementation} is not supported here: {row.name}: {reason}')
         return implementation
     if implementation is not None:
         names, reasons = _supported(DECODING if shapes.places else DEPTH, shapes, device)
@@ -238,8 +244,15 @@ def this_device() -> Device:
         why = f'{jax.device_count()} devices, and no shard_map that gives each its own part'
     elif os.environ.get('MODDEPTH_MEASURE') == '0':
         why = 'MODDEPTH_MEASURE=0'
-    software = ' '.join(getattr(first.client, 'platform_version', '').split())
-    return Device(platform, first.device_kind, capability, software, why, local=True)
+    return Device(platform, first.device_kind, capability, software_of(first), why, local=True)
+
+
+def software_of(device) -> str:
+    """Return the versions of CUDA, with which JAX's plugin was built, and of NVIDIA's driver."""
+    found = getattr(device.client, 'platform_version', '').split()
+    with contextlib.suppress(OSError):
+        found += ['driver', *DRIVER_FILE.read_text(encoding='utf-8').split()]
+    return ' '.join(found)
 
 
 _log_lines, _recorders = [], []

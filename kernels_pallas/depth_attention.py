@@ -27,6 +27,8 @@ def _check(arrays, num_slots, slot_sums, window, slot_window, implementation):
     queries, keys = (arrays[name] is not None for name in ('segment_ids_BT', 'key_segment_ids_BS'))
     if keys and not queries:
         raise ValueError('key_segment_ids_BS need segment_ids_BT too')
+    if keys and own_keys:
+        raise ValueError('key_segment_ids_BS need key_positions_BS; own keys have segment_ids_BT')
     if queries and not keys and not own_keys:
         raise ValueError('segment_ids_BT with key_positions_BS need key_segment_ids_BS too')
     if (slots := arrays['k_depth_LBRKH']) is not None:

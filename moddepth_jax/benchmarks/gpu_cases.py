@@ -12,7 +12,8 @@ _PLAIN, _PACKED = tuple(CASES), tuple(PACKED_CASES)
 # The cases that check an implementation; the fused kernel and cuDNN support only some.
 _CHECKED = {
     FUSED: ('group_of_8', 'group_of_2', 'rows', 'window', 'own_query', 'group_of_1', 'group_of_3')
-    + ('group_of_16', 'group_of_5', 'group_of_12', 'masked', 'sums', 'octets_of_7', 'one_slot'),
+    + ('group_of_16', 'group_of_5', 'group_of_12', 'group_of_20', 'masked', 'sums', 'width_96')
+    + ('octets_of_7', 'one_slot', 'none_written'),
     CUDNN: ('group_of_8', 'group_of_2', 'masked', 'window', 'own_query', 'rows', 'group_of_1'),
     'pallas': ('group_of_8', 'group_of_2', 'masked', 'depth_alone', 'rows', 'own_query')
     + ('group_of_3',),

@@ -24,12 +24,14 @@ CASES = {
     'group_of_5': {'T': 97, 'N': 5, 'K': 1, 'H': 56, 'L': 7},
     'float32': {'T': 97, 'N': 8, 'L': 7, 'dtype': 'float32'},
     'octets_of_7': {'T': 97, 'N': 16, 'L': 70, 'num': 66, 'mask': True, 'R': 99},
-    'group_of_12': {'T': 97, 'N': 12, 'K': 1, 'L': 9},
+    'group_of_12': {'T': 97, 'N': 12, 'K': 1, 'L': 9, 'num': 6, 'traced': True, 'sums': True},
+    'group_of_20': {'T': 97, 'N': 20, 'K': 1, 'L': 9, 'R': 99, 'mask': True, 'own_query': True},
     'width_256': {'T': 97, 'N': 8, 'H': 256, 'L': 9},
 }
 # Packed documents. In `edges`, documents begin at or next to block boundaries.
 PACKED_CASES = {
     'three': {'T': 200, 'N': 8, 'segments': True, 'mask': True},
+    'group_of_32': {'T': 200, 'N': 32, 'K': 1, 'segments': True, 'mask': True},
     'no_slots': {'T': 200, 'N': 8, 'L': 0, 'num': 0, 'segments': True},
     'edges': {'T': 1025, 'N': 8, 'K': 1, 'L': 64, 'segments': (1, 127, 384, 1, 511, 1)},
     'group_of_2': {'T': 300, 'N': 8, 'K': 4, 'H': 128, 'L': 70, 'num': 33, 'segments': True},

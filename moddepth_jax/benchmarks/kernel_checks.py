@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import depth_attention
-from kernels_pallas.backends import Parts
+from kernels_pallas.backends import Parts, choose, recorded
 from moddepth_jax.benchmarks.attention_cases import Inputs
 from moddepth_jax.benchmarks.attention_check import NAMES, allowed_errors, errors_of
 from moddepth_jax.benchmarks.attention_forms import BOTH, make_program
@@ -54,10 +54,14 @@ def prepare(case: dict, toy: bool) -> tuple[Inputs, dict, dict]:
     return inputs, static, dict(zip(NAMES, [o, *gradients], strict=False))
 
 
+def _chosen(implementation):
+    """The argument of depth_attention: a name, or cuDNN and XLA."""
+    return Parts('cudnn', 'xla') if implementation == CUDNN else implementation
+
+
 def _attention(implementation):
-    """depth_attention by one implementation, or by cuDNN and XLA."""
-    chosen = Parts('cudnn', 'xla') if implementation == CUDNN else implementation
-    return functools.partial(depth_attention, implementation=chosen)
+    """depth_attention by an implementation."""
+    return functools.partial(depth_attention, implementation=_chosen(implementation))
 
 
 def _in_two_layers(attend):
@@ -96,7 +100,7 @@ def check(implementation: str, case: str, toy: bool = False) -> dict:
     """Compare the values and all gradients of an implementation with the exact softmax.
 
     The error must be at most twice that of XLA in the same dtype (for gradients, three times). A
-    rerun must give equal bits, except for gradients of the sequence, which may be cuDNN's. NaN in
+    rerun must give equal bits, except for gradients of the sequence if cuDNN computes them. NaN in
     hidden slots must change nothing.
 
     Args:
@@ -112,12 +116,15 @@ def check(implementation: str, case: str, toy: bool = False) -> dict:
     chosen = PACKED_CASES[case.removeprefix('packed/')] if packed else CASES[case]
     inputs, static, right = prepare(chosen, toy)
     run = program(implementation, static, toy)
-    first, second = _run(run, inputs), _run(run, inputs)
+    with recorded() as calls:
+        first, second = _run(run, inputs), _run(run, inputs)
     plain = _run(program('xla', static, toy), inputs)
     allowed = allowed_errors(right, plain, inputs.q_BTNH.dtype.name)
     errors, wrong = errors_of({name: first[name] for name in right}, right, allowed)
     differing = {name for name in right if (first[name] != second[name]).any()}
-    cudnns = set() if case == 'depth_alone' else {'dq', 'dk', 'dv'}
+    parts = [choose(_chosen(implementation), shapes) for shapes in calls]
+    by_cudnn = case != 'depth_alone' and any(one.sequence == 'cudnn' for one in parts)
+    cudnns = {'dq', 'dk', 'dv'} if by_cudnn else set()
     wrong += [f'{name} differs in a rerun' for name in sorted(differing - cudnns)]
     hidden = np.isnan(np.asarray(inputs.k_depth_LBTKH, np.float32))
     if first['dk_depth'][hidden].any() or first['dv_depth'][hidden].any():

@@ -15,11 +15,10 @@ from kernels_pallas.mosaic.slot_loader import Sizes
 from kernels_pallas.mosaic.tiles import ROWS, SLOTS, TILES
 from kernels_pallas.mosaic.tiles import Sizes as TileSizes
 from moddepth_jax.benchmarks.attention_cases import LENGTHS, Case, depth_bytes, flops
-from moddepth_jax.benchmarks.attention_report import COPY_TARGET
 from moddepth_jax.benchmarks.decode_cases import least_bytes
 from moddepth_jax.training.tables import Table
 
-COPY = COPY_TARGET * 4.3e12  # bytes per second: a share of the copy bandwidth of an H200
+COPY = 0.9 * 4.3e12  # bytes per second: a share of the copy bandwidth of an H200
 # Published FLOPs per second of causal attention on an H100 (T = 16k, bfloat16), by head width.
 CUDNN, MOSAIC = {64: 538e12, 128: 645e12}, {64: 502e12, 128: 636e12}
 # Both passes of cuDNN at H = 64, by T (published). Wider heads are assumed to gain as in forward.
@@ -73,7 +72,7 @@ def over_cudnn(case: Case) -> dict[str, float]:
     plain = flops(case, 0, True) / (CUDNN_BOTH[case.length] * CUDNN[case.width] / CUDNN[64])
     forward = flops(case, 0, False) / CUDNN[case.width]
     sizes, counts = tile_sizes(case), count_bytes(case)
-    tiles = case.batch * case.kv_heads * sizes.pieces * sizes.blocks * TILES
+    tiles = case.batch * case.kv_heads * sizes.blocks * TILES
     products = 4 * tiles * sizes.parts * math.ceil(case.visible / SLOTS) * ROWS**2 * case.width
     moved = traffic.fused_forward(sizes, case.batch, case.slots, case.visible)
     compute = (flops(case, 0, False) + products) / MOSAIC[case.width]

@@ -47,8 +47,7 @@ def _machines(rows):
     for row in rows.values():
         versions = ', '.join(f'{name} {version}' for name, version in row['versions'].items())
         toy = ', toy sizes' if row.get('toy') else ''
-        driver = row.get('driver', '').replace('\n', ' ')
-        line = f'{row["device"]}{toy}; {versions}; {driver}; commit {row["commit"][:12]}'
+        line = f'{row["device"]}{toy}; {versions}; {row["software"]}; commit {row["commit"][:12]}'
         found[line].append(row['date'][:10])
     return [f'- {line} ({min(dates)} to {max(dates)})' for line, dates in found.items()]
 

@@ -17,11 +17,12 @@ from moddepth_jax.benchmarks.gpu_cases import cases
 PACKAGES = ('jax', 'jaxlib', 'jax-cuda13-plugin', 'jax-triton', 'triton', 'flax', 'numpy')
 _PROBE = """
 import json, jax
+from kernels_pallas.backends import software_of
 device = jax.devices()[0]
 print(json.dumps({
     'platform': device.platform, 'device': device.device_kind,
     'capability': str(getattr(device, 'compute_capability', '')),
-    'platform_version': device.client.platform_version}))
+    'software': software_of(device)}))
 """
 
 
@@ -136,7 +137,7 @@ def visit(
     out.mkdir(parents=True, exist_ok=True)
     code, store = results.code_version(), results.Results(out / results.FILE)
     stamp = {'device': found['device'], 'capability': found['capability']}
-    stamp |= {'versions': versions(), 'driver': found['platform_version'], 'toy': toy}
+    stamp |= {'versions': versions(), 'software': found['software'], 'toy': toy}
     todo, lines = runner.pending(chosen, store, code['code'], again, by_name)
     for line in lines:
         print(line, flush=True)

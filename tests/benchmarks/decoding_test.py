@@ -101,3 +101,11 @@ def test_loops_that_read_the_first_keys_have_no_cache():
 def test_an_unknown_model_is_refused():
     with pytest.raises(ValueError, match=r"^--models='mos': must be one of mod, looped, exits"):
         next(decoding.decode(models=['mos'], context=64, prompt=8, repeats=2))
+
+
+@pytest.mark.parametrize('size', ['124m', '12', '12xwide'])
+def test_a_named_size_is_refused_for_looped_models(size):
+    """Regression: the message was that 124m is no integer."""
+    right = f'^--size={size}: must be LAYERSxWIDTH for looped models$'
+    with pytest.raises(ValueError, match=right):
+        next(decoding.decode(models=['looped'], size=size, context=64, prompt=8, repeats=2))

@@ -95,13 +95,11 @@ def test_a_name_is_taken_or_refused():
         assert choose(Parts('xla', 'pallas'), LARGE, device) == Parts('xla', 'pallas')
     assert choose('pallas', USUAL, AMD) == Parts('xla', 'pallas')
     for name in ('mosaic_gpu', 'mosaic_gpu_fused'):
-        # The fused form computes both parts unless a group is too large.
+        # The fused form computes both parts.
         sequence = {'mosaic_gpu': 'cudnn', 'mosaic_gpu_fused': 'mosaic_gpu'}[name]
-        for change in ({}, WIDE, {'slot_queries': True}):
+        for change in ({}, WIDE, {'slot_queries': True}, {'k': (8, 1024, 1, 64)}):
             assert choose(name, LARGE._replace(**change), hopper) == Parts(sequence, name)
-        for change in ({'k': (8, 1024, 1, 64)}, {'num_slots': 0}):
-            depth = name if change.get('num_slots', 1) else 'xla'
-            assert choose(name, LARGE._replace(**change), hopper) == Parts('cudnn', depth)
+        assert choose(name, LARGE._replace(num_slots=0), hopper) == Parts('cudnn', 'xla')
         assert choose(name, LARGE._replace(**NOT_CUDNN), hopper) == Parts('mosaic_gpu', name)
         with pytest.raises(ValueError, match='capability 8.0 must be 9.x.*: .*xla, pallas'):
             choose(name, LARGE, older)
@@ -109,9 +107,25 @@ def test_a_name_is_taken_or_refused():
         choose('pallas', USUAL, TPU)
 
 
+def test_both_named_parts_are_checked():
+    """With slots the depth part too; interpreted kernels may also compute in float32."""
+    for change, why in (
+        ({'consecutive': False, 'window': 8}, 'positions must be those of the index'),
+        (FLOAT32, 'float32'),
+    ):
+        wrong = LARGE._replace(**change)
+        fused = Parts('xla', 'mosaic_gpu_fused')
+        with pytest.raises(ValueError, match=f'not supported here: mosaic_gpu_fused: .*{why}'):
+            choose(fused, wrong, HOPPER)
+        alone = wrong._replace(num_slots=0)
+        assert choose(fused, alone, HOPPER) == fused
+
+
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch, tmp_path):
     """Pretends to be a process on a machine with a GPU."""
+    (tmp_path / 'version').write_text('580.65.06\n')
+    monkeypatch.setattr(backends, 'DRIVER_FILE', tmp_path / 'version')
     client = type('Client', (), {'platform_version': 'cuda\n13000'})
     fields = {'device_kind': 'NVIDIA H200', 'compute_capability': '9.0', 'client': client}
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
@@ -122,7 +136,9 @@ def gpu(monkeypatch):
 def test_this_device(gpu, monkeypatch):
     """Only one GPU of one process can be measured, and only unless MODDEPTH_MEASURE=0."""
     found = backends.this_device()
-    assert found == Device('gpu', 'NVIDIA H200', (9, 0), 'cuda 13000', '', True)
+    assert found == Device(
+        *('gpu', 'NVIDIA H200', (9, 0), 'cuda 13000 driver 580.65.06', ''), local=True
+    )
     monkeypatch.setenv('MODDEPTH_MEASURE', '0')
     assert backends.this_device().not_measured == 'MODDEPTH_MEASURE=0'
     monkeypatch.setattr(jax, 'device_count', lambda: 8)

@@ -246,6 +246,7 @@ def program(by_cudnn, dlse=False):
     def attention(mask, *inputs):
         if not by_cudnn:
             options = {'segment_ids_BT': mask[0], 'key_segment_ids_BS': mask[1], 'num_slots': 2}
+            options['key_positions_BS'] = jnp.broadcast_to(jnp.arange(24), inputs[1].shape[:2])
             options |= {'scale': 0.3, 'return_lse': True, 'implementation': 'reference'}
             return depth_attention(*inputs, **options)
         static = Static(0, True, 0, 0.3, dlse, Parts('cudnn', 'xla'))

@@ -200,6 +200,11 @@ REFUSED = [
         r'need key_segment_ids',
     ),
     (SEQUENCE, {'key_segment_ids_BS': IDS}, r'key_segment_ids'),
+    (
+        SEQUENCE,
+        {'segment_ids_BT': IDS, 'key_segment_ids_BS': IDS},
+        r'key_segment_ids_BS need key_positions_BS',
+    ),
     ((*SEQUENCE, SLOTS[:, :, :4], SLOTS[:, :, :4]), {}, r'k_depth.*\(7, 2, 4, 3, 4\)'),
     ((*SEQUENCE, SLOTS[:, :1], SLOTS), {'slot_rows_BT': ROWS}, r'k_depth.*\[L, 2, R, 3, 4\]'),
     ((*GIVEN[:4], SLOTS[:6]), {}, r'v_depth.*\(6, 2, 5, 3, 4\).*\[7, 2, 5, 3, 4\]'),
