@@ -35,6 +35,9 @@ import shutil
 from absl import flags
 
 from launch import cli, config_file, first_checkpoint
+from launch.first_checkpoint import IMPORT
+from moddepth_jax.conversion import special_tokens
+from moddepth_jax.conversion.special_tokens import GENERATION_FILE, TOKENIZERS
 from moddepth_jax.data import sources
 
 CONFIG = cli.define_config(default='configs/imported.py')
@@ -44,7 +47,12 @@ TO_HF = flags.DEFINE_string('to_hf', None, 'New folder to which --workdir is exp
 FROM_WORKDIR = flags.DEFINE_string('from_workdir', None, 'Run whose parameters --workdir gets.')
 BRANCH = flags.DEFINE_string('branch', None, 'Run that --workdir continues after --step.')
 cli.define_step()
-DTYPE = flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16', 'float16'], 'Dtype of --to_hf.')
+DTYPE = flags.DEFINE_enum(
+    'dtype',
+    None,
+    ['float32', 'bfloat16', 'float16'],
+    'Dtype of --to_hf. Default: that of the imported model if it is exact, else float32.',
+)
 LAYERS = flags.DEFINE_string(
     'from_layers',
     None,
@@ -52,10 +60,9 @@ LAYERS = flags.DEFINE_string(
     'for a looped model also average, first or last, of the layers that a block replaces.',
 )
 SEPARATOR = flags.DEFINE_string('separator', None, 'Token that starts documents, for --from_hf.')
-TOKENIZERS = ('tokenizer.json', 'tokenizer.model')
 TOKENIZER_FILES = (*TOKENIZERS, 'tokenizer_config.json', 'special_tokens_map.json')
 OTHER_FORMS = ('vocab.json', 'vocab.txt', 'merges.txt', 'tokenizer_config.json')
-COPIED_FILES = (*TOKENIZER_FILES, 'generation_config.json')
+COPIED_FILES = (*TOKENIZER_FILES, GENERATION_FILE)
 
 
 def _import():
@@ -81,7 +88,7 @@ def _import():
         (params, dtype), averages = import_params(folder, hparams), {}
     files = _existing(folder, (CONFIG_FILE, *COPIED_FILES))
     name, kind = folder.resolve().name, given['model_type']
-    note = {'from': 'hugging face', 'name': name, 'model_type': kind, 'dtype': dtype}
+    note = {'from': IMPORT, 'name': name, 'model_type': kind, 'dtype': dtype}
     first_checkpoint.write_new_run(WORKDIR.value, hparams, params, averages, dataset, note, files)
     print(f'{name}: {kind}, {num_parameters(params):,} parameters, {dtype}, now float32')
     if tokenizer.name == 'bytes':
@@ -103,14 +110,18 @@ def _hparams_and_tokenizer(folder, knobs, context):
 
     `context` is the sequence length of a model that --to_hf exported, else None.
     """
+    from moddepth_jax.conversion.families import FREE_KNOBS
     from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
     from moddepth_jax.hparams import from_config
     from moddepth_jax.training.run_dir import OLDER_RUNS
 
+    overrides = dict(config_file.overrides())
     if context is not None:
         older = {name: OLDER_RUNS[name] for name in OLDER_RUNS if name.startswith('model.')}
         knobs = {name.removeprefix('model.'): value for name, value in older.items()} | knobs
-    overrides = dict(config_file.overrides())
+        chosen = {name.removeprefix('config.model.') for name in overrides}
+        free = {knob for knob in chosen if knob.partition('.')[0] in FREE_KNOBS}
+        knobs = {knob: value for knob, value in knobs.items() if knob not in free}
     for knob, value in knobs.items():
         given = overrides.get(f'config.model.{knob}')
         if given and functools.reduce(getattr, knob.split('.'), CONFIG.value.model) != value:
@@ -150,7 +161,7 @@ def _hparams_and_tokenizer(folder, knobs, context):
 def _export():
     from moddepth_jax.conversion import torch_folder
     from moddepth_jax.conversion.families import CONFIG_FILE, FAMILIES, config_of, read_config
-    from moddepth_jax.conversion.hugging_face import export_params
+    from moddepth_jax.conversion.hugging_face import exact_dtype, export_params
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.training.run_dir import read_hparams
 
@@ -159,7 +170,8 @@ def _export():
     first_checkpoint.check_new_folder('to_hf', TO_HF.value)
     run = cli.load_saved_run(WORKDIR.value, say_remaining=False).merged
     model, data = run.hparams.model, run.hparams.data
-    dtype = DTYPE.value or first_checkpoint.read_note(workdir).get('dtype', 'float32')
+    note = first_checkpoint.read_note(workdir)
+    dtype = DTYPE.value or exact_dtype(run.state.variables, note.get('dtype', 'float32'))
     source_files, original = workdir / first_checkpoint.SOURCE_FILES, None
     if (source_files / CONFIG_FILE).exists():
         original = read_config(source_files)
@@ -167,19 +179,24 @@ def _export():
     else:
         source_files = workdir / 'tokenizer'
     tokenizer = tokenizer_of(data, workdir)
-    ids = {'bos_token_id': tokenizer.separator, 'eos_token_id': list(tokenizer.stops)}
+    other = special_tokens.has_other_separator(source_files, tokenizer)
+    original = None if no_family else original
+    as_imported = original and not other and run.step == 0 and note.get('from') == IMPORT
+    ids = special_tokens.ids_of(original or {})
+    ids = ids if as_imported else special_tokens.with_token_ids(ids, tokenizer)
     with first_checkpoint.atomic_folder('to_hf', TO_HF.value) as folder:
         for file in _existing(source_files, COPIED_FILES):
             shutil.copy(file, folder)
-        _name_separator(folder, tokenizer)
+        special_tokens.name_separator(folder, tokenizer, replace=other)
         if no_family:
             variables, hparams = run.state.variables, run.hparams_of_stage
             torch_folder.export_model(folder, hparams, variables, dtype, ids)
-            torch_folder.suppress_unknown_ids(folder, model.vocab_size, tokenizer, ids)
         else:
             config = config_of(model, dtype, data.sequence_length, ids, original)
             export_params(folder, run.hparams, run.state.params, dtype)
             (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
+        if not as_imported:
+            special_tokens.suppress_unknown_ids(folder, model.vocab_size, tokenizer, ids)
         has_tokenizer = any(_existing(folder, TOKENIZER_FILES))
     print(f'{TO_HF.value}: {kind}, step {run.step} of {run.num_steps}, {dtype}')
     if no_family:
@@ -187,16 +204,6 @@ def _export():
     if not has_tokenizer:
         what = f'{tokenizer.name} tokenizer, which has no file'
         print(f'{what}: ids are bytes, and {tokenizer.separator} starts a document')
-
-
-def _name_separator(folder, tokenizer):
-    """Write a tokenizer_config.json next to a tokenizer.json that has none."""
-    file, config = folder / 'tokenizer.json', folder / 'tokenizer_config.json'
-    if not file.exists() or config.exists():
-        return
-    named = dict.fromkeys(('bos_token', 'eos_token'), tokenizer.separator_text or None)
-    named = {'tokenizer_class': 'PreTrainedTokenizerFast', **named}
-    config.write_text(json.dumps(named, indent=2) + '\n', encoding='utf-8')
 
 
 def _from_run():

@@ -12,6 +12,7 @@ import shutil
 from moddepth_jax.data.directory import read_json
 
 NOTE_FILE = 'convert.json'
+IMPORT = 'hugging face'  # `from` in the note of an import
 SOURCE_FILES = 'hugging_face'  # folder of a run with other files of the imported checkpoint
 
 

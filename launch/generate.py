@@ -48,36 +48,48 @@ DRAFT_TOKENS = flags.DEFINE_integer(
 )
 CHAT = flags.DEFINE_bool('chat', False, 'Keep earlier lines and answers as context if they fit.')
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Texts for each prompt.', lower_bound=1)
-BATCH_SIZE = flags.DEFINE_integer('batch_size', 32, 'Texts generated together.', lower_bound=1)
+BATCH_SIZE = flags.DEFINE_integer(
+    'batch_size',
+    32,
+    'Most texts generated together. The samples of one prompt always are, even if there are more.',
+    lower_bound=1,
+)
 ROUTING = cli.define_routing()
 MESH = cli.define_mesh('As in launch.train. Default with one process: one device.')
 DEFAULT_TOKENS = 200
 
 
 class _Progress:
-    """Callback of `generate`: prints a single text while it grows, and measures the speed."""
+    """Callback of `generate`: prints a single text while it grows, and measures the speed.
 
-    def __init__(self, tokenizer, prompt, single, num_shown):
-        self._tokenizer, self._row, self._single = tokenizer, list(prompt), single
+    `shown` means that the prompt is already on the terminal.
+    """
+
+    def __init__(self, tokenizer, prompt, single, shown):
+        from moddepth_jax.data.tokenizers.tokenizer import TokenStream
+
+        self._stream, self._single = TokenStream(tokenizer, prompt), single
         self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
-        self._num_bytes, self._last, self._begin = num_shown, '', time.monotonic()
+        self._new = b'' if shown else tokenizer.decode(prompt)  # bytes that are not printed yet
+        self._last, self._begin = '', time.monotonic()
         self.ends, self.num_tokens = [], []  # for each step: end time, and new tokens of all rows
+        self.num_rows = None  # rows of the current batch, without those that fill it up
         self.advance = None  # advances the progress bar
 
     def __call__(self, tokens_B, active_B):
         self.ends.append(time.monotonic())
-        self.num_tokens.append(int(active_B.sum()))
+        self.num_tokens.append(int(active_B[: self.num_rows].sum()))
         self.advance(self.num_tokens[-1])
         if self._single and active_B[0]:
-            self._row.append(tokens_B[0])
-            self.show(self._tokenizer.decode(self._row))
+            self._new += self._stream.add(int(tokens_B[0]))
+            self.show()
 
-    def show(self, text: bytes, final: bool = False):
-        """Print the new complete characters of `text`; `final` also ends the line."""
+    def show(self, final: bool = False):
+        """Print the new complete characters of the text; `final` also ends the line."""
         from moddepth_jax.training.progress import printable
 
-        new = printable(self._decoder.decode(text[self._num_bytes :], final))
-        self._num_bytes, self._last = len(text), new[-1:] or self._last
+        new = printable(self._decoder.decode(self._new, final))
+        self._new, self._last = b'', new[-1:] or self._last
         print(new, end='\n' if final and self._last != '\n' else '', flush=True)
 
     def describe(self, stopped, notes):
@@ -103,6 +115,16 @@ def _print_rows(texts, first, num_prompts):
         places = [f'{what} {n + 1} of {total}' for (what, total), n in numbers if total > 1]
         print(f'--- {", ".join(places)} ---')
         print(printable(text.decode('utf-8', 'replace')), flush=True)
+
+
+def _check_flags(reads):
+    """Raise ValueError for flags without effect; `reads`: prompts come from a file or a pipe."""
+    for flag, used, source in (
+        (TEXT_FIELD, PROMPTS.value, '--prompts'),
+        (ENCODING, reads, '--prompts or a pipe'),
+    ):
+        if flag.present and not used:
+            raise ValueError(f'--{flag.name}={flag.value}: belongs to {source}, which is missing')
 
 
 def _read_prompts():
@@ -172,30 +194,32 @@ def _write(run, tokenizer, shown=False, *, prompts, **request):
 
     `shown` means that a single prompt is already on the terminal.
     """
-    from moddepth_jax.inference.generate import generate
+    from moddepth_jax.inference.generate import describe, generate
     from moddepth_jax.training import multihost
 
-    leader, single = multihost.is_leader(), len(prompts) * NUM_SAMPLES.value == 1
-    size = max(1, BATCH_SIZE.value // NUM_SAMPLES.value)
-    size = -(-len(prompts) // -(-len(prompts) // size))  # batches of equal size compile once
-    num_shown = len(tokenizer.decode(prompts[0])) if shown else 0
-    progress = _Progress(tokenizer, prompts[0], single and leader, num_shown)
-    stopped, notes = [], {}
+    samples = NUM_SAMPLES.value
+    leader, single = multihost.is_leader(), len(prompts) * samples == 1
+    size = max(1, BATCH_SIZE.value // samples)
+    size = -(-len(prompts) // -(-len(prompts) // size))
+    progress, parts = _Progress(tokenizer, prompts[0], single and leader, shown), []
     for first in range(0, len(prompts), size):
         batch = prompts[first : first + size]
-        total = len(batch) * NUM_SAMPLES.value * request['num_tokens']
+        progress.num_rows = len(batch) * samples
+        total = progress.num_rows * request['num_tokens']
+        # All batches have one size, so that one program serves them: the last is filled up.
+        batch = batch + batch[:1] * (size - len(batch))
         with cli.progress_bar('writing', total, hidden=single) as progress.advance:
             how = {'tokenizer': tokenizer, 'on_tokens': progress, **request}
             result = generate(run.state.variables, run.hparams_of_stage, batch, **how)
-        stopped += result.stopped
-        notes |= dict.fromkeys(result.notes)
-        texts = [tokenizer.decode(row) for row in result.tokens] if leader else []
+        parts.append(result.first_rows(progress.num_rows))
+        texts = [tokenizer.decode(row) for row in parts[-1].tokens] if leader else []
         if single and leader:
-            progress.show(texts[0], final=True)
+            progress.show(final=True)
         else:
             _print_rows(texts, first, len(prompts))
     if leader:
-        print(progress.describe(stopped, notes), file=sys.stderr)
+        stopped = [row for part in parts for row in part.stopped]
+        print(progress.describe(stopped, describe(parts)), file=sys.stderr)
     return texts
 
 
@@ -248,6 +272,7 @@ def main(_):
     interactive = not given and sys.stdin and sys.stdin.isatty()
     if CHAT.value and (not interactive or NUM_SAMPLES.value > 1):
         raise ValueError('--chat: needs a terminal, and one sample per line')
+    _check_flags(PROMPTS.value or not (given or interactive))
     # Before the run, which may take minutes to load.
     texts = None if interactive else multihost.run_on_all(_read_prompts)
     if MESH.value is None and not multihost.is_initialized():

@@ -35,6 +35,7 @@ from configs import moda
 from moddepth_jax.analysis.depth_mass import depth_mass
 from moddepth_jax.analysis.heatmaps import plot_depth_mass
 from moddepth_jax.data.pipeline import make_dataset
+from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
 from moddepth_jax.hparams import from_config
 from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model.flops import depth_readers, forward_breakdown
@@ -72,7 +73,8 @@ if not WORKDIR:
 # %%
 run = load_run(WORKDIR)
 hparams, variables = run.hparams_of_stage, run.state.variables
-model, dataset = hparams.model, make_dataset(hparams.data, hparams.seed)
+model, tokenizer = hparams.model, tokenizer_of(hparams.data, WORKDIR)
+dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
 batch = dataset.held_out_batch(0)
 print(
     f'{pathlib.Path(WORKDIR).name}: {model.num_layers} layers of width {model.d_model}, '
@@ -106,15 +108,21 @@ print(f'they cost {slots / sum(parts.values()):.1%} of the FLOPs of a forward pa
 # Left: each row is a layer that reads and each column a slot. The colour is the share of the
 # softmax, averaged over heads and tokens. Right: the sum over slots, and the share on the first
 # token of the text. The cell after the figure also prints the share that uniform attention would
-# give to slots.
+# give to slots: a token attends to itself and to all earlier tokens of its document in the window.
+# A routed block attends only to those that it selects, so its share would be higher.
 
 # %%
 plot_depth_mass(mass, 'attention on the slots of earlier layers', folder / 'mass.png')
 display(Image(folder / 'mass.png'))
 
 # %%
-for layer, found, (_, visible, _) in zip(mass.layers, mass.depth_L, readers, strict=True):
-    even = np.mean([visible / (visible + place + 1) for place in range(length)])
+segments_BT, places_T = batch['segment_ids_BT'], np.arange(length)
+begins_BT = (np.diff(segments_BT, axis=1, prepend=0) > 0) & (not model.across_documents)
+firsts_BT = np.maximum.accumulate(np.where(begins_BT, places_T, 0), axis=1)
+keys_N = (places_T - firsts_BT + 1)[segments_BT > 0]
+rows = zip(mass.layers, mass.depth_L, readers, model.block_order, strict=False)
+for layer, found, (_, visible, _), block in rows:
+    even = np.mean(visible / (visible + np.minimum(keys_N, model.window(block) or length)))
     print(f'layer {layer}: {found:6.1%} on slots; {even:6.1%} if attention were uniform')
 
 # %% [markdown]

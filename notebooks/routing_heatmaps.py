@@ -38,6 +38,7 @@ from moddepth_jax.analysis.heatmaps import plot_routing, routing_grid, routing_r
 from moddepth_jax.analysis.inspection import inspect_tokens, totals
 from moddepth_jax.analysis.token_classes import guess_language, token_classes
 from moddepth_jax.data.pipeline import make_dataset, token_stream
+from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
 from moddepth_jax.hparams import from_config
 from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.training.loop import train
@@ -75,7 +76,8 @@ if not WORKDIR:
 # %%
 run = load_run(WORKDIR)
 hparams, variables = run.hparams_of_stage, run.state.variables
-dataset, rule = make_dataset(hparams.data, hparams.seed), causal_routing(hparams)
+tokenizer, rule = tokenizer_of(hparams.data, WORKDIR), causal_routing(hparams)
+dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
 routed = hparams.model.routed_layers
 length = hparams.data.sequence_length
 documents = dataset.corpus.held_out

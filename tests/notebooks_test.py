@@ -5,11 +5,14 @@ import json
 import os
 import pathlib
 import re
+import types
 
 import matplotlib
+import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
+from tests.data.tokenizer_files import byte_level
 from tests.saved_run import save_run
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -57,7 +60,7 @@ def read(source):
 def check_runs(notebook, tmp_path):
     outputs = [output for cell in notebook.cells for output in cell.get('outputs', ())]
     assert not [output.text for output in outputs if output.get('name') == 'stderr']
-    assert sum('image/png' in output.get('data', {}) for output in outputs) >= 3
+    assert sum('image/png' in output.get('data', {}) for output in outputs) >= 2
     ours = {'config', 'data', 'runtime', 'cache', 'run'}
     assert {file.name for file in tmp_path.iterdir() if not file.name.startswith('.')} <= ours
     return json.dumps([output.get('text') for output in outputs])
@@ -72,12 +75,49 @@ def test_runs(path, execute, tmp_path):
 
 @pytest.mark.slow
 def test_shows_the_run_of_the_user(execute, tmp_path, tiny_config):
-    """It shows heatmaps of the run in NOTEBOOK_WORKDIR instead of training one."""
+    """It shows heatmaps of the run in NOTEBOOK_WORKDIR instead of training one.
+
+    Its tokenizer is that of the run, whose config may name a file that is nowhere else.
+    """
     changes = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
+    changes |= {'data.tokenizer': 'tokenizer.json', 'model.vocab_size': 320}
     save_run(tmp_path / 'run', from_config(tiny_config(**changes)))
+    byte_level().save(tmp_path / 'run' / 'tokenizer')
     path = ROOT / 'notebooks' / 'routing_heatmaps.py'
     texts = check_runs(execute(read(path.read_text()), tmp_path / 'run'), tmp_path)
     assert 'run: 2 layers of width 32, after 4 of 4 steps' in texts
+
+
+def test_datasets_have_the_tokenizer_of_the_run():
+    """Regression: imported runs, whose tokenizer is only in their directory, could not be shown."""
+    tree = ast.parse(''.join(path.read_text() for path in NOTEBOOKS))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    made = [call for call in calls if getattr(call.func, 'id', '') == 'make_dataset']
+    assert len(made) == 2
+    assert all('tokenizer' in [given.arg for given in call.keywords] for call in made)
+
+
+@pytest.mark.parametrize('across', [False, True])
+def test_uniform_attention_stays_in_the_document_and_the_window(across, capsys):
+    """Regression: the reference for attention on slots was that of one document per row."""
+    cells = read((ROOT / 'notebooks' / 'depth_attention.py').read_text()).cells
+    (code,) = (cell.source for cell in cells if 'attention were uniform' in cell.source[-99:])
+    segments_BT, windows = np.array([[1, 1, 1, 2, 2], [1, 2, 3, 3, 0]]), (0, 2)
+    mass = types.SimpleNamespace(layers=('0', '1'), depth_L=[0.0, 0.5])
+    model = types.SimpleNamespace(
+        across_documents=across, block_order=(0, 1), window=lambda block: windows[block]
+    )
+    names = {'mass': mass, 'model': model, 'readers': [(5, 1, 1), (5, 3, 3)], 'length': 5}
+    exec(code, names | {'np': np, 'batch': {'segment_ids_BT': segments_BT}})
+    printed = [line.split()[5] for line in capsys.readouterr().out.splitlines()]
+    for place, (slots, window) in enumerate(((1, 5), (3, 2))):
+        shares = []
+        for segments_T in segments_BT:
+            for t, segment in enumerate(segments_T):
+                keys = [s for s in range(t + 1) if across or segments_T[s] == segment]
+                keys = [s for s in keys if t - s < window]
+                shares += [slots / (slots + len(keys))] if segment else []
+        assert printed[place] == f'{np.mean(shares):.1%}'
 
 
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)

@@ -200,11 +200,14 @@ def _draw_routing(run, path):
     hparams, record = run.hparams, _routing_record(run)
     length = hparams.data.sequence_length
     width = min(hparams.report.heatmap_tokens, length)
-    # The end of a row shows routing with much context. Choose the row with the least whitespace
-    # there: indented code begins with many columns of spaces.
-    tokens_BT = run.dataset.held_out_batch(0)['tokens_BT']
-    pieces = [run.dataset.tokenizer.pieces(row_T[-width:]) for row_T in tokens_BT]
-    row = np.argmin([sum(map(bytes.isspace, tokens)) for tokens in pieces])
+    # The end of a row shows routing with much context. Choose the row of text (others are padding)
+    # with the least whitespace there: indented code begins with many columns of spaces.
+    batch = run.dataset.held_out_batch(0)
+    pieces = {
+        row: run.dataset.tokenizer.pieces(batch['tokens_BT'][row, -width:])
+        for row in np.flatnonzero(batch['segment_ids_BT'][:, 0])
+    }
+    row = min(pieces, key=lambda row: sum(map(bytes.isspace, pieces[row])))
     grid_LT = heatmaps.routing_grid(record.top_c_BT[:, row], record.selected_BT[:, row], hparams)
     loops = f'{length} to ' * hparams.model.routing.routes_loops
     capacity = f'{loops}{hparams.model.routing.num_selected(length)} of {length} tokens per row'

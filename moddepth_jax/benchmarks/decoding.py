@@ -1,6 +1,7 @@
 """Times decoding steps of a dense model and another model, interleaved."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -198,6 +199,8 @@ def decode(
         raise ValueError(f'--repeats={repeats}: {right}, or the caches are far from full')
     for model in models:
         one_of('--models', model, ('mod', *LOOPED))
+        if model not in AGAINST and not re.fullmatch(r'\d+x\d+', size):
+            raise ValueError(f'--size={size}: must be LAYERSxWIDTH for looped models')
     compared = [
         (heads, model, against, _pair(model, against, size, context, heads))
         for heads in kv_heads

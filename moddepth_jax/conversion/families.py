@@ -13,6 +13,8 @@ from moddepth_jax.hparams.model import MAX_LAYERS
 
 CONFIG_FILE = 'config.json'
 OWN_TYPE = 'moddepth'  # model_type of a folder of `torch_folder`, whose config.json has our knobs
+# Knobs and groups of it that an import may change: the stored tensors are the same.
+FREE_KNOBS = ('dtype', 'attention', 'layer_loop', 'remat', 'adapters')
 FULL, SLIDING = 'full_attention', 'sliding_attention'
 
 
@@ -171,7 +173,7 @@ def _own_knobs(config, file):
     check_fields(config, fields, file, 'it must be as launch.convert --to_hf wrote it')
     knobs = {}
     for name, value in config['knobs'].items():
-        of_group = name in ('depth', 'experts', 'routing') and isinstance(value, dict)
+        of_group = name in ('depth', 'experts', 'routing', 'adapters') and isinstance(value, dict)
         items = (
             {f'{name}.{knob}': one for knob, one in value.items()} if of_group else {name: value}
         )
@@ -350,17 +352,20 @@ def config_of(
     """Make the config.json of a dense model, for transformers 4 and 5.
 
     `positions` is the context length, and `ids` has bos_token_id and eos_token_id. `original` is
-    the config.json of the imported model; it is kept if it describes the same model. Raises
-    ValueError like `family_of`.
+    the config.json of the imported model. If it describes the same model, its other fields are
+    kept, and its context length unless `positions` is longer. Raises ValueError like `family_of`.
     """
     kind = family_of(model, (original or {}).get('model_type'))
+    context = {'max_position_embeddings': positions}
     if original is not None:
-        knobs = knobs_of(original, CONFIG_FILE)
+        named = [key for key in ('dtype', 'torch_dtype') if key in original] or ['torch_dtype']
+        declared = original.get('max_position_embeddings')
+        longer = context if type(declared) is int and declared < positions else {}
+        config = original | dict.fromkeys(named, dtype) | ids | longer
+        knobs = knobs_of(config, CONFIG_FILE)
         if knobs == {name: getattr(model, name) for name in knobs}:
-            named = [key for key in ('dtype', 'torch_dtype') if key in original] or ['torch_dtype']
-            return original | dict.fromkeys(named, dtype)
-    positions = {'max_position_embeddings': positions, 'torch_dtype': dtype}
-    return _config(kind, model) | ids | positions
+            return config
+    return _config(kind, model) | ids | context | {'torch_dtype': dtype}
 
 
 def _config(kind, model):

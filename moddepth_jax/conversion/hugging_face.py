@@ -5,6 +5,7 @@ import pathlib
 import types
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
@@ -178,6 +179,13 @@ def export_params(
     check_merged(hparams.model)
     family_of(hparams.model)
     write_leaves(folder, family_tensors(hparams.model, params), params, dtype, **shards)
+
+
+def exact_dtype(tree, dtype: str) -> str:
+    """Return `dtype` if it holds all numbers of a float32 tree exactly, otherwise float32."""
+    leaves = map(jnp.asarray, jax.tree.leaves(tree))
+    exact = all(jnp.array_equal(leaf, leaf.astype(dtype)) for leaf in leaves)
+    return dtype if exact else 'float32'
 
 
 def check_merged(model: ModelHparams):

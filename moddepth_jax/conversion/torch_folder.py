@@ -13,7 +13,6 @@ import shutil
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from moddepth_jax.conversion.families import CONFIG_FILE, OWN_TYPE, family_of
 from moddepth_jax.conversion.hugging_face import (
@@ -26,15 +25,13 @@ from moddepth_jax.conversion.hugging_face import (
     write_leaves,
 )
 from moddepth_jax.conversion.tensor_files import TensorFiles
-from moddepth_jax.conversion.transfer_params import abstract_params
-from moddepth_jax.data.directory import read_json
+from moddepth_jax.conversion.transfer_params import abstract_params, with_new_adapters
 from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model.transformer import average_shapes, layer_args
 
 SOURCE = pathlib.Path(__file__).parent / 'torch_model'
 MODULES = ('configuration_moddepth.py', 'layers_moddepth.py', 'modeling_moddepth.py')
-GENERATION_FILE = 'generation_config.json'
 # The choices of each knob that the modelling file implements.
 CHOICES = {
     'depth.stream': ('residual', 'moda', 'value_residual', 'value_attention'),
@@ -145,24 +142,11 @@ def export_model(
         shutil.copyfile(SOURCE / name, folder / name)
 
 
-def suppress_unknown_ids(folder: pathlib.Path, vocab_size: int, tokenizer, ids: dict):
-    """Write generation_config.json, so that `generate` draws only ids of text and stops.
-
-    Fields of an existing file are kept; `ids` as in `config_of`.
-    """
-    known = {*np.flatnonzero(tokenizer.token_bytes_V).tolist(), *tokenizer.stops}
-    unknown = [token for token in range(vocab_size) if token not in known]
-    file = folder / GENERATION_FILE
-    config = {**ids, **({'suppress_tokens': unknown} if unknown else {})}
-    config |= read_json(file, 'remove it from the run') or {}
-    file.write_text(json.dumps(config) + '\n', encoding='utf-8')
-
-
 def import_model(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, dict, str]:
     """Read float32 parameters and averages of such a folder, and the dtype that is exact.
 
-    Averages that it lacks and does not need are 0, as in a new run. Raises ValueError like
-    `check_tensors`, TensorFiles and `layer_args`.
+    Averages that it lacks and does not need are 0, as in a new run. New adapters of `hparams` add
+    0. Raises ValueError like `check_tensors`, TensorFiles and `layer_args`.
     """
     folder, model = pathlib.Path(folder), hparams.model
     check_expressible(model)
@@ -170,11 +154,12 @@ def import_model(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, dic
     with TensorFiles(folder) as files:
         there = [name for name in shapes if name in files.shapes]
         abstract = {name: jax.ShapeDtypeStruct(shapes[name], 'float32') for name in there}
-        wanted = {'params': abstract_params(hparams), 'averages': abstract}
+        wanted = {'params': abstract_params(hparams.without_adapters), 'averages': abstract}
         tensors = tensors_of(model, wanted['params'], there)
         check_tensors(folder, tensors, files)
         variables = read_leaves(files, tensors, wanted)
         # Raises if one is missing.
         layer_args(model, variables['averages'], causal_routing(hparams))
         new = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-        return variables['params'], new | variables['averages'], common_dtype(files)
+        params = with_new_adapters(variables['params'], hparams)
+        return params, new | variables['averages'], common_dtype(files)

@@ -20,7 +20,8 @@ _BATCH = 16  # rows or records in memory at a time
 _MOST_NAMES = 8  # in a message
 _WRITE_AGAIN = 'write the file again or leave it out'
 _HEAD = 8000  # like git, a file with a NUL among these first characters counts as binary
-_MAX_TEXT = 1 << 32  # bytes of a file that is a single text, which is read at once
+_MAX_TEXT = 1 << 32  # plain bytes of a file that is a single text, which memory holds
+_PIECE = 1 << 20  # bytes that are read at a time
 _MARKS = {  # UTF-32 first: its byte-order mark begins with that of UTF-16
     'utf-32': (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
     'utf-16': (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
@@ -322,11 +323,17 @@ def to_utf8(where: object, content: bytes, encoding: str) -> bytes:
 
 def read_text(path: pathlib.Path, encoding: str) -> bytes:
     """Read a file, plain or compressed, as one text in UTF-8; raises OSError or BadText."""
+    pieces, room = [], _MAX_TEXT
     with open_plain(path) as (stream, _):
-        if (size := os.stat(path).st_size) > _MAX_TEXT:
-            problem = f'{size:,} bytes, more than the {_MAX_TEXT:,} that one text may have'
-            raise BadText(path, 'too long', problem, 'split it into files or rows of a .jsonl')
-        return to_utf8(path, stream.read(), encoding)
+        is_larger = (size := os.stat(path).st_size) > _MAX_TEXT  # even if it is compressed
+        while not is_larger and room >= 0 and (piece := stream.read(min(_PIECE, room + 1))):
+            pieces.append(piece)
+            room -= len(piece)
+    if is_larger or room < 0:
+        problem = f'more than the {_MAX_TEXT:,} bytes that one text may have'
+        problem = f'{size:,} bytes, {problem}' if is_larger else problem
+        raise BadText(path, 'too long', problem, 'split it into files or rows of a .jsonl')
+    return to_utf8(path, b''.join(pieces), encoding)
 
 
 def may_be_text(path: pathlib.Path, encoding: str) -> bool:

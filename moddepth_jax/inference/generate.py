@@ -32,30 +32,45 @@ class Generation:
     Attributes:
       tokens: int32 arrays of prompt and continuation, without the id that ended it.
       stopped: whether a row ended with its document.
-      dropped: number of tokens for which a routed block had no room in its cache.
+      dropped_B: int array, tokens of each row for which a routed block had no room in its cache;
+        those of a prompt count in its first sample.
+      guessed_B: int array, tokens of each row that were guessed.
+      held_B: int array, guesses of each row that the model confirmed.
       grown_to: capacity of the routed blocks' caches if they had to grow, otherwise 0.
-      guessed: number of tokens that were guessed.
-      held: number of guesses that the model confirmed.
       reused: number of prompt tokens that were in the PromptCache.
     """
 
     tokens: list[np.ndarray]
     stopped: list[bool]
-    dropped: int
+    dropped_B: np.ndarray
+    guessed_B: np.ndarray
+    held_B: np.ndarray
     grown_to: int
-    guessed: int
-    held: int
     reused: int
+
+    def first_rows(self, number: int) -> 'Generation':
+        """Return a Generation of the first rows."""
+        by_row = ('tokens', 'stopped', 'dropped_B', 'guessed_B', 'held_B')
+        return dataclasses.replace(self, **{name: getattr(self, name)[:number] for name in by_row})
 
     @property
     def notes(self) -> list[str]:
         """Lines for the user about the caches and about guesses."""
-        full = f'{self.dropped} times a routed block had no room in its cache for a token'
-        grown = f'caches of the routed blocks grew to {self.grown_to} tokens'
-        held = f'{self.held} of {self.guessed} guessed tokens held'
-        kept = f'{self.reused} tokens of the prompt were in the cache'
-        notes = {full: self.dropped, grown: self.grown_to, held: self.guessed, kept: self.reused}
-        return [note for note, happened in notes.items() if happened]
+        return describe([self])
+
+
+def describe(parts: list[Generation]) -> list[str]:
+    """Return lines for the user about the caches and the guesses of several Generations."""
+    names = 'dropped_B', 'guessed_B', 'held_B'
+    dropped, guessed, held = (sum(getattr(part, name).sum() for part in parts) for name in names)
+    grown_to, reused = max(part.grown_to for part in parts), sum(part.reused for part in parts)
+    notes = {
+        f'{dropped} times a routed block had no room in its cache for a token': dropped,
+        f'caches of the routed blocks grew to {grown_to} tokens': grown_to,
+        f'{held} of {guessed} guessed tokens held': guessed,
+        f'{reused} tokens of the prompt were in the cache': reused,
+    }
+    return [note for note, happened in notes.items() if happened]
 
 
 def _check_prompt(hparams, prompt, num_tokens, name):
@@ -144,6 +159,7 @@ def _draw(logits_BV, keys_B, lengths_B, tokenizer, **how):
     return _replicate(sample(keys_B, logits_BV, **how))
 
 
+_replicated = jax.jit(_replicate)
 unrolled_variables = jax.jit(unroll, static_argnums=(1, 2))
 _write = jax.jit(update_cache, donate_argnums=0)
 
@@ -428,7 +444,8 @@ def generate(
         return None
 
     # Draw the next tokens, 1 + draft_tokens per round, until all rows have ended.
-    draft, guessed, held, per_round = None, 0, 0, 1 + draft_tokens
+    draft, per_round = None, 1 + draft_tokens
+    guessed_B = held_B = np.zeros(len(keys_B), int)
     if draft_tokens:
         of_draft = static | {'routing': 'bypass'}
         _, draft_cache, _ = start(sizes | {'routed_capacity': 1}, of_draft)
@@ -455,16 +472,17 @@ def generate(
         if draft is not None:
             new_BT = np.asarray(held_BT)
             draft.follow(cache, tokens_BT, new_BT.all(axis=1))
-            guessed, held = guessed + active_BT[:, 1:].sum(), held + new_BT[:, 1:].sum()
+            guessed_B = guessed_B + active_BT[:, 1:].sum(axis=1)
+            held_B = held_B + new_BT[:, 1:].sum(axis=1)
 
     caches = {routing: cache} if draft is None else {routing: cache, 'bypass': draft.cache}
     kept.keep(texts.rows, caches)
     return Generation(
         [np.array(row, np.int32) for row in texts.rows],
         texts.stopped_B.tolist(),
-        int(jnp.sum(cache.dropped_B)),
+        np.asarray(_replicated(cache.dropped_B)),
+        guessed_B,
+        held_B,
         routed_capacity if routed_capacity > first_capacity else 0,
-        int(guessed),
-        int(held),
         reused,
     )

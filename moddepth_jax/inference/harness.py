@@ -10,14 +10,13 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, TokenStream
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.hparams.rules import causal_routing, check_causal
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.inference.scoring import score
 
 _DEFAULT_TOKENS = 256  # if a task gives no number; at most half the context
-_DECODING_CONTEXT = 8  # tokens before a text that are decoded with it
 _GENERATION = {'until', 'max_gen_toks', 'do_sample', 'temperature', 'top_p', 'top_k'}
 
 
@@ -160,15 +159,19 @@ class HarnessLM(TemplateLM):
         self.num_cut += sum(len(prompt) > most for prompt in prompts)
         prompts = [prompt[-most:] for prompt in prompts]
         seeds = [self._seed_of(context, sample) for context in contexts]
-        rows, running = [[] for _ in prompts], set(range(len(prompts)))
+        streams = [TokenStream(self._tokens, prompt) for prompt in prompts]
+        texts, running = [bytearray() for _ in prompts], set(range(len(prompts)))
         # All batches have one size: the last one is filled up with rows that are ignored.
         missing = self.batch_size - len(prompts)
 
         def on_tokens(token_B, active_B):
             for b in sorted(running):
+                seen = len(texts[b])
                 if active_B[b]:
-                    rows[b].append(int(token_B[b]))
-                if not active_B[b] or (stops and self._stop(prompts[b], rows[b], stops)[1]):
+                    texts[b] += streams[b].add(int(token_B[b]))
+                # A stop that the last token completes begins up to len(stop) - 1 bytes before it.
+                ended = any(texts[b].find(s, max(0, seen + 1 - len(s))) >= 0 for s in stops)
+                if ended or not active_B[b]:
                     running.remove(b)
             if not running:
                 raise _AllStopped
@@ -185,7 +188,7 @@ class HarnessLM(TemplateLM):
                 on_tokens=on_tokens,
                 **how,
             )
-        texts = (self._stop(*pair, stops)[0] for pair in zip(prompts, rows, strict=True))
+        texts = (_before_first(stops, bytes(text)) for text in texts)
         # Without an incomplete last character.
         return [codecs.getincrementaldecoder('utf-8')('replace').decode(text) for text in texts]
 
@@ -193,10 +196,8 @@ class HarnessLM(TemplateLM):
         text = f'{self._seed} {sample} {context}'.encode('utf-8', 'surrogatepass')
         return int.from_bytes(hashlib.sha256(text).digest()[:4], 'big')
 
-    def _stop(self, prompt, row, stops):
-        """Return the bytes of `row` before the first stop, and whether there is a stop."""
-        # Decoded with the tokens before: some tokenizers drop the space before a first word.
-        before = prompt[-_DECODING_CONTEXT:]
-        written = self._tokens.decode([*before, *row])[len(self._tokens.decode(before)) :]
-        ends = [at for at in map(written.find, stops) if at >= 0]
-        return written[: min(ends)] if ends else written, bool(ends)
+
+def _before_first(stops, text):
+    """Return `text` before the first stop in it."""
+    ends = [at for at in map(text.find, stops) if at >= 0]
+    return text[: min(ends, default=None)]

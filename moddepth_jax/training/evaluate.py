@@ -69,10 +69,11 @@ def evaluate(
       causal_layers_R: layers that use the rule, as the Transformer takes them; by default all.
 
     Returns:
-      dict: `loss` (nats per target), `bits_per_byte` and `targets`. For a routed model `routing`
-      (lists over routed layers, of `routing_ratios`) and `dead_tokens` (a fraction). With experts
-      `experts` (lists over expert layers, of `expert_ratios`). If tokens leave the loops by a
-      threshold, `loops_per_token` (mean). For a mixture `domains`: `loss`, `bits_per_byte`,
+      dict: `loss` (nats per target), `bits_per_byte` (bytes as the tokenizer counts them, see
+      docs/evaluation.md) and `targets`. For a routed model `routing` (lists over routed layers, of
+      `routing_ratios`) and `dead_tokens` (a fraction). With experts `experts` (lists over expert
+      layers, of `expert_ratios`). If tokens leave the loops by a threshold, `loops_per_token`
+      (mean). For a mixture `domains`: `loss`, `bits_per_byte`,
       `perplexity` (per token) and `targets` of each member; the other values are then weighted by
       the shares of the members in the training data.
 

@@ -145,17 +145,22 @@ def test_report_of_a_routed_run(printed):
     assert min(picture.shape[:2]) > 100 and picture.std() > 0.05
 
 
-def test_the_heatmap_shows_the_row_with_the_least_whitespace(tiny_config, tmp_path, monkeypatch):
-    """Regression: a text that begins with columns of spaces was drawn as spaces."""
+@pytest.mark.parametrize('last', [ord(' '), 0], ids=['spaces', 'padding'])
+def test_the_heatmap_shows_the_row_with_the_least_whitespace(
+    last, tiny_config, tmp_path, monkeypatch
+):
+    """Regression: columns of spaces were drawn, and for a small corpus a row of padding."""
     run = make_run(tiny_config, tmp_path / 'run', **{'report.heatmap_tokens': 8})
     tokens_BT = np.full((3, 32), ord('x'), np.int32)
-    tokens_BT[[0, 2], -8:-1] = ord(' ')
-    batch = {'tokens_BT': tokens_BT, 'segment_ids_BT': np.ones_like(tokens_BT)}
+    tokens_BT[0, -8:-1] = tokens_BT[1, -4] = ord(' ')
+    tokens_BT[2] = last
+    segment_ids_BT = np.where(tokens_BT > 0, 1, 0)  # 0 for padding, as its tokens
+    batch = {'tokens_BT': tokens_BT, 'segment_ids_BT': segment_ids_BT}
     monkeypatch.setattr(run.dataset, 'held_out_batch', lambda index: batch, raising=False)
     drawn = []
     monkeypatch.setattr(heatmaps, 'plot_routing', lambda *given, names: drawn.append(given[1]))
     report._draw_routing(run, tmp_path / 'routing.png')
-    assert drawn == [[b'x'] * 8]
+    assert drawn == [[bytes([byte]) for byte in b'xxxx xxx']]
 
 
 @pytest.mark.parametrize('router', ['learned', 'none'])

@@ -181,13 +181,27 @@ def test_a_config_comes_back(name, tiny_config):
     ids = {'bos_token_id': 256, 'eos_token_id': [256]}
     assert knobs_of(config_of(model, 'float32', 64, ids), name) == knobs
     assert family_of(model, original['model_type']) == original['model_type']
-    kept = config_of(model, 'bfloat16', 64, ids, original)
+    kept = config_of(model, 'bfloat16', 64, {}, original)
     assert kept == original | {'dtype': 'bfloat16'}
+    # Regression: ids and a longer context of the run were ignored.
+    context = {'max_position_embeddings': 65}
+    assert config_of(model, 'bfloat16', 65, ids, original) == kept | ids | context
     longer = model_of(tiny_config, knobs, num_layers=7)
     config = config_of(longer, 'float32', 64, ids, original)
     assert (config['num_hidden_layers'], config['model_type']) == (7, original['model_type'])
     assert model_of(tiny_config, knobs_of(config, name)) == longer
     assert json.loads(json.dumps(kept)) == kept
+
+
+def test_a_longer_context_does_not_change_the_scaling_of_rope(tiny_config):
+    """The original context of a scaled RoPE is by default the declared one."""
+    short = {name: value for name, value in LLAMA3.items() if name[:4] != 'orig'}
+    original = LLAMA | {'rope_scaling': short, 'max_position_embeddings': 64}
+    knobs = knobs_of(original, 'config.json')
+    for context in (64, 128):
+        config = config_of(model_of(tiny_config, knobs), 'float32', context, {}, original)
+        assert config['max_position_embeddings'] == context
+        assert knobs_of(config, 'config.json') == knobs
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from moddepth_jax.conversion.families import FAMILIES, knobs_of, read_config
-from moddepth_jax.conversion.hugging_face import export_params, import_params
+from moddepth_jax.conversion.hugging_face import exact_dtype, export_params, import_params
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.checkpoint import state_sha256
@@ -59,6 +59,15 @@ def test_in_out_in_again_is_bit_equal(name, max_bytes, imported, tmp_path):
         assert (tmp_path / FILE).read_bytes() == (GOLDEN / name / FILE).read_bytes()
     again, dtype_again = import_params(tmp_path, hparams)
     assert (state_sha256(again), dtype_again) == (state_sha256(params), dtype)
+
+
+def test_a_dtype_is_exact_if_it_holds_all_numbers(imported):
+    """Regression: trained float32 parameters of a bfloat16 checkpoint were rounded at export."""
+    for name in ('llama', 'llama_tied'):
+        assert exact_dtype(imported[name][1], 'bfloat16') == NAMES[name]
+    assert exact_dtype({'a': np.float32([1, 2**-20])}, 'float16') == 'float16'
+    for number in (2**-30, 1e6):
+        assert exact_dtype({'a': np.float32([1, number])}, 'float16') == 'float32'
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from safetensors.numpy import load_file
 from moddepth_jax.conversion import torch_folder
 from moddepth_jax.conversion.families import knobs_of, read_config
 from moddepth_jax.conversion.hugging_face import export_params
+from moddepth_jax.conversion.special_tokens import suppress_unknown_ids
 from moddepth_jax.hparams import from_config
 from moddepth_jax.inference.generate import generate
-from moddepth_jax.model.adapters import merge_adapters
+from moddepth_jax.model.adapters import has_adapters, merge_adapters
 from moddepth_jax.training.checkpoint import state_sha256
 from tests.data.prepared_text import refusal
 from tests.model import cases
@@ -59,7 +60,7 @@ def export(folder, hparams, variables):
     variables = variables | {'params': variables['params'] | {'stack': stack}}
     hparams = hparams.without_adapters
     torch_folder.export_model(folder, hparams, variables, 'float32', IDS)
-    torch_folder.suppress_unknown_ids(folder, hparams.model.vocab_size, Words(), IDS)
+    suppress_unknown_ids(folder, hparams.model.vocab_size, Words(), IDS)
     return folder
 
 
@@ -86,6 +87,18 @@ def test_each_parameter_is_stored_once_and_comes_back(name, tiny_config, tmp_pat
     params, averages, dtype = torch_folder.import_model(tmp_path, again)
     assert state_sha256(params) == state_sha256(variables['params']) and dtype == 'float32'
     assert state_sha256(averages) == state_sha256(variables.get('averages', {}))
+
+
+def test_an_import_may_have_new_adapters(tiny_config, tmp_path):
+    """Regression: docs/convert.md had such a command for --from_hf, which refused it."""
+    hparams = cases.small_hparams(tiny_config, cases.SIZES, cases.ADAPTERS)
+    plain = hparams.without_adapters
+    variables = cases.random_variables(plain, cases.TOKENS_BT)
+    export(tmp_path, plain, variables)
+    params, _, _ = torch_folder.import_model(tmp_path, hparams)
+    assert has_adapters(params)
+    merged = params | {'stack': merge_adapters(params['stack'], hparams.model)}
+    assert state_sha256(merged) == state_sha256(variables['params'])
 
 
 ROUTED = {'model.routing.router': 'learned'}

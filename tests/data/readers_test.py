@@ -163,6 +163,20 @@ def test_a_text_that_no_memory_holds_is_refused_before_it_is_read(tmp_path):
     assert message.endswith('split it into files or rows of a .jsonl')
 
 
+@pytest.mark.parametrize('packing', ['', '.gz', '.zst'])
+def test_the_limit_of_a_text_counts_plain_bytes(packing, tmp_path, monkeypatch):
+    """Regression: a small compressed file could fill the memory."""
+    monkeypatch.setattr(readers, '_MAX_TEXT', 3000)
+    monkeypatch.setattr(readers, '_PIECE', 1000)
+    path = tmp_path / f'a.txt{packing}'
+    for length in (0, 999, 3000):
+        path.write_bytes(COMPRESS[packing](b'x' * length))
+        assert readers.read_text(path, 'utf-8') == b'x' * length
+    path.write_bytes(COMPRESS[packing](b'x' * 10**6))
+    message = refusal(readers.read_text, path, 'utf-8')
+    assert 'more than the 3,000 bytes that one text may have; split it' in message
+
+
 @pytest.mark.parametrize('packing', ['.gz', '.zst'])
 def test_truncated_or_damaged_compressed_files_are_refused(tmp_path, packing):
     path = tmp_path / f'a.jsonl{packing}'

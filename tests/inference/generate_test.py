@@ -11,7 +11,7 @@ from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.inference import generate as generate_module
-from moddepth_jax.inference.generate import generate
+from moddepth_jax.inference.generate import describe, generate
 from moddepth_jax.inference.prompt_cache import PromptCache
 from moddepth_jax.inference.sampling import sample
 from moddepth_jax.inference.scoring import score
@@ -87,7 +87,8 @@ def test_greedy_texts_are_the_argmax_of_full_forwards(tiny_config, routing, knob
     result = generate(variables, hparams, prompts, 14, **how)
     in_chunks = generate(variables, hparams, prompts, 14, prefill_chunk=4, **how)
     assert list(map(list, in_chunks.tokens)) == list(map(list, result.tokens))
-    assert (in_chunks.dropped, in_chunks.grown_to) == (result.dropped, result.grown_to)
+    assert in_chunks.dropped_B.tolist() == result.dropped_B.tolist()
+    assert in_chunks.grown_to == result.grown_to
     for prompt, text in zip(prompts, result.tokens, strict=True):
         assert text.dtype == np.int32 and text.shape == (len(prompt) + 14,)
         assert text[: len(prompt)].tolist() == prompt
@@ -226,11 +227,15 @@ def test_tokens_without_room_in_a_cache_are_counted(tiny_config):
         variables['averages'] = {'thresholds_R': np.full(1, -1e9, np.float32)}
         # 4 + 17 tokens of the first row and 1 + 17 of the other are read; the last is not.
         result = generate(variables, hparams, [PROMPT, [256]], 18)
-        assert (result.dropped, result.grown_to) == (dropped, 0 if dropped else LENGTH)
-        assert len(result.notes) == 1 and str(result.dropped or result.grown_to) in result.notes[0]
+        assert (result.dropped_B.sum(), result.grown_to) == (dropped, 0 if dropped else LENGTH)
+        assert len(result.notes) == 1 and str(dropped or LENGTH) in result.notes[0]
         for samples in (1, 3):  # tokens of a prompt count once
             result = generate(variables, hparams, [PROMPT * 3], 1, num_samples=samples)
-            assert result.dropped == (6 if dropped else 0)
+            assert result.dropped_B.tolist() == [6 if dropped else 0] + [0] * (samples - 1)
+            # Regression: batches of prompts had a note each.
+            parts = [result, result, result.first_rows(1)]
+            assert len(describe(parts)) == bool(dropped)
+            assert not dropped or describe(parts)[0].startswith('18 times a routed block')
 
 
 @pytest.mark.parametrize(
@@ -353,10 +358,11 @@ def test_guesses_change_no_text_and_are_those_of_the_model_that_skips(tiny_confi
         plain = generate(variables, hparams, prompts, LENGTH - 6, **shared, **how)
         fast = generate(variables, hparams, prompts, LENGTH - 6, draft_tokens=3, **shared, **how)
         assert list(map(list, fast.tokens)) == list(map(list, plain.tokens))
-        assert (fast.stopped, fast.dropped) == (plain.stopped, plain.dropped)
-        assert plain.guessed == 0 < fast.held < fast.guessed
+        assert fast.stopped == plain.stopped
+        assert fast.dropped_B.tolist() == plain.dropped_B.tolist()
+        assert plain.guessed_B.sum() == 0 < fast.held_B.sum() < fast.guessed_B.sum()
 
-    assert plain.dropped or 'loops' in str(knobs) or 'grow' in str(knobs)
+    assert plain.dropped_B.sum() or 'loops' in str(knobs) or 'grow' in str(knobs)
 
     how = {'draft_tokens': 3, 'prefill_chunk': chunk, 'stop': False}
     result = generate(variables, hparams, prompts, 18, **shared, **how)
@@ -370,7 +376,7 @@ def test_guesses_change_no_text_and_are_those_of_the_model_that_skips(tiny_confi
             guessed += len(row) - end
             right = int(np.cumprod(np.equal(row, text[: len(row)])).sum()) - end
             held, end = held + right, end + right + 1
-    assert (result.guessed, result.held) == (guessed, held)
+    assert (result.guessed_B.sum(), result.held_B.sum()) == (guessed, held)
 
 
 def guess(variables, hparams, row, sample_number):

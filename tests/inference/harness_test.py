@@ -112,6 +112,18 @@ def test_a_text_ends_before_its_first_stop(make_lm, monkeypatch):
     assert script.steps == len('an END')
 
 
+def test_the_time_to_find_stops_is_linear(make_lm, monkeypatch):
+    """Regression: each token decoded all tokens of its row again."""
+    lm, decoded = make_lm(), []
+    decode = lm._tokens.decode
+    monkeypatch.setattr(lm._tokens, 'decode', lambda ids: decoded.append(len(ids)) or decode(ids))
+    from moddepth_jax.inference import harness
+
+    monkeypatch.setattr(harness, 'generate', Script('x' * 500))
+    found = lm._write(['a'], 0, [b'\n'], 500)
+    assert found == ['x' * 500] and sum(decoded) < 3 * 20 * 500
+
+
 def test_a_character_is_complete_or_left_out(make_lm, monkeypatch):
     """A text that is cut in the middle of a character ends before it; a stop may be a character."""
     assert written(make_lm, monkeypatch, Script('né' * 5), 'a', max_gen_toks=5) == ['nén']

@@ -118,6 +118,8 @@ COMMANDS = {
         ('--prompts=other/windows.jsonl', ["no field 'prompt'; set --text_field", "'body'"]),
         ('--prompts=text/0.txt --max_tokens=29', ['prompt 1 of ', ' to generate', 'shorten the']),
         ('--prompts=a.txt --prompt=a', ['--prompts=a.txt: cannot be combined with --prompt']),
+        ('--prompt=a --text_field=b', ['--text_field=b: belongs to --prompts, which is missing']),
+        ('--prompt=a --encoding=latin-1', ['--encoding=latin-1: belongs to --prompts or a pipe']),
         ('--num_tokens=100', ['--num_tokens=100: no such flag', '--max_tokens?']),
         ('--temp=0.5', ['--temp=0.5: no such flag; did you mean --temperature?']),
         ('--prompt=def main', ['main: unexpected after --prompt=def;', 'with spaces is quoted']),

@@ -1,5 +1,6 @@
 """launch.convert: a Hugging Face checkpoint becomes a run, which is exported unchanged."""
 
+import dataclasses
 import json
 import shutil
 
@@ -11,7 +12,7 @@ from launch import first_checkpoint
 from moddepth_jax.conversion.hugging_face import import_params
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
-from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.adapters import has_adapters
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
@@ -106,6 +107,68 @@ def test_the_export_equals_the_import(folder):
     assert configs[0] == configs[1]
 
 
+@pytest.fixture(scope='module')
+def changed(folder):
+    """`changed`, the export of N, an imported bfloat16 model with another separator and context."""
+    shutil.copytree(GOLDEN / 'llama_tied', folder / 'half')
+    tokenizer = json.loads((folder / 'trained' / 'tokenizer.json').read_text())
+    special = tokenizer['added_tokens'][0] | {'id': 262, 'content': '<|new|>'}
+    tokenizer['added_tokens'].append(special)
+    (folder / 'half' / 'tokenizer.json').write_text(json.dumps(tokenizer))
+    knobs = KNOBS | {'data.source': f'{folder}/text/*.txt', 'data.sequence_length': 80}
+    knobs = [f'--config.{name}={value}' for name, value in knobs.items()]
+    for line in (
+        ('--from_hf=half', '--workdir=N', '--separator=<|new|>', *knobs),
+        ('--workdir=N', '--to_hf=changed'),
+    ):
+        done = call('convert', *line, cwd=folder)
+        assert done.status == 0, done.stderr
+    return folder / 'changed'
+
+
+def read_configs(folder):
+    return [
+        json.loads((folder / f'{name}.json').read_text())
+        for name in ('config', 'generation_config')
+    ]
+
+
+def test_the_export_has_the_separator_and_the_context_of_the_run(changed):
+    """Regression: `generate` never stopped at the separator and could draw ids without text."""
+    (before, generation), (after, generation_after) = map(
+        read_configs, (GOLDEN / 'llama_tied', changed)
+    )
+    ids = {'bos_token_id': 262, 'eos_token_id': [257, 262]}
+    assert after == before | ids | {'max_position_embeddings': 80}
+    generation.pop('_from_model_config')
+    without_text = {'suppress_tokens': [0, *range(263, 270)]}  # 0: the other separator
+    assert generation_after == generation | ids | without_text
+    assert make_tokenizer(changed).separator == 262
+
+
+@pytest.mark.slow
+def test_a_trained_run_is_exported_in_float32(folder, changed):
+    """Regression: the parameters of a run from bfloat16 files were rounded to bfloat16.
+
+    Also through another run, which begins at step 0.
+    """
+    for name, arguments in (
+        ('train', ('--config=N/config.json', '--workdir=N')),
+        ('convert', ('--from_workdir=N', '--workdir=M', '--config=N/config.json')),
+        ('convert', ('--workdir=M', '--to_hf=full')),
+        ('convert', ('--workdir=M', '--to_hf=rounded', '--dtype=bfloat16')),
+    ):
+        done = call(name, *arguments, cwd=folder)
+        assert done.status == 0, done.stderr
+    assert [
+        json.loads((folder / name / 'config.json').read_text())['dtype']
+        for name in ('changed', 'full', 'rounded')
+    ] == ['bfloat16', 'float32', 'bfloat16']
+    run = load_run(folder / 'N')
+    params, dtype = import_params(folder / 'full', run.hparams)
+    assert dtype == 'float32' and state_sha256(params) == state_sha256(run.state.params)
+
+
 @pytest.mark.parametrize('fails', [True, False])
 def test_an_output_folder_is_complete_or_absent(fails, tmp_path):
     """A failure leaves nothing, and an empty folder that existed stays."""
@@ -138,6 +201,12 @@ def test_a_routed_run_is_unchanged_by_export_and_import(tiny_config, tmp_path):
     for part in ('params', 'averages'):
         sums = [state_sha256(getattr(run.state, part)) for run in runs]
         assert sums[0] == sums[1], part
+    changed = ('--config.model.dtype=bfloat16', '--config.model.adapters.rank=2')
+    done = call('convert', '--from_hf=out', '--workdir=tuned', *knobs, *changed, cwd=tmp_path)
+    assert done.status == 0, done.stderr
+    tuned = load_run(tmp_path / 'tuned')
+    model = dataclasses.replace(runs[0].hparams.model, dtype='bfloat16')
+    assert has_adapters(tuned.state.params) and tuned.hparams.without_adapters.model == model
     done = call('convert', '--workdir=again', '--to_hf=out2', cwd=tmp_path)
     assert (done.status, done.stderr) == (0, '')
     for name in ('model.safetensors', 'config.json', 'generation_config.json'):

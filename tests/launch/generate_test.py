@@ -50,25 +50,33 @@ def test_one_text_is_printed_while_it_grows(trained, hasty, run):
 
 @pytest.mark.slow
 def test_several_texts_are_printed_under_headings(trained, hasty, run, tmp_path):
-    """Prompts from flags or a file, in one batch or several, give the texts of single prompts."""
+    """Prompts from flags or a file, in batches of any size, give the texts of single prompts.
+
+    Of three prompts in batches of two, the last batch is filled up with rows that nobody sees.
+    """
     how = {'seed': 6, 'num_samples': 16, 'temperature': 300.0, 'top_p': 0.999, 'top_k': 200}
     line = ['generate', f'--workdir={trained}/run', '--max_tokens=28']
     line += [f'--{name}={value}' for name, value in how.items()]
-    (tmp_path / 'lines.md').write_text('a\n\nbcd\n')
-    (tmp_path / 'rows.jsonl').write_text('{"prompt": "a"}\n{"prompt": "bcd"}\n')
-    ways = [['--prompt=a', '--prompt=bcd'], [f'--prompts={tmp_path}/lines.md', '--batch_size=16']]
+    prompts = ['a', 'bcd', 'ef']
+    (tmp_path / 'lines.md').write_text('a\n\nbcd\nef\n')
+    (tmp_path / 'rows.jsonl').write_text(''.join(f'{{"prompt": "{p}"}}\n' for p in prompts))
+    ways = [[f'--prompt={prompt}' for prompt in prompts]]
+    ways.append([f'--prompts={tmp_path}/lines.md', '--batch_size=16'])
     ways.append([f'--prompts={tmp_path}/rows.jsonl'])
     lines = [[*line, *way] for way in ways]
     found = run_commands(lines, trained, ['moddepth_jax.training.saved_run'], **hasty)
     assert [done.status for done in found] == [0] * 3, found
-    alone = [written(run, [prompt], 28, **how) for prompt in ('a', 'bcd')]
+    alone = [written(run, [prompt], 28, **how) for prompt in prompts]
     texts = [text for _, some in alone for text in some]
-    places = [f'--- prompt {p} of 2, sample {s} of 16 ---' for p in (1, 2) for s in range(1, 17)]
+    places = [f'--- prompt {p} of 3, sample {s} of 16 ---' for p in (1, 2, 3) for s in range(1, 17)]
+    lengths = [len(row) for result, _ in alone for row in result.tokens]
+    num_tokens = sum(lengths) - 16 * sum(1 + len(prompt) for prompt in prompts)
     stopped = sum(sum(result.stopped) for result, _ in alone)
-    assert len(set(texts)) == 32 and 0 < stopped < 32
+    assert len(set(texts)) == 48 and 0 < stopped < 48
     for done in found:
         assert done.stdout == ''.join(f'{a}\n{b}\n' for a, b in zip(places, texts, strict=True))
-        assert f', {stopped} of 32 ended by itself' in done.stderr
+        assert done.stderr.startswith(f'{num_tokens} tokens in ')
+        assert f', {stopped} of 48 ended by itself' in done.stderr
         assert done.stderr.count('\n') == 1
 
 

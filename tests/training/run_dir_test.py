@@ -243,6 +243,22 @@ def test_a_run_keeps_the_file_that_defines_its_router(tmp_path, tiny_config):
     assert read_hparams(tmp_path)[0].model.routing.router == 'of_this_test'
 
 
+def test_running_the_file_of_a_run_is_said_first(tmp_path, tiny_config, capsys):
+    """Regression: reading the directory of someone else ran its code without a word."""
+    config = dataclasses.asdict(from_config(tiny_config(**{'model.routing.router': 'norm'})))
+    source = tmp_path / 'given.py'
+    source.write_text('import sys\nprint("it runs", file=sys.stderr)')
+    run_dir.save_source(tmp_path, source)
+    write_config(tmp_path, config)
+    read_hparams(tmp_path)
+    assert not capsys.readouterr().err
+    config['model']['routing']['router'] = 'nosuch'
+    write_config(tmp_path, config)
+    assert_refused(lambda: read_hparams(tmp_path), ["model.routing.router='nosuch': must"])
+    said = f"running {tmp_path}/config.py, which may define model.routing.router='nosuch' of "
+    assert capsys.readouterr().err == f'{said}config.json\nit runs\n'
+
+
 HOLD = """
 import sys
 from moddepth_jax.data.directory import lock_directory

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import pathlib
 from collections.abc import Callable, Iterator
 
@@ -89,19 +88,19 @@ def train_tokenizer(
 
 
 def _sample(tasks, options, advance):
-    share = min(1.0, options.bpe_bytes / max(1, sum(task.bytes for task in tasks)))
+    share = options.bpe_bytes / max(1, sum(task.bytes for task in tasks))
     found = False
     # If the hashes hold out all documents, the split will move one of them; sample from all then.
     for least_hash in (options.held_out_fraction, 0.0):
         for task in tasks:
-            wanted = share * task.bytes if share < 1 else math.inf
+            wanted = share * task.bytes  # also above 1: the files may be compressed
             for text in _texts(task, least_hash, options):
                 found = True
                 yield text
                 wanted -= len(text)
                 if wanted <= 0:
                     break
-            advance(round(share * task.bytes))
+            advance(round(min(1.0, share) * task.bytes))
         if found:
             return
 

@@ -13,6 +13,7 @@ from moddepth_jax.hparams import DataHparams
 
 DIRECTORY = 'tokenizer'  # folder with the tokenizer of a run or a prepared text
 _MAX_BYTES = 1 << 28  # of a tokenizer's file
+_DECODING_CONTEXT = 8  # tokens before a token that are decoded with it
 
 
 class Tokenizer(typing.Protocol):
@@ -82,6 +83,24 @@ class ByteTokenizer(Tokenizer):
 
     def save(self, directory):
         write_metadata(directory, 'bytes', self)
+
+
+class TokenStream:
+    """Decodes the tokens after a prompt one by one.
+
+    Only a few tokens before each one are decoded with it: some tokenizers drop the space before the
+    first word of a document.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt):
+        self._decode, self._last = tokenizer.decode, list(prompt[-_DECODING_CONTEXT:])
+
+    def add(self, token: int) -> bytes:
+        """Return the bytes that a token adds to the text."""
+        before, self._last = self._last, [*self._last, token]
+        new = self._decode(self._last)[len(self._decode(before)) :]
+        self._last = self._last[-_DECODING_CONTEXT:]
+        return new
 
 
 def is_bytes(name: str | os.PathLike) -> bool:

@@ -23,6 +23,7 @@ from moddepth_jax.data.preparation.parts import PartWriter
 from moddepth_jax.data.preparation.plan import Options, Task
 from moddepth_jax.data.preparation.prepare import prepare
 from moddepth_jax.data.token_store import SPLITS, StoreWriter
+from moddepth_jax.data.tokenizers import json_tokenizer
 from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from tests.data.prepared_text import data_hparams, refusal
@@ -355,6 +356,25 @@ def test_only_a_corrected_file_is_done_again(tmp_path, monkeypatch, order, lengt
     assert len(done.intersection(begun)) <= 10
     fresh = _prepare(tmp_path / 'in', tmp_path / 'fresh', part_bytes=210)
     assert _content(store) == _content(fresh)
+
+
+def test_a_tokenizer_is_trained_on_bpe_bytes_of_compressed_text(tmp_path, monkeypatch):
+    """Regression: if the files were smaller than --bpe_bytes on disk, all text was read."""
+    (tmp_path / 'in').mkdir()
+    for name in 'ab':
+        texts = _jsonl([f'to be or not {name}' * 20] * 2000)
+        (tmp_path / f'in/{name}.jsonl.gz').write_bytes(gzip.compress(texts))
+    sampled, bpe_bytes = [], 50_000
+    assert sum(path.stat().st_size for path in (tmp_path / 'in').iterdir()) < bpe_bytes
+    train = json_tokenizer.train_bpe
+
+    def counted(texts, vocab_size):
+        sampled.extend(map(len, texts := list(texts)))
+        return train(iter(texts), vocab_size)
+
+    monkeypatch.setattr(json_tokenizer, 'train_bpe', counted)
+    _prepare(tmp_path / 'in', tmp_path / 'out', tokenizer='bpe:260', bpe_bytes=bpe_bytes)
+    assert bpe_bytes <= sum(sampled) < bpe_bytes + 2 * 300
 
 
 def test_a_tokenizer_is_trained_on_the_corrected_text(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.data.tokenizers import piece_tokenizer
-from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
+from moddepth_jax.data.tokenizers.tokenizer import TokenStream, make_tokenizer, tokenizer_of
 from tests.data import tokenizer_files
 from tests.data.prepared_text import data_hparams, refusal
 
@@ -53,6 +53,29 @@ def test_every_text_comes_back_byte_for_byte(made, kind):
         assert b''.join(tokenizer.pieces(ids)) == text and len(tokenizer.pieces(ids)) == len(ids)
         assert not set(ids.tolist()) & {tokenizer.separator, *tokenizer.stops}
         assert tokenizer.token_bytes_V[ids].sum() == len(text) + more * bool(text)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_stream_adds_the_bytes_of_each_token(made, kind, monkeypatch):
+    """After prompts of any length; its time is linear.
+
+    Regression: each new token of launch.generate decoded all tokens before it again.
+    """
+    tokenizer = made[kind]
+    texts = (tokenizer.encode(text).tolist() for text in tokenizer_files.hard_texts(2, 20))
+    ids = [token for text in texts for token in (tokenizer.separator, *text)]
+    for prompt in (0, 1, 2, 30):
+        stream, text = TokenStream(tokenizer, ids[:prompt]), tokenizer.decode(ids[:prompt])
+        for number, token in enumerate(ids[prompt:], prompt + 1):
+            text += stream.add(token)
+            assert number % 7 or text == tokenizer.decode(ids[:number])
+        assert text == tokenizer.decode(ids)
+    decoded, decode = [], tokenizer.decode
+    monkeypatch.setattr(tokenizer, 'decode', lambda ids: decoded.append(len(ids)) or decode(ids))
+    stream = TokenStream(tokenizer, ids)
+    for token in ids:
+        stream.add(token)
+    assert sum(decoded) < 20 * len(ids)
 
 
 @pytest.mark.parametrize('kind', KINDS)

@@ -1,0 +1,77 @@
+"""The special tokens of an exported folder: ids that begin or end a text, and ids without text."""
+
+import json
+import os
+import pathlib
+
+import numpy as np
+
+from moddepth_jax.data.directory import read_json
+from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
+
+GENERATION_FILE = 'generation_config.json'
+TOKENIZERS = ('tokenizer.json', 'tokenizer.model')
+_NAMING_FILES = ('tokenizer_config.json', 'special_tokens_map.json')
+_DAMAGED = 'remove it from the run'
+
+
+def ids_of(config: dict) -> dict:
+    """Return the ids that a config.json has for the beginning and the end of a text."""
+    return {name: config[name] for name in ('bos_token_id', 'eos_token_id') if name in config}
+
+
+def with_token_ids(config: dict, tokenizer: Tokenizer) -> dict:
+    """Set bos_token_id, which begins documents, and add the missing stops to eos_token_id."""
+    stops = _stops(config)
+    missing = [stop for stop in tokenizer.stops if stop not in stops]
+    ids = {'bos_token_id': tokenizer.separator}
+    ids |= {'eos_token_id': [*stops, *missing]} if missing else {}
+    return config | ids
+
+
+def _stops(config):
+    """Return the ids of eos_token_id, which is an id, a list, null or missing."""
+    stops = config.get('eos_token_id')
+    return stops if isinstance(stops, list) else [] if stops is None else [stops]
+
+
+def has_other_separator(folder: pathlib.Path, tokenizer: Tokenizer) -> bool:
+    """Return whether the tokenizer files of `folder` name another separator, or none."""
+    for file in filter(os.path.lexists, (folder / name for name in TOKENIZERS)):
+        try:
+            return make_tokenizer(file).separator != tokenizer.separator
+        except ValueError:  # the files name none
+            return True
+    return True
+
+
+def name_separator(folder: pathlib.Path, tokenizer: Tokenizer, replace: bool):
+    """Write a tokenizer_config.json next to a tokenizer.json that has none.
+
+    With `replace`, other files that name the tokens around a text name the separator instead.
+    """
+    text = dict.fromkeys(('bos_token', 'eos_token'), tokenizer.separator_text or None)
+    for name in _NAMING_FILES if replace and tokenizer.separator_text else ():
+        if (content := read_json(folder / name, _DAMAGED)) is not None:
+            _write(folder / name, content | text, indent=2)
+    if (folder / TOKENIZERS[0]).exists() and not (folder / _NAMING_FILES[0]).exists():
+        named = {'tokenizer_class': 'PreTrainedTokenizerFast', **text}
+        _write(folder / _NAMING_FILES[0], named, indent=2)
+
+
+def suppress_unknown_ids(folder: pathlib.Path, vocab_size: int, tokenizer: Tokenizer, ids: dict):
+    """Write generation_config.json, so that `generate` draws only ids of text and stops.
+
+    Other fields of an existing file are kept; `ids` are those of config.json.
+    """
+    existing = read_json(folder / GENERATION_FILE, _DAMAGED) or {}
+    config = with_token_ids(ids | existing, tokenizer)
+    config.pop('_from_model_config', None)  # transformers may replace such a config
+    known = {*np.flatnonzero(tokenizer.token_bytes_V).tolist(), *_stops(config)}
+    if unknown := [token for token in range(vocab_size) if token not in known]:
+        config['suppress_tokens'] = unknown
+    _write(folder / GENERATION_FILE, config)
+
+
+def _write(file, content, **form):
+    file.write_text(json.dumps(content, **form) + '\n', encoding='utf-8')
