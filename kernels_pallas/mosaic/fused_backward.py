@@ -317,9 +317,7 @@ def _over_slots(refs, shared, place, of, sizes, dq, fresh):
             words = by_row(load(refs.row_words.at[*at[::2], chunk], LAYOUT.reduce(1), False), shape)
         slot, of_token = body.slot_and_token(iota(shape, 1), sizes)
         part = lax.optimization_barrier(part * OCTET)
-        row = iota(shape, 0)
-        row = body.octet_token(row, token, sizes) if sizes.by_token else sizes.token_of(row)
-        own = row == part + of_token
+        own = body.from_octet(iota(shape, 0), token, sizes) == part + of_token
         return own & body.visible_slots(tile, words, slot, chunk, sizes)
 
     def one(i, dq):

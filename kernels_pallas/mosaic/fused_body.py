@@ -187,10 +187,9 @@ def slot_and_token(row, sizes):
     return pair[::-1] if sizes.copy_by_token else pair
 
 
-def octet_token(row, token, sizes):
-    """Return the token of a tile's row among the 8 of its octet; token: the tile's first one."""
-    of_row = sizes.token_of(row)
-    return (token + of_row if sizes.by_token else of_row) & (OCTET - 1)
+def from_octet(row, token, sizes):
+    """Return a row's token, counted from the first octet that its tile (from `token` on) reads."""
+    return sizes.token_of(row) + (token & (OCTET - 1) if sizes.by_token else 0)
 
 
 def visible_slots(tile, words, slot, chunk, sizes):
@@ -292,7 +291,7 @@ def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
             words = refs.row_words.at[tile.batch, lax.div(token, sizes.tokens), chunk]
             words = by_row(load(words, LAYOUT.reduce(1), optimized=False), shape)
         slot, of_token = slot_and_token(iota(shape, 1), sizes)
-        own = octet_token(iota(shape, 0), token, sizes) == of_token
+        own = from_octet(iota(shape, 0), token, sizes) & (OCTET - 1) == of_token
         visible = visible_slots(tile, words, slot, chunk, sizes)
         scores = jnp.where(own & visible, scores, -jnp.inf)
         weights, acc, highest, total = _soften(scores, acc, highest, total, sizes.factor)
