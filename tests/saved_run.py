@@ -10,9 +10,9 @@ from moddepth_jax.training.run_dir import open_workdir
 from moddepth_jax.training.train_step import init_state
 
 
-def save_run(path, hparams):
-    """Write the run of 4 steps whose state is the one that training begins with."""
+def save_run(path, hparams, step=4):
+    """Write step `step` of a run of 4, whose state is the one that training begins with."""
     state = jax.jit(functools.partial(init_state, hparams, 4))()
     open_workdir(path, dataclasses.asdict(hparams))
     with Checkpoints(path / 'checkpoints', keep=1) as checkpoints:
-        checkpoints.save(4, state, {'num_steps': 4, 'fingerprint': {}})
+        checkpoints.save(step, state, {'num_steps': 4, 'fingerprint': {}})

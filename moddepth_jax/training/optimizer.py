@@ -133,6 +133,7 @@ def _muon(rate, optimizer):
         beta=optimizer.b1,
         eps=optimizer.eps,
         weight_decay=optimizer.weight_decay,
+        weight_decay_mask=_decayed(optimizer),
         adam_b1=optimizer.b1,
         adam_b2=optimizer.b2,
         muon_weight_dimension_numbers=_muon_axes,

@@ -157,7 +157,8 @@ def load_teacher(hparams: Hparams, mesh: Mesh, metadata: dict) -> Teacher | None
 
     The first time, it is the newest checkpoint of training.distill_from, and `metadata` gets
     `teacher`: the `step`, and the `sha256` of the parameters and averages. From then on it is that
-    checkpoint. Raises ValueError, one line, if it is missing or has changed.
+    checkpoint. Raises ValueError, one line, if it is missing, has changed, or has not reached the
+    last stage of its training, whose capacity a teacher has.
     """
     folder = hparams.training.distill_from
     if not folder:
@@ -167,12 +168,18 @@ def load_teacher(hparams: Hparams, mesh: Mesh, metadata: dict) -> Teacher | None
         run = load_run(folder, mesh, before and before['step'])
     except ValueError as error:
         raise ValueError(f'training.distill_from={folder!r}: {error}') from None
+    at_end = run.hparams.at(run.hparams.stages[-1])
     metadata['teacher'] = {'step': run.step, 'sha256': state_sha256(run.state.variables)}
 
     def check():
         if before not in (None, metadata['teacher']):
             found = f'checkpoint {run.step} is not the one that the run began with; restore that'
             raise ValueError(f'training.distill_from={folder!r}: {found}')
+        capacity, last = (some.model.routing.capacity for some in (run.hparams_of_stage, at_end))
+        if capacity != last:
+            found = f'its capacity is {capacity:g} at step {run.step} of {run.num_steps}'
+            right = f'must be {last:g}, as at its end; train it further first'
+            raise ValueError(f'training.distill_from={folder!r}: {found}; {right}')
 
     multihost.run_on_leader(check)
-    return Teacher(run.state.variables, run.hparams.at(run.hparams.stages[-1]))
+    return Teacher(run.state.variables, at_end)

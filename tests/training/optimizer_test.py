@@ -70,6 +70,7 @@ def updates_of(hparams, slope):
         (True, OF_EACH_LOOP, {'w', 'loop_embeddings'}),
         (True, HYPER, {'w', *OF_STREAMS}),
         (True, MUDD, {'inner', 'outer'}),
+        (False, MUDD | {'optimizer.name': 'muon'}, {'inner', 'outer', 'kernel'}),  # of the head
     ],
 )
 def test_weight_decay_is_for_matrices_only(tiny_config, decay_embeddings, model, scalars):

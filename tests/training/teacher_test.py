@@ -169,6 +169,19 @@ def test_a_teacher_with_another_tokenizer_is_refused(tiny_config, dense):
     check_teacher(taught(tiny_config, dense), ByteTokenizer())
 
 
+@pytest.mark.parametrize(('step', 'capacity'), [(2, 1), (3, 0.25)])
+def test_a_teacher_has_its_last_capacity(tiny_config, tmp_path, step, capacity):
+    """Regression: a teacher that had been trained at capacity 1 only ran at its last capacity."""
+    stages = ROUTED | {'model.routing.capacity_stages': '1:0.5'}
+    save_run(tmp_path / 'staged', from_config(tiny_config(**stages)), step)
+    hparams, mesh = taught(tiny_config, tmp_path / 'staged'), make_mesh('data=1')
+    if capacity == 1:
+        words = 'its capacity is 1 at step 2 of 4; must be 0.25, as at its end'
+        assert words in refusal(load_teacher, hparams, mesh, {})
+    else:
+        assert load_teacher(hparams, mesh, {}).hparams.model.routing.capacity == capacity
+
+
 def test_a_step_without_its_teacher_is_refused(tiny_config, dense, teacher):
     with pytest.raises(ValueError, match='must get the Teacher of that run'):
         train_step(initial(taught(tiny_config, dense)), make_batch(0))
