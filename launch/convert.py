@@ -250,16 +250,15 @@ def _branch():
     print(f'{BRANCH.value}, step {step} of {num_steps}; --config.training.num_steps sets the last')
 
 
-def measure_loss(params, averages, hparams, dataset):
-    """Return nats per target on the first evaluation.num_batches batches under top-C routing."""
+def measure_loss(params, averages, hparams, dataset, num_batches):
+    """Return nats per target on the first `num_batches` held-out batches under top-C routing."""
     import jax
 
     from moddepth_jax.training.evaluate import evaluate
     from moddepth_jax.training.mesh import make_mesh
     from moddepth_jax.training.train_step import model_variables
 
-    mesh, num_batches = make_mesh('data=1'), hparams.evaluation.num_batches
-    variables = model_variables(params, averages)
+    mesh, variables = make_mesh('data=1'), model_variables(params, averages)
     with jax.set_mesh(mesh):
         return evaluate(variables, hparams, dataset, mesh, num_batches, 'top_c')['loss']
 

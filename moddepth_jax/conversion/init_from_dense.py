@@ -13,6 +13,7 @@ from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.attention import TokenInfo, model_segment_ids
 from moddepth_jax.model.block import Block
+from moddepth_jax.model.embedding_residual import blend_embedding, embedded_input
 from moddepth_jax.model.layers import apply_rope, embed
 from moddepth_jax.model.loop_params import EMBEDDING, add_embedding, with_embeddings
 from moddepth_jax.model.stack import Stack, unstack_layers
@@ -52,8 +53,8 @@ class LayerMoments(NamedTuple):
     """float64 Moments of a layer of the dense model; None if the target has no slot for it.
 
     Attributes:
-      stream: input of the router: the layer's input, or the stream after attention if only the mlp
-        is routed.
+      stream: input of the router: the layer's input, with the embedding residual, or the stream
+        after attention if only the mlp is routed.
       attention: input of attention.
       mlp: input of the mlp.
       block: output of the layer.
@@ -84,9 +85,11 @@ def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -
             positions_BT, model_segment_ids(source, segment_ids_BT), ids_BT=tokens_BT
         )
         x_BTD = embed(params['embedding'], tokens_BT, source.dtype)
-        found = []
+        embedded_BTD, found = embedded_input(source, x_BTD), []
         for kind, layer_params in layers:
-            x_BTD, sums = _layer(layer_params, x_BTD, tokens, model=target, kind=kind)
+            x_BTD, sums = _layer(
+                layer_params, x_BTD, embedded_BTD, tokens, model=target, kind=kind
+            )
             found.append(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), sums))
         totals = found if totals is None else jax.tree.map(np.add, totals, found)
     of_blocks = [[] for _ in range(source.num_layers)]
@@ -96,10 +99,12 @@ def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -
 
 
 @functools.partial(jax.jit, static_argnames=('model', 'kind'))
-def _layer(params, x_BTD, tokens, *, model, kind):
+def _layer(params, x_BTD, embedded_BTD, tokens, *, model, kind):
     """Return the stream after a dense layer, and its LayerMoments of these tokens."""
     if EMBEDDING in params:
         x_BTD = add_embedding(x_BTD, params[EMBEDDING])
+    if embedded_BTD is not None:
+        x_BTD = blend_embedding(x_BTD, embedded_BTD, **params['blend'])
     block = Block(model, kind._replace(slots=1))  # returns the inputs of depth slots
     (y_BTD, aux), recorded = block.apply(
         {'params': params}, x_BTD, tokens, mutable=['intermediates']

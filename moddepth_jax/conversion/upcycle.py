@@ -15,7 +15,7 @@ from moddepth_jax.conversion.init_from_dense import (
     layer_moments,
 )
 from moddepth_jax.conversion.transfer_params import check_convertible, transfer_params
-from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.model.adapters import ADAPTER
 from moddepth_jax.model.transformer import average_shapes
 
@@ -31,8 +31,8 @@ def upcycle(
       run: SavedRun to start from.
       hparams: hyper-parameters of the new run.
       dataset: Dataset of the new run.
-      measure_loss: function of (parameters, averages, hparams, dataset) that returns the held-out
-        loss in nats per target under the routing of training.
+      measure_loss: function of (parameters, averages, hparams, dataset, num_batches) that returns
+        the held-out loss in nats per target under the routing of training.
       how: as in `with_layers`; None: the new model keeps all blocks.
 
     Raises:
@@ -46,14 +46,22 @@ def upcycle(
     params, new = transfer_params(source.model, given, hparams)
     averages = {name: jnp.zeros(shape) for name, shape in average_shapes(hparams.model).items()}
     averages |= {name: leaf for name, leaf in run.state.averages.items() if name in averages}
-    dense_loss = functools.partial(measure_loss, run.state.params, run.state.averages, run.hparams)
-    first_hparams = hparams.at(hparams.stages[0])
+    num_batches = hparams.evaluation.num_batches  # of both models
+
+    def dense_loss(data):
+        of_run = run.state.params, run.state.averages, run.hparams_of_stage
+        return measure_loss(*of_run, data, num_batches)
+
+    def new_loss(params, stage, data):
+        return measure_loss(params, averages, hparams.at(stage), data, num_batches)
+
+    first_stage, last_stage = hparams.stages[0], hparams.stages[-1]
     changing = [name for name in new if f'.{ADAPTER}.' not in name]
     has_slots = any('_slot.' in name for name in changing)
     if has_slots or any(name.endswith('.router.w') for name in changing):
         tokens = hparams.data.batch_size * hparams.data.sequence_length
-        num_batches = -(-TOKENS_PER_WIDTH * hparams.model.d_model // tokens)
-        batches = map(dataset.train_batch, range(num_batches))
+        steps = range(-(-TOKENS_PER_WIDTH * hparams.model.d_model // tokens))
+        batches = map(dataset.train_batch, steps)
         moments = layer_moments(source.model, given, hparams.model, batches)
         params, errors = fit_routers(params, hparams.model, moments)
     if has_slots:
@@ -62,49 +70,53 @@ def upcycle(
             domain=lambda index: None,
             tokenizer=dataset.tokenizer,
             held_out_batch=dataset.train_batch,
-            num_held_out_batches=hparams.evaluation.num_batches,
+            num_held_out_batches=num_batches,
         )
         wanted, differences = dense_loss(train), {}
         fit = functools.partial(fit_slots, params, hparams.model, moments)
         for strength in STRENGTHS:
-            loss = measure_loss(fit(strength), averages, first_hparams, train)
-            differences[strength] = abs(loss - wanted)
+            differences[strength] = abs(new_loss(fit(strength), first_stage, train) - wanted)
         note['slot_key_strength'] = min(differences, key=differences.get)
         params = fit(note['slot_key_strength'])
 
-    dense, first = dense_loss(dataset), measure_loss(params, averages, first_hparams, dataset)
+    dense, first = dense_loss(dataset), new_loss(params, first_stage, dataset)
     note |= {
         'from': 'a run',
         'source_step': run.step,
-        'held_out_batches': min(hparams.evaluation.num_batches, dataset.num_held_out_batches),
+        'held_out_batches': min(num_batches, dataset.num_held_out_batches),
         'dense_loss': dense,
         'first_loss': first,
         'difference': first - dense,
         'why': 'every parameter is from the run' + ', and new adapters add 0' * bool(new),
         'new_parameters': new,
     }
-    if changing or not (new or run.hparams.model.routed_layers):
-        layers = note.get('layers_of_block')
-        note['why'] = explain_difference(hparams, errors, abs(first - dense) <= _SAME, layers)
-    if len(hparams.stages) > 1:
-        last = hparams.at(hparams.stages[-1])
-        note['loss_at_last_capacity'] = measure_loss(params, averages, last, dataset)
+    before, layers = run.hparams.model, note.get('layers_of_block')
+    is_copy = layers is None and before == hparams.model
+    if changing or not (new or before.routed_layers or is_copy):
+        is_small = abs(first - dense) <= _SAME
+        note['why'] = explain_difference(before, hparams, errors, is_small, layers)
+    if first_stage != last_stage:
+        note['loss_at_last_capacity'] = new_loss(params, last_stage, dataset)
     return params, averages, note
 
 
 def explain_difference(
-    hparams: Hparams, errors: dict[int, float], is_small: bool, layers_of_block=None
+    dense: ModelHparams,
+    hparams: Hparams,
+    errors: dict[int, float],
+    is_small: bool,
+    layers_of_block=None,
 ) -> str:
-    """Explain why the first loss differs from that of the dense model.
+    """Explain why the first loss differs from that of the `dense` model.
 
     `errors` are of `fit_routers`, and `layers_of_block` of `with_layers` if blocks are made from
     layers.
     """
-    model, stage = hparams.model, hparams.stages[0]
+    model, stage, routed = hparams.model, hparams.stages[0], bool(hparams.model.routed_layers)
     reasons = [] if layers_of_block is None else [explain_layers(layers_of_block)]
     if model.routing.routes_loops:
         reasons.append('tokens leave the loops, and each loop has its own gate')
-    if model.routed_layers and not model.routing.routes_loops and stage.capacity < 1:
+    if routed and not model.routing.routes_loops and stage.capacity < 1:
         reasons.append(
             f'{1 - stage.capacity:.0%} of the tokens skip each routed block from the first step; '
             'model.routing.capacity_stages=1:0.2 would route all of them at first'
@@ -117,8 +129,8 @@ def explain_difference(
         )
     if difference := model.depth.stream_class.difference_at_start(model.depth):
         reasons.append(difference)
-    if model.embedding_residual == 'learned':
+    if model.embedding_residual == 'learned' != dense.embedding_residual:
         reasons.append('each block reads a scaled stream and a share of the embedded tokens')
     if not reasons:
-        return 'the same model: every token is routed, with gates of 1, and reads the running sum'
+        return 'the same model' + ': every token is routed, with gates of 1' * routed
     return '; '.join(reasons) + ('; too little to matter here' if is_small else '')

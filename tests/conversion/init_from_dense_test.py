@@ -33,7 +33,11 @@ def dense(tiny_config):
 
     As in a trained model, the common part of the tokens' streams is larger than their differences.
     """
-    hparams = from_config(tiny_config(**DENSE))
+    return make_dense(tiny_config)
+
+
+def make_dense(tiny_config, **changes):
+    hparams = from_config(tiny_config(**DENSE, **changes))
     params = random_params(hparams)
     params['embedding'] += 0.3
     tokens_BT = np.random.default_rng(2).integers(0, 257, (8, 32))
@@ -71,6 +75,21 @@ def test_fitted_gates_leave_the_model_near_to_itself(gate, part, dense, tiny_con
     )
     assert after < min(0.1 * np.abs(wanted_BTV).mean(), before / 2)
     assert set(errors) == {1, 2} and all(0 < error < 0.5 for error in errors.values())
+
+
+def test_gates_are_fitted_to_the_stream_that_routers_read(tiny_config):
+    """Regression: the fit ignored the embedding residual, so gates were up to 2, with no error."""
+    changes = {'model.embedding_residual': 'learned'}
+    dense = make_dense(tiny_config, **changes)
+    target = from_config(tiny_config(**DENSE, **ROUTED, **changes))
+    params, moments = converted(dense, target)
+    fitted, errors = fit_routers(params, target.model, moments)
+    variables = {'params': fitted, 'averages': {'thresholds_R': np.zeros(2, np.float32)}}
+    _, records = jax.jit(Transformer(target).apply)(variables, dense[2]['tokens_BT'])
+    gates_RBT = np.asarray(records.routing.gates_BT)
+    found_R = np.sqrt(np.mean((gates_RBT - 1) ** 2, axis=(1, 2)))
+    assert found_R[0] == pytest.approx(errors[1], rel=1e-3)
+    assert found_R[1] == pytest.approx(errors[2], rel=0.5)  # reads gated, not dense, output
 
 
 def test_scores_without_a_gate_have_unit_size(dense, tiny_config):
