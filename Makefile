@@ -78,17 +78,17 @@ FRESH := 12,13,14,15,16,17,18,19,20,21,22,23
 
 study: .venv/installed
 	$(call isoflop) --config=configs/study.py --budgets=6e11,2e12 --sizes=2x64,4x64,8x64 \
-	    --seeds=$(EIGHT) --noall_sizes --learning_rates=0.003,0.006,0.012 \
+	    --seeds=$(EIGHT) --learning_rates=0.003,0.006,0.012 \
 	    --variants=dense,shallow,mod,mod_0.5,every_0.125,every_0.5,random,random_every_0.5
 	$(VENV_PYTHON) -m launch.claims --workdir=runs/study
 
 AT_BUDGET := --config=configs/study.py --learning_rates=0.006
-AT_OPTIMUM := $(AT_BUDGET) --variants=dense,shallow,mod --noall_sizes
+AT_OPTIMUM := $(AT_BUDGET) --variants=dense,shallow,mod
 study-budgets: .venv/installed
 	$(call isoflop,/6e11) $(AT_OPTIMUM) --budgets=6e11 --sizes=1x64,2x64,4x64,6x64 --seeds=$(NINE)
 	$(call isoflop,/2e12) $(AT_OPTIMUM) --budgets=2e12 --sizes=1x64,2x64,4x64,6x64,8x64 --seeds=$(NINE)
 	$(call isoflop,/6e12) $(AT_OPTIMUM) --budgets=6e12 --sizes=2x64,4x64,6x64,2x128,4x128 --seeds=$(NINE)
-	$(call isoflop,/2e13) $(AT_OPTIMUM) --budgets=2e13 --sizes=4x64,6x64,2x128,4x128,6x128 --seeds=$(SEVEN)
+	$(call isoflop,/2e13) $(AT_OPTIMUM) --budgets=2e13 --sizes=4x64,6x64,8x64,10x64 --seeds=$(SEVEN)
 
 ROUTERS := $(AT_BUDGET) --variants=mod,random,position,norm
 study-routing: .venv/installed
@@ -169,7 +169,7 @@ gpu:
 AT_SCALE := mod,mod_0.25,mod_0.5,every_0.125,every_0.5,aux_loss,random,random_every_0.5,position,norm
 study-gpu:
 	$(ISOFLOP) --config=configs/mod_isoflop_gpu.py --workdir=runs/study-gpu --budgets=1e15,1e16 \
-	    --sizes=4x256,6x256,8x256,8x384 --seeds=$(EIGHT) --noall_sizes \
+	    --sizes=4x256,6x256,8x256,10x256,12x256 --seeds=$(EIGHT) \
 	    --learning_rates=0.0015,0.003,0.006 --variants=dense,shallow,$(AT_SCALE)
 
 study-moda-gpu:

@@ -25,12 +25,11 @@ SIZES = flags.DEFINE_list('sizes', None, 'LAYERSxWIDTH, such as 4x64,8x64.', req
 VARIANTS = flags.DEFINE_list(
     'variants', ['dense', 'shallow', 'mod', 'random'], 'Names in moddepth_jax/studies/plan.py.'
 )
-SEEDS = flags.DEFINE_list('seeds', ['0'], 'All run at the largest budget, the first elsewhere.')
+SEEDS = flags.DEFINE_list(
+    'seeds', ['0'], 'The first chooses the sizes; all run at the best ones of the largest budget.'
+)
 LEARNING_RATES = flags.DEFINE_list(
     'learning_rates', [], 'Tried for each width. Default: that of the config.'
-)
-ALL_SIZES = flags.DEFINE_boolean(
-    'all_sizes', True, 'Run all seeds at every size, or only at the best.'
 )
 PROCESSES = flags.DEFINE_integer('processes', 1, 'Runs at a time on this machine.', lower_bound=1)
 SHARD = flags.DEFINE_string('shard', '0/1', 'I/N: which of N equal shares of the runs to train.')
@@ -60,7 +59,6 @@ def _study():
         'variants': tuple(VARIANTS.value),
         'seeds': _numbers(SEEDS, int),
         'learning_rates': _numbers(LEARNING_RATES, float) or (own_rate,),
-        'all_sizes': ALL_SIZES.value,
     }
     try:
         return Study(**values)

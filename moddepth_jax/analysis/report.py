@@ -15,6 +15,7 @@ import rich.console
 import rich.table
 import rich.text
 
+from moddepth_jax.analysis import routing_gap
 from moddepth_jax.analysis.depth_mass import depth_mass
 from moddepth_jax.analysis.source_mass import has_sources, source_mass
 from moddepth_jax.hparams import Hparams
@@ -105,22 +106,11 @@ def loss_table(evaluation: dict, rule: str | None, title: str | None = None) -> 
     return to_rich(Table(title, ['routing', 'nats per token', 'bits per byte'], lines))
 
 
-def describe_gap(gap: float) -> str:
-    """Say in words what a routing gap in nats means (docs/mixture_of_depths.md)."""
-    if not math.isfinite(gap):
-        return 'undefined, because the loss is not finite'
-    if abs(gap) <= 0.01:
-        return 'negligible'
-    if gap < 0:
-        return 'the causal rule does better than top-C; report both'
-    return 'invalidates the run' if gap >= 0.05 else 'report it with the loss'
-
-
 def _lines(run):
     summary, evaluation = run.summary, run.summary['eval']
     if 'routing_gap' in evaluation:
         gap = evaluation['routing_gap']
-        yield f'routing gap {gap:+.4f} nats: {describe_gap(gap)}'
+        yield f'routing gap {gap:+.4f} nats: {routing_gap.describe(gap)}'
         for layer, values in summary['routing'].items():
             names = ('selected_fraction', 'precision', 'recall')
             shown = ', '.join(f'{name} {values[name]:.3f}' for name in names)

@@ -10,8 +10,9 @@ import numpy as np
 from flax import traverse_util
 from matplotlib import rc_context
 
+from moddepth_jax.analysis import routing_gap
 from moddepth_jax.studies.plot_style import SETTINGS, new_figure, scientific, set_y_limits
-from moddepth_jax.studies.statistics import INVALID_GAP, Interval, interval
+from moddepth_jax.studies.statistics import Interval, interval
 from moddepth_jax.studies.store import training_curve
 from moddepth_jax.training.metrics import METRICS_FILE, read_metrics
 from moddepth_jax.training.progress import format_count
@@ -90,15 +91,16 @@ class Variant:
         """Return a number of the evaluation for each run."""
         return [run.value(name) for run in self.runs]
 
-    def minus(self, other: 'Variant') -> tuple[Interval, str]:
-        """Return the difference of mean bits per byte, and whether the interval is paired.
+    def minus(self, other: 'Variant') -> tuple[Interval, int]:
+        """Return the mean difference in bits per byte, and over how many pairs of seeds it is.
 
-        Runs with equal seeds read the same data in the same order, so they are compared in pairs.
+        Runs with equal seeds read the same data in the same order. With two common seeds or more,
+        the other runs are left out; else the means over all runs are compared (0 pairs).
         """
-        mine, others = self.values(), other.values()
-        if self.seeds == other.seeds:
-            return interval([np.subtract(mine, others)]), 'paired'
-        return interval([mine, others], (1, -1)), 'unpaired'
+        mine, others = (dict(zip(v.seeds, v.values(), strict=True)) for v in (self, other))
+        if len(common := [seed for seed in mine if seed in others]) > 1:
+            return interval([[mine[seed] - others[seed] for seed in common]]), len(common)
+        return interval([[*mine.values()], [*others.values()]], (1, -1)), 0
 
 
 def read_run(path: str) -> FinishedRun:
@@ -172,9 +174,10 @@ def warnings(variants: list[Variant]) -> list[str]:
     devices = [run.summary['versions']['device'] for run in runs]
     differ('devices', devices, 'tokens per second do not compare the models')
     for run in runs:
-        if run.value('routing_gap') >= INVALID_GAP:
-            gap = run.value('routing_gap')
-            found.append(f'{run.path}: a routing gap of {gap:.3f} nats makes the run invalid')
+        if routing_gap.is_large(gap := run.value('routing_gap')):
+            found.append(
+                f'{run.path}: a large routing gap of {gap:+.3f} nats; compare by both losses'
+            )
     if any(len(variant.runs) < 2 for variant in variants):
         found.append('one seed shows no spread: train more seeds with --config.seed')
     return found
@@ -208,8 +211,8 @@ def describe(variants: list[Variant]) -> list[dict]:
             'seconds': statistics.fmean(run.summary['seconds'] for run in variant.runs),
         }
         if variant is not variants[0]:
-            difference, how = variant.minus(variants[0])
-            row['difference'] = {**difference._asdict(), 'how': how}
+            difference, pairs = variant.minus(variants[0])
+            row['difference'] = {**difference._asdict(), 'pairs': pairs}
         rows.append(row)
     return rows
 
@@ -222,7 +225,11 @@ def _difference(row):
     if 'difference' not in row:
         return 'base'
     found = Interval(*(row['difference'][name] for name in Interval._fields))
-    return format(found, '+.4f').replace(' (no interval)', '').replace(' (', '\n(')
+    text = format(found, '+.4f')
+    if text.endswith('(no interval)'):
+        return text.removesuffix(' (no interval)')
+    pairs = row['difference']['pairs']
+    return text.replace(' (', '\n(') + (f'\n{pairs} pairs' if pairs else '\nunpaired')
 
 
 def _cells(row):

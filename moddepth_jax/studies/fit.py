@@ -92,8 +92,8 @@ def best(rows: list[dict]) -> Size:
 
 
 def choosing_seeds(study: dict) -> list[int]:
-    """Return [first seed] if it chose among sizes and must not judge them as well, else []."""
-    return study['seeds'][: len(study['sizes']) > 1]
+    """Return [first seed] if it chose a size or a learning rate, and so must not judge, else []."""
+    return study['seeds'][: len(study['sizes']) > 1 or len(study['tuning']) > 0]
 
 
 def judging(study: dict, rows: list[dict]) -> dict[int, float]:
@@ -120,10 +120,11 @@ def paired_differences(study: dict, budget: float) -> dict[str, list[float]]:
 def fit(rows: list[dict]) -> Fit | None:
     """Fit the losses of the choosing seed by least squares; None for fewer than three sizes.
 
-    The parabola is then shifted by the difference between the mean over seeds and the choosing seed
-    at the best size.
+    If the width of the best size has three sizes or more, the others are left out: their losses
+    depend on how well the learning rate suits each width. The parabola is then shifted by the
+    difference between the mean over seeds and the choosing seed at the best size.
     """
-    found = sizes(choosing(rows))
+    found = fitted_sizes(rows) if rows else []
     if len({size.parameters for size in found}) < 3:
         return None
     above = best(rows).loss - best(choosing(rows)).loss
@@ -138,6 +139,14 @@ def fit(rows: list[dict]) -> Fit | None:
     return Fit(a, b, c, lowest.parameters, lowest.loss, False)
 
 
+def fitted_sizes(rows: list[dict]) -> list[Size]:
+    """Return the sizes that `fit` uses, with the choosing seed alone."""
+    every = sizes(choosing(rows))
+    width = min(every, key=lambda size: size.loss).size.partition('x')[2]
+    of_width = [size for size in every if size.size.partition('x')[2] == width]
+    return of_width if len(of_width) >= 3 else every
+
+
 def optimum(rows: list[dict]) -> Size | None:
     """Return the best size, or the minimum of the parabola if it lies inside; None without rows.
 
@@ -148,7 +157,7 @@ def optimum(rows: list[dict]) -> Size | None:
     parabola, lowest = fit(rows), best(rows)
     if parabola is None or not parabola.inside:
         return lowest
-    logs = np.log([(size.parameters, size.flops_per_forward) for size in sizes(rows)])
+    logs = np.log([(size.parameters, size.flops_per_forward) for size in fitted_sizes(rows)])
     flops = np.exp(np.interp(math.log(parabola.optimum_parameters), logs[:, 0], logs[:, 1]))
     values = {'parameters': parabola.optimum_parameters, 'loss': parabola.optimum_loss}
     return lowest._replace(**values, flops_per_forward=float(flops))

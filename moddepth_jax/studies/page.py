@@ -8,10 +8,11 @@ import pathlib
 import statistics
 import string
 
+from moddepth_jax.analysis import routing_gap
 from moddepth_jax.studies import fit
 from moddepth_jax.studies.plot_style import budget_name, scientific
 from moddepth_jax.studies.plots import FIGURES
-from moddepth_jax.studies.statistics import INVALID_GAP, MIN_SEEDS, MIN_STEPS, interval
+from moddepth_jax.studies.statistics import MIN_SEEDS, MIN_STEPS, interval
 
 _OFF_BUDGET = 0.01
 
@@ -30,7 +31,7 @@ def write_page(study: dict, directory):
         warnings=_warnings(study),
         reference=html.escape(study['variants'][fit.reference(study)]['label']),
         min_steps=MIN_STEPS,
-        invalid_gap=f'{INVALID_GAP:g}',
+        large_gap=f'{routing_gap.LARGE:g}',
         best=_best_tables(study),
         runs=_run_table(study),
         rest=html.escape(json.dumps(rest, indent=1, ensure_ascii=False)),
@@ -59,10 +60,10 @@ def _runs(study):
     if short:
         found = f'{len(short)} of {len(runs)} runs have fewer than {MIN_STEPS} steps'
         yield f'{found}: they get no verdict.'
-    invalid = [row['run'] for row in runs if (row['routing_gap'] or 0) >= INVALID_GAP]
-    if invalid:
-        found = f'A routing gap of {INVALID_GAP:g} nats or more makes runs invalid'
-        yield f'{found}: {", ".join(invalid)}.'
+    far = [row['run'] for row in runs if routing_gap.is_large(row['routing_gap'])]
+    if far:
+        found = f'These runs have a routing gap of {routing_gap.LARGE:g} nats or more, up or down'
+        yield f'{found}; compare them by both losses: {", ".join(far)}.'
     if study['kind'] == 'flops':
         off = [r['run'] for r in runs if abs(r['total_flops'] / r['budget'] - 1) > _OFF_BUDGET]
         if off:
@@ -189,10 +190,11 @@ def _run_table(study):
             'causal loss, nats': _number(row['loss'], '.4f'),
             'bits/byte': _number(row['bits_per_byte'], '.4f'),
             'top-C loss, nats': _number(row['loss_top_c'], '.4f'),
-            'gap, nats': _number(row['routing_gap'], '+.4f', gap >= INVALID_GAP),
+            'gap, nats': _number(
+                row['routing_gap'], '+.4f', routing_gap.is_large(row['routing_gap'])
+            ),
             'rule': row['rule'] or '',
         }
         for row in study['runs']
-        for gap in [row['routing_gap'] or 0]
     ]
     return _table(rows, 'sortable')

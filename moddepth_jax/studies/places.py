@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moddepth_jax.analysis import routing_gap
 from moddepth_jax.studies import fit
-from moddepth_jax.studies.statistics import INVALID_GAP, MIN_STEPS
+from moddepth_jax.studies.statistics import MIN_STEPS
 
 MIN_SIZES = 3  # dense sizes that must have run for the best one to count as optimal
 BEST_DENSE = 'best dense'  # pseudo-variant: the best size of `dense` and `shallow`
@@ -141,10 +142,17 @@ class Place(NamedTuple):
         return [row for row in rows if row['seed'] == first and row['loss'] is not None]
 
     def _at_edge(self, rows, best):
-        """Whether a better size may lie beyond those tried. Nothing is shallower than 1 layer."""
-        tried = [row['parameters'] for row in self._tried(rows)] or [best['parameters']]
-        smallest = best['parameters'] <= min(tried) and not best['size'].startswith('1x')
-        return smallest or best['parameters'] >= max(tried)
+        """Whether a better size may lie beyond those tried. Nothing is shallower than 1 layer.
+
+        If several sizes of the best one's width ran, it must lie between these: the learning rate
+        may suit other widths less, so they show no limit to its depth.
+        """
+        tried = {row['size']: row['parameters'] for row in self._tried(rows)}
+        width = best['size'].partition('x')[2]
+        of_width = {size: n for size, n in tried.items() if size.partition('x')[2] == width}
+        counts = (of_width if len(of_width) > 1 else tried).values() or [best['parameters']]
+        smallest = best['parameters'] <= min(counts) and not best['size'].startswith('1x')
+        return smallest or best['parameters'] >= max(counts)
 
     def _group(self, variant, rows, at_edge):
         size = rows[0]['size']
@@ -183,14 +191,14 @@ class Place(NamedTuple):
         if steps < MIN_STEPS:
             return f'{what} has {steps} steps, {MIN_STEPS} are needed'
         if at_edge:
-            return f'{what} is the smallest or largest of the sizes that ran'
+            return f'{what} is the smallest or largest of the sizes of its width that ran'
         return ''
 
     def gap(self, groups) -> str:
         """Describe the first group with a large gap between causal and top-C loss; '' if none."""
         for group in groups:
             gap = max((row['routing_gap'] or 0.0 for row in group.rows.values()), key=abs)
-            if abs(gap) >= INVALID_GAP:
+            if routing_gap.is_large(gap):
                 return f'{group.variant} {group.size} has a routing gap of {gap:.2f} nats'
         return ''
 

@@ -269,7 +269,6 @@ class Study:
     variants: tuple[str, ...]  # keys of VARIANTS
     seeds: tuple[int, ...]  # where there is only one run, it uses the first seed
     learning_rates: tuple[float, ...]  # tuned if there are several
-    all_sizes: bool = True  # at the largest budget: all seeds at every size, or only at the best
 
     def __post_init__(self):
         for name in ('budgets', 'sizes', 'variants', 'seeds', 'learning_rates'):
@@ -366,8 +365,7 @@ class Plan:
         """Return the runs that follow from `losses` (by run name), and whether these are all runs.
 
         The stages are: tuning runs; all sizes with the first seed; then the other variants at the
-        best size of each budget, and the other seeds at the largest budget (at every size if
-        `all_sizes`).
+        best size of each budget, and the other seeds at the best sizes of the largest budget.
         """
         study, rates = self.study, self.learning_rates(losses)
         if rates is None:
@@ -384,8 +382,7 @@ class Plan:
         for run in sorted(sized, key=lambda run: losses[run.name]):
             best.setdefault((run.variant, run.budget), run)
         last = study.budgets[-1]
-        largest = [run for run in sized if run.budget == last and study.all_sizes]
-        runs = sized + [run._replace(seed=seed) for run in largest for seed in study.seeds[1:]]
+        runs = list(sized)
         anchor = 'mod' if 'mod' in study.variants else study.sized[0]
         for budget in study.budgets:
             for variant in study.variants:
@@ -403,7 +400,7 @@ class Plan:
         study, budgets = self.study, {}
         for run in runs:
             # Variants that share runs of the first seed may end up with different best sizes.
-            apart = run.seed != study.seeds[0] and not study.all_sizes
+            apart = run.seed != study.seeds[0]
             budgets[run.name, run.variant * apart] = run.budget
         return collections.Counter(budgets.values())
 

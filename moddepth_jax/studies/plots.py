@@ -129,7 +129,7 @@ def _draw_or_name(axes, x, losses, keywords):
 
 def _draw_parabola(axes, rows, bits, keywords):
     """Draw the parabola of a variant and its optimum. Returns {whether it lies inside} or {}."""
-    parabola, sizes = fit.fit(rows), fit.sizes(rows)
+    parabola, sizes = fit.fit(rows), fit.fitted_sizes(rows)
     line = {'color': keywords['color'], 'linewidth': 1.2, 'alpha': 0.8}
     if parabola is None:
         losses = [size.loss * bits for size in sizes]

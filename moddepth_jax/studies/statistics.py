@@ -10,7 +10,6 @@ import scipy.optimize
 import scipy.stats
 
 MIN_SEEDS, MIN_STEPS = 3, 500  # runs with fewer get no verdict
-INVALID_GAP = 0.05  # nats between causal and top-C routing, see docs/mixture_of_depths.md
 LEVEL = 0.05  # of each interval, and of the family of all claims
 POWER = 0.8  # for which detectable differences and required seeds are computed
 MOST_SEEDS = 1000  # limit of the search for the required number of seeds

@@ -107,7 +107,6 @@ def study_of(flags):
         tuple(flags['variants'].split(',')),
         tuple(map(int, flags['seeds'].split(','))),
         tuple(map(float, flags.get('learning_rates', own_rate).split(','))),
-        'noall_sizes' not in flags,
     )
     description = {'kind': kind, 'config': flags['config'], 'overrides': overrides}
     return config, Plan(study, config.shallower), description
@@ -177,7 +176,7 @@ def test_every_place_of_the_claims_is_trained_as_planned(spec):
     assert spec.study in pathlib.PurePath(flags['workdir']).parts
     assert len(set(flags['seeds'].split(','))) == spec.seeds
     if not spec.size:
-        assert 'noall_sizes' in flags and len(flags['sizes'].split(',')) >= MIN_SIZES
+        assert len(flags['sizes'].split(',')) >= MIN_SIZES
     assert variants_at(spec) <= set(flags['variants'].split(','))
 
 

@@ -1,5 +1,6 @@
 """Constructed runs are grouped and compared, with warnings."""
 
+import dataclasses
 import json
 import math
 
@@ -71,17 +72,29 @@ def test_runs_that_differ_only_in_seed_are_one_variant(paths):
     assert compare.differing_knobs(variants) == {'model.routing.router': ['none', 'learned']}
 
 
+def _with_seed(run, seed):
+    return dataclasses.replace(run, knobs=run.knobs | {'seed': seed})
+
+
 def test_equal_seeds_are_compared_in_pairs(paths):
-    """The interval is scipy's t interval; unequal seeds are compared by Welch's test."""
+    """The interval is scipy's t interval over common seeds, and Welch's with less than two."""
     mod, dense = read(paths)
-    found, how = dense.minus(mod)
+    found, count = dense.minus(mod)
     pairs = scipy.stats.ttest_rel(LOSSES['dense'], LOSSES['mod']).confidence_interval()
     np.testing.assert_allclose(found, [0.31 / 3, pairs.low, pairs.high])
-    assert how == 'paired'
-    found, how = dense.minus(read(paths[:2])[0])
+    assert count == 3
+    two = read(paths[:2])[0]
+    found, count = dense.minus(two)
+    pairs = scipy.stats.ttest_rel(LOSSES['dense'][:2], LOSSES['mod'][:2]).confidence_interval()
+    np.testing.assert_allclose(found[1:], pairs)
+    assert count == 2
+    others = dataclasses.replace(
+        two, runs=tuple(_with_seed(run, 9 + run.knobs['seed']) for run in two.runs)
+    )
+    found, count = dense.minus(others)
     welch = scipy.stats.ttest_ind(LOSSES['dense'], LOSSES['mod'][:2], equal_var=False)
     np.testing.assert_allclose(found[1:], welch.confidence_interval())
-    assert how == 'unpaired'
+    assert count == 0
 
 
 def test_rows_hold_the_spread_and_the_costs(paths):

@@ -52,20 +52,20 @@ def test_rates_are_tuned_with_the_dense_model_at_the_smallest_budget_once_per_wi
     assert plan_of().learning_rates(losses) == {64: 0.002, 128: 0.002}
 
 
-def test_three_variants_run_at_every_size_and_at_the_largest_budget_with_every_seed():
+def test_three_variants_run_at_every_size_with_the_first_seed():
     """The others run at the best size."""
     runs = all_runs(plan_of(), loss_of)[len(plan_of().tuning()) :]
     for variant in STUDY.variants:
         sizes = STUDY.sizes if variant in ('dense', 'shallow', 'mod') else ('4x64',)
         mine = [run for run in runs if run.variant == variant]
-        planned = [(s, 1e9, 5) for s in sizes] + [(s, 4e9, n) for s in sizes for n in (5, 6, 7)]
-        assert sorted((run.size, run.budget, run.seed) for run in mine) == sorted(planned)
+        first = sorted((run.size, run.budget) for run in mine if run.seed == 5)
+        assert first == sorted((size, budget) for size in sizes for budget in (1e9, 4e9))
         best = {run.size for run in mine if run.at_best_size}
         assert best == {'4x64'} or variant in ('dense', 'shallow')
 
 
-def test_other_seeds_may_run_only_at_the_best_sizes():
-    plan = plan_of(all_sizes=False)
+def test_other_seeds_run_only_at_the_best_sizes_of_the_largest_budget():
+    plan = plan_of()
     runs = all_runs(plan, loss_of)[len(plan.tuning()) :]
     for variant in STUDY.variants:
         others = {(run.size, run.budget, run.seed) for run in runs if run.variant == variant}
