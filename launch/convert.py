@@ -89,7 +89,10 @@ def _import():
     files = _existing(folder, (CONFIG_FILE, *COPIED_FILES))
     name, kind = folder.resolve().name, given['model_type']
     note = {'from': IMPORT, 'name': name, 'model_type': kind, 'dtype': dtype}
-    first_checkpoint.write_new_run(WORKDIR.value, hparams, params, averages, dataset, note, files)
+    config = config_file.source(flags.FLAGS['config'].config_filename)
+    first_checkpoint.write_new_run(
+        WORKDIR.value, hparams, params, averages, dataset, note, files, config
+    )
     print(f'{name}: {kind}, {num_parameters(params):,} parameters, {dtype}, now float32')
     if tokenizer.name == 'bytes':
         print(f'{name} has no tokenizer: its ids are used as bytes')
@@ -210,7 +213,7 @@ def _from_run():
     from moddepth_jax.conversion.from_layers import with_layers
     from moddepth_jax.conversion.transfer_params import check_convertible, keeps_adapters
     from moddepth_jax.conversion.upcycle import upcycle
-    from moddepth_jax.data.pipeline import make_dataset
+    from moddepth_jax.data.pipeline import check_held_out, make_dataset
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.hparams import from_config
     from moddepth_jax.training.run_dir import read_hparams
@@ -233,11 +236,17 @@ def _from_run():
     run = cli.load_saved_run(source)
     run = run if keeps else run.merged
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
+    trained_on = first_checkpoint.trained_on(source, run.fingerprint)
+    check_held_out(dataset.fingerprint, trained_on)
     params, averages, note = upcycle(run, hparams, dataset, measure_loss, LAYERS.value)
+    note['trained_on'] = trained_on
     if dtype := first_checkpoint.read_note(source).get('dtype'):
         note['dtype'] = dtype
     files = sorted((pathlib.Path(source) / first_checkpoint.SOURCE_FILES).glob('*'))
-    first_checkpoint.write_new_run(WORKDIR.value, hparams, params, averages, dataset, note, files)
+    config = config_file.source(flags.FLAGS['config'].config_filename)
+    first_checkpoint.write_new_run(
+        WORKDIR.value, hparams, params, averages, dataset, note, files, config
+    )
     print(f'{source}, step {run.step}, {note["held_out_batches"]} held-out batches, nats per token')
     print(f'  before      {note["dense_loss"]:.4f}')
     print(f'  first step  {note["first_loss"]:.4f}  {note["difference"]:+.4f}: {note["why"]}')

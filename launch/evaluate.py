@@ -18,7 +18,7 @@ import sys
 
 from absl import flags
 
-from launch import cli
+from launch import cli, first_checkpoint
 from moddepth_jax.hparams import checks
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
@@ -62,9 +62,7 @@ def _load_data(run):
     if TEXT_FIELD.value is not None:
         data = dataclasses.replace(data, text_field=TEXT_FIELD.value)
     data = dataclasses.replace(data, encoding=ENCODING.value)
-    trained_on = {
-        value for name, value in run.fingerprint.items() if name.startswith(('corpus_s', 'member_'))
-    }
+    trained_on = first_checkpoint.trained_on(WORKDIR.value, run.fingerprint)
     if DOMAINS.value is not None:
         return load_domains(DOMAINS.value, data, tokenizer, trained_on)
     data = dataclasses.replace(data, source=DATA.value, mixture='')

@@ -76,6 +76,17 @@ def read_note(workdir: str) -> dict:
     return read_json(pathlib.Path(workdir) / NOTE_FILE, 'convert the model again') or {}
 
 
+def trained_on(workdir: str, fingerprint: dict) -> dict[str, float]:
+    """Return the held-out fraction of each text that a run or its parents were trained on.
+
+    `fingerprint` is that of the run's data. Texts are named as in `fractions_of_texts`. Parents are
+    the runs that it was converted from, which convert.json lists.
+    """
+    from moddepth_jax.data.pipeline import fractions_of_texts
+
+    return read_note(workdir).get('trained_on', {}) | fractions_of_texts(fingerprint)
+
+
 def branch_run(source: str, step: int | None, workdir: str) -> tuple[int, int]:
     """Copy the run in `source` as it was after `step` (default: the newest) to a new `workdir`.
 
@@ -110,7 +121,9 @@ def branch_run(source: str, step: int | None, workdir: str) -> tuple[int, int]:
     return step, content['metadata']['num_steps']
 
 
-def write_new_run(workdir: str, hparams, params, averages, dataset, note: dict, source_files=()):
+def write_new_run(
+    workdir: str, hparams, params, averages, dataset, note: dict, source_files=(), config=None
+):
     """Create a run before its first step in a new `workdir`, from which launch.train can start.
 
     Args:
@@ -121,12 +134,13 @@ def write_new_run(workdir: str, hparams, params, averages, dataset, note: dict, 
       dataset: from `make_dataset`.
       note: content of convert.json.
       source_files: files to copy to the folder `hugging_face`.
+      config: the --config file, as `save_source` takes it.
     """
     import jax
 
     from moddepth_jax.training.checkpoint import Checkpoints
     from moddepth_jax.training.plan import resolve_steps
-    from moddepth_jax.training.run_dir import open_workdir, save_tokenizer
+    from moddepth_jax.training.run_dir import open_workdir, save_source, save_tokenizer
     from moddepth_jax.training.summary import initial_metadata
     from moddepth_jax.training.train_step import TrainState, init_optimizer
 
@@ -137,6 +151,7 @@ def write_new_run(workdir: str, hparams, params, averages, dataset, note: dict, 
     state = TrainState(zero, params, averages, optimizer_state, zero, zero, hparams, num_steps)
     with atomic_folder('workdir', workdir) as folder:
         open_workdir(folder, dataclasses.asdict(hparams))
+        save_source(folder, config)
         save_tokenizer(folder, hparams, dataset.tokenizer)
         for file in source_files:
             (folder / SOURCE_FILES).mkdir(exist_ok=True)

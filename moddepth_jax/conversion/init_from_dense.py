@@ -87,9 +87,7 @@ def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -
         x_BTD = embed(params['embedding'], tokens_BT, source.dtype)
         embedded_BTD, found = embedded_input(source, x_BTD), []
         for kind, layer_params in layers:
-            x_BTD, sums = _layer(
-                layer_params, x_BTD, embedded_BTD, tokens, model=target, kind=kind
-            )
+            x_BTD, sums = _layer(layer_params, x_BTD, embedded_BTD, tokens, model=target, kind=kind)
             found.append(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), sums))
         totals = found if totals is None else jax.tree.map(np.add, totals, found)
     of_blocks = [[] for _ in range(source.num_layers)]

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import platform
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence
 
 from moddepth_jax.data import python_text, recall, sources, synthetic
 from moddepth_jax.data.mixture import Member, is_prepared, load_members
@@ -69,13 +69,15 @@ def load_corpus(data: DataHparams) -> Corpus:
     return _of_documents(title, data, documents, packages, left_out, train, held_out)
 
 
-def load_held_out(data: DataHparams, trained_on: Set[str] = frozenset()) -> Corpus:
+def load_held_out(data: DataHparams, trained_on: Mapping[str, float] | None = None) -> Corpus:
     """Load the corpus of `data.source` as held-out documents, with nothing to train on.
 
     Text whose sha256 (or fingerprint, if it is prepared) is in `trained_on` is split as in
-    `load_corpus`, so that only its held-out documents are used. Raises ValueError like that, except
-    for the fraction or, of other text, a single document of one byte.
+    `load_corpus`, by the held-out fraction that it has there, so that only its held-out documents
+    are used. Raises ValueError like that, except for the fraction or, of other text, a single
+    document of one byte.
     """
+    trained_on = trained_on or {}
     if is_prepared(data.source):
         members = tuple(
             member
@@ -88,6 +90,7 @@ def load_held_out(data: DataHparams, trained_on: Set[str] = frozenset()) -> Corp
     documents, packages, left_out = _nonempty_documents(data)
     corpus = _of_documents(data.source, data, documents, packages, left_out, [], documents)
     if corpus.sha256 in trained_on:
+        data = dataclasses.replace(data, held_out_fraction=trained_on[corpus.sha256])
         train, held_out = _split(documents, data)
         corpus = _of_documents(data.source, data, documents, packages, left_out, train, held_out)
     return corpus

@@ -4,7 +4,7 @@ import codecs
 import fractions
 import itertools
 import operator
-from collections.abc import Set
+from collections.abc import Mapping
 
 import grain
 import numpy as np
@@ -152,7 +152,9 @@ def make_dataset(
 
 
 def make_held_out(
-    data: DataHparams, tokenizer: Tokenizer | None = None, trained_on: Set[str] = frozenset()
+    data: DataHparams,
+    tokenizer: Tokenizer | None = None,
+    trained_on: Mapping[str, float] | None = None,
 ) -> HeldOut:
     """Make held-out batches of all text of `data.source`, or of its held-out part.
 
@@ -216,6 +218,27 @@ def _fingerprint(data, seed, corpus, tokenizer):
     if corpus.packages:
         fingerprint['packages'] = ' '.join(corpus.packages)
     return fingerprint
+
+
+def fractions_of_texts(fingerprint: dict) -> dict[str, float]:
+    """Return the held-out fraction of each text of a `Dataset.fingerprint`.
+
+    A text is named by its sha256, or if it is prepared by its fingerprint.
+    """
+    texts = [v for name, v in fingerprint.items() if name.startswith(('corpus_s', 'member_'))]
+    return {text: fingerprint['held_out_fraction'] for text in texts}
+
+
+def check_held_out(fingerprint: dict, trained_on: Mapping[str, float]) -> None:
+    """Raise ValueError, one line, if a run would hold out text that its parents were trained on.
+
+    `fingerprint` is of the run's Dataset, and `trained_on` like the result of `fractions_of_texts`
+    for its parents.
+    """
+    for text, fraction in fractions_of_texts(fingerprint).items():
+        if fraction > (least := trained_on.get(text, fraction)):
+            right = f'must be at most {least!r}, as the model was trained on the rest of this text'
+            raise ValueError(f'data.held_out_fraction={fraction!r}: {right}')
 
 
 def check_fingerprint(stored: dict, current: dict) -> None:

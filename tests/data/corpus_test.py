@@ -135,13 +135,17 @@ def test_sha256_changes_with_every_change(tmp_path):
 
 
 def test_text_that_a_run_trained_on_is_split_as_in_the_run(tmp_path):
-    """Regression: launch.evaluate --data read the training text of a run, too, without a word."""
+    """Regression: launch.evaluate --data read the training text of a run, too, without a word.
+
+    The fraction is that of the run that was trained on the text, which may be a parent.
+    """
     write_texts(tmp_path / 'own', b'abc', 0)
     data = _data(tmp_path / 'own', 0.2)
     own = load_corpus(data)
-    assert load_held_out(data, {own.sha256}).held_out == own.held_out
-    assert make_held_out(data, trained_on={own.sha256}).held_back
-    new = make_held_out(data, trained_on={'0f'})
+    of_child = _data(tmp_path / 'own', 0.9)
+    assert load_held_out(of_child, {own.sha256: 0.2}).held_out == own.held_out
+    assert make_held_out(data, trained_on={own.sha256: 0.2}).held_back
+    new = make_held_out(data, trained_on={'0f': 0.2})
     assert len(new.corpus.held_out) == 30 > len(own.held_out) > 0 and not new.held_back
 
 

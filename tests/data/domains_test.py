@@ -21,7 +21,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def _load(folder, trained_on=frozenset(), **changes):
+def _load(folder, trained_on=None, **changes):
     data = dataclasses.replace(DATA, **{'text_field': 'body', **changes})
     return load_domains(str(folder), data, ByteTokenizer(), trained_on)
 
@@ -43,7 +43,7 @@ def test_every_file_and_folder_is_a_domain(folder):
 def test_text_that_a_run_trained_on_is_left_out(folder):
     for own in ('code', 'web'):  # prepared, and as files
         trained_on = make_dataset(dataclasses.replace(DATA, source=f'{folder}/{own}'), 0).corpus
-        found, _ = _load(folder, trained_on={trained_on.sha256})
+        found, _ = _load(folder, trained_on={trained_on.sha256: 0.25})
         held_back = {name: dataset.held_back for name, dataset in found.items()}
         assert held_back == dict.fromkeys(('code', 'notes.jsonl', 'web'), False) | {own: True}
 
@@ -81,7 +81,7 @@ def test_a_domain_that_cannot_be_read_is_refused(folder, tmp_path):
         name, sha256 = 'mine.json', 'c0ffee' * 8
 
     data = dataclasses.replace(DATA, text_field='body')
-    message = refusal(load_domains, str(folder), data, Other(), frozenset())
+    message = refusal(load_domains, str(folder), data, Other(), {})
     assert "code: was prepared with 'bytes', not with 'mine.json'" in message
 
 

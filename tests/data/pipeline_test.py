@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from moddepth_jax.data.corpus import Corpus
-from moddepth_jax.data.pipeline import check_fingerprint, make_dataset
+from moddepth_jax.data.pipeline import (
+    check_fingerprint,
+    check_held_out,
+    fractions_of_texts,
+    make_dataset,
+)
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer, make_tokenizer
 from moddepth_jax.data.windows import Windows, token_stream
 from tests.data.prepared_text import data_hparams, refusal
@@ -175,6 +180,19 @@ def test_fingerprint_survives_json_and_names_what_differs():
     for stored, current in ((older, fingerprint), (fingerprint, older)):
         message = refusal(check_fingerprint, stored, current)
         assert 'tokenizer was ' in message and 'missing' in message
+
+
+def test_a_run_holds_out_no_text_of_its_parents():
+    """Regression: with a larger fraction, text that the parent was trained on was held out."""
+    parent = fractions_of_texts(_dataset(0, HAND_MADE, held_out_fraction=0.25).fingerprint)
+    assert parent == {HAND_MADE.sha256: 0.25}
+    for fraction in (0.2, 0.25, 0.3):
+        fingerprint = _dataset(0, HAND_MADE, held_out_fraction=fraction).fingerprint
+        check_held_out(fingerprint, {'other': 0.1})
+        if fraction <= 0.25:
+            check_held_out(fingerprint, parent)
+    words = 'data.held_out_fraction=0.3: must be at most 0.25, as the model was trained on the rest'
+    assert words in refusal(check_held_out, fingerprint, parent)
 
 
 def test_packages_are_recorded_but_may_differ():

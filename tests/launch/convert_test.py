@@ -72,6 +72,8 @@ def test_an_import_is_a_run_before_its_first_step(folder, imported):
     assert stored['data'].pop('source') == f'{folder}/text/*.txt'
     assert str(folder) not in json.dumps(stored)
     assert not list(folder.glob('.W*'))
+    config = (ROOT / 'configs' / 'imported.py').read_text()
+    assert (folder / 'W' / 'config.py').read_text() == config
     note = json.loads((folder / 'W' / 'convert.json').read_text())
     assert (note['name'], note['model_type'], note['dtype']) == ('hf', 'olmo2', 'float32')
 
@@ -105,6 +107,33 @@ def test_the_export_equals_the_import(folder):
         assert (folder / 'out' / name).read_bytes() == (folder / 'gone' / name).read_bytes(), name
     configs = [json.loads((folder / f / 'config.json').read_text()) for f in ('out', 'gone')]
     assert configs[0] == configs[1]
+
+
+def test_a_run_from_a_run_keeps_its_config_and_the_texts_of_its_parents(folder, imported):
+    """Regression: a router of one's own was lost, and the training text counted as unseen."""
+    own = folder / 'own.py'
+    own.write_text("""
+from launch import config_file
+from moddepth_jax.model.mod.routers import ROUTERS
+
+
+@ROUTERS.register('last')
+class Last(ROUTERS['position']):
+    pass
+
+
+def get_config():
+    config = config_file.load('W/config.json')
+    config.model.routing.router = 'last'
+    return config
+""")
+    write_words(folder / 'more', count=7)
+    made = ('--config=own.py', f'--config.data.source={folder}/more')
+    done = call('convert', '--from_workdir=W', '--workdir=C', *made, cwd=folder)
+    assert done.status == 0, done.stderr
+    assert (folder / 'C' / 'config.py').read_bytes() == own.read_bytes()
+    note = json.loads((folder / 'C' / 'convert.json').read_text())
+    assert note['trained_on'] == {imported.fingerprint['corpus_sha256']: 0.3}
 
 
 @pytest.fixture(scope='module')

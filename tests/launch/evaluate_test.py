@@ -9,12 +9,13 @@ import shutil
 import jax
 import pytest
 
+from moddepth_jax.data.corpus import load_held_out
 from moddepth_jax.data.pipeline import make_held_out
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 from moddepth_jax.training.evaluate import evaluate_causal
 from moddepth_jax.training.mesh import make_mesh
 from moddepth_jax.training.saved_run import load_run
-from tests.data.prepared_text import prepare
+from tests.data.prepared_text import data_hparams, prepare
 from tests.forked_commands import run_commands
 from tests.launch.bad_inputs import snapshot
 
@@ -25,6 +26,7 @@ LINES = {
     'other': ['--workdir={run}', '--data={out}/other', '--text_field=body', '--encoding=UTF16',
               '--num_batches=0', '--json=-'],
     'own': ['--workdir={run}', '--data={run}/../*.txt', '--routing=predictor', '--json=-'],
+    'inherited': ['--workdir={out}/child', '--data={out}/domains/web', '--json=-'],
     'changed': ['--workdir={out}/run'],
     'domains': ['--workdir={run}', '--domains={out}/domains', '--json={out}/domains.json'],
 }  # fmt: skip
@@ -32,7 +34,10 @@ LINES = {
 
 @pytest.fixture(scope='module')
 def out(trained, tmp_path_factory):
-    """domains: files, a folder and a prepared one. run: the run, whose text has changed."""
+    """domains: files, a folder and a prepared one. run: the run, whose text has changed.
+
+    child: the run, as if it came from one that was trained on domains/web.
+    """
     out = tmp_path_factory.mktemp('evaluate')
     (out / 'domains' / 'web').mkdir(parents=True)
     for name in ('a', 'b'):
@@ -45,6 +50,10 @@ def out(trained, tmp_path_factory):
     (out / 'other' / 'note.md').write_text('é' * 32, encoding='utf-16')
     (out / 'other' / 'logo.png').write_bytes(b'\x89PNG\r\n\x1a\n\0\0\0\r')
     shutil.copytree(trained / 'run', out / 'run')
+    shutil.copytree(trained / 'run', out / 'child')
+    web = load_held_out(data_hparams(out / 'domains' / 'web'))
+    note = {'trained_on': {web.sha256: 0.5}}
+    (out / 'child' / 'convert.json').write_text(json.dumps(note))
     for path in [*trained.glob('*.txt')]:
         shutil.copy(path, out)
     (out / '6.txt').write_text('to be ' * 40)
@@ -115,6 +124,12 @@ def test_the_text_of_the_run_is_read_where_it_was_held_out(trained, done):
     summary = json.loads((trained / 'run' / 'summary.json').read_text())
     assert report['held_out'] and report['corpus_sha256'] == summary['corpus_sha256']
     assert report['loss'] == pytest.approx(summary['eval']['loss'], abs=2e-5)
+
+
+def test_the_text_of_a_parent_is_read_where_it_was_held_out(done):
+    """Regression: of a converted run, the training text of its parent was scored."""
+    report = json.loads(done['inherited'].stdout)
+    assert report['held_out'] and report['targets'] == len('to a ' * 40) // LENGTH * LENGTH
 
 
 def test_text_that_has_changed_is_reported(done):
