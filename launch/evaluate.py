@@ -140,7 +140,8 @@ def _measure_domains(run, datasets, skipped, most):
 
 def _print_report(report, experts):
     """Print the losses of one text, and statistics of routers and experts."""
-    from moddepth_jax.analysis.report import describe_gap, domain_table, expert_line, loss_table
+    from moddepth_jax.analysis import routing_gap
+    from moddepth_jax.analysis.report import domain_table, expert_line, loss_table
     from moddepth_jax.training.tables import Table, to_rich
 
     text = f'the held-out text of {report["data"]}' if report['held_out'] else report['data']
@@ -150,7 +151,7 @@ def _print_report(report, experts):
         cli.show(domain_table(report['domains'], title))
     if 'routing_gap' in report:
         gap = report['routing_gap']
-        cli.show(f'routing gap {gap:+.4f} nats: {describe_gap(gap)}')
+        cli.show(f'routing gap {gap:+.4f} nats: {routing_gap.describe(gap)}')
     if layers := report['routing'].values():
         columns = {'selected_fraction': 3, 'precision': 3, 'recall': 3}
         refused = any(layer['refused_fraction'] > 0 for layer in layers)
