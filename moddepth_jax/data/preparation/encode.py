@@ -89,20 +89,35 @@ def train_tokenizer(
 
 def _sample(tasks, options, advance):
     share = options.bpe_bytes / max(1, sum(task.bytes for task in tasks))
-    found = False
-    # If the hashes hold out all documents, the split will move one of them; sample from all then.
-    for least_hash in (options.held_out_fraction, 0.0):
-        for task in tasks:
-            wanted = share * task.bytes  # also above 1: the files may be compressed
-            for text in _texts(task, least_hash, options):
-                found = True
-                yield text
-                wanted -= len(text)
-                if wanted <= 0:
-                    break
-            advance(round(min(1.0, share) * task.bytes))
-        if found:
-            return
+    least_hash = _least_training_hash(tasks, options)
+    for task in tasks:
+        wanted = share * task.bytes  # also above 1: the files may be compressed
+        for text in _texts(task, least_hash, options):
+            yield text
+            wanted -= len(text)
+            if wanted <= 0:
+                break
+        advance(round(min(1.0, share) * task.bytes))
+
+
+def _least_training_hash(tasks, options):
+    """Return the least hash of a document to train on, as `split_documents` splits them.
+
+    It reads up to the first held-out document: all text only if there is none, or nothing else. A
+    single document, which is cut, counts as one to train on.
+    """
+    rows = (row for task in tasks for row, _ in _task_rows(task, options))
+    found = []  # the least, the second and the greatest hash, if there are as many
+    for row in rows:
+        if isinstance(row.text, BadText) or not row.text:
+            continue
+        found = sorted([*found, name_hash(row.name)])
+        found = found[:2] + found[2:][-1:]
+        if found[0] < options.held_out_fraction <= found[-1]:
+            return options.held_out_fraction
+    if not found:
+        return 0.0
+    return found[:2][-1] if found[0] >= options.held_out_fraction else found[-1]
 
 
 def _texts(task, least_hash, options):

@@ -200,6 +200,19 @@ def test_a_tokenizer_is_trained_on_documents_to_train_on(folder, tmp_path):
         assert np.array_equal(store.tokens(part), token_stream(getattr(raw, part), alone))
 
 
+@pytest.mark.parametrize('fraction', [1e-6, 1 - 1e-6])
+def test_a_tokenizer_is_never_trained_on_the_document_that_moves(tmp_path, fraction):
+    """Regression: if the hash holds out all documents or none, it was trained on all of them."""
+    (tmp_path / 'in').mkdir()
+    for word in ('hamlet', 'ophelia', 'gertrude', 'yorick'):
+        (tmp_path / f'in/{word}.txt').write_text(f'{word} ' * 40)
+    (tmp_path / 'in/empty.txt').write_text('')
+    knobs = {'tokenizer': 'bpe:262', 'held_out_fraction': fraction}
+    store = _prepare(tmp_path / 'in', tmp_path / 'out', **knobs)
+    texts = _raw(tmp_path / 'in', fraction=fraction).train
+    assert store.tokenizer['sha256'] == train_bpe(iter(texts), 262).sha256
+
+
 TEXTS = [f'text {i}' for i in range(20)]
 LONG = _jsonl(random.Random(i).randbytes(500).hex() for i in range(400))
 NO_FIELD = b'{"body": "x"}\n'
