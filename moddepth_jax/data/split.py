@@ -8,8 +8,8 @@ Document = tuple[str, bytes]
 def name_hash(name: str) -> float:
     """Map a document's name to [0, 1) by its sha256; documents below the fraction are held out.
 
-    The side of a document thus does not depend on the text, the order or other documents, unless one
-    side would be empty (`split_documents`).
+    The side of a document thus does not depend on other documents, their order, or the text, unless
+    a side would be empty (`split_documents`).
     """
     digest = hashlib.sha256(name.encode('utf-8', 'surrogateescape')).digest()
     return int.from_bytes(digest[:8], 'big') / 2**64
