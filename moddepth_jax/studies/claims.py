@@ -22,7 +22,7 @@ from moddepth_jax.studies.statistics import (
     detectable,
     holm,
     interval,
-    seeds_needed,
+    seeds_to_decide,
 )
 from moddepth_jax.studies.store import MEASURES_FILE, read_json
 from moddepth_jax.training.tables import markdown_rows
@@ -254,9 +254,9 @@ def _reason(judged, strictest):
 
 def _would_decide(finding, strictest):
     """The seeds and FLOPs that would decide a difference as large as the one found."""
-    needed = [_needed(finding.samples, strictest)]
+    needed = [seeds_to_decide(finding.samples, strictest)]
     if finding.under_top_c:
-        needed.append(_needed(finding.under_top_c, strictest))
+        needed.append(seeds_to_decide(finding.under_top_c, strictest))
     if None in needed:
         return f'even {MOST_SEEDS:,} {finding.counts} would not decide a difference this small'
     seeds = max(needed)
@@ -264,16 +264,6 @@ def _would_decide(finding, strictest):
         return f'{seeds} {finding.counts} would decide a difference of this size'
     flops = f'{max(1, seeds - finding.planned) * finding.flops:.1g}'.replace('e+', 'e')
     return f'{seeds} seeds would decide a difference of this size ({flops} more FLOPs)'
-
-
-def _needed(samples, level):
-    """The seeds that would decide by the rule of `all_within`; None if too many."""
-    outside = [sample for sample in samples if sample.margin <= 0]
-    if outside:  # one of them is enough, at its share of the level
-        needed = [seeds_needed(s.margin, s.spread, level / len(samples)) for s in outside]
-        return min((seeds for seeds in needed if seeds is not None), default=None)
-    needed = [seeds_needed(s.margin, s.spread, level) for s in samples]
-    return None if None in needed else max(needed)
 
 
 def read_evidence(directory, counted: dict[str, dict]) -> Evidence:

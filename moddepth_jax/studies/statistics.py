@@ -149,3 +149,16 @@ def seeds_needed(difference: float, spread: float, level: float) -> int | None:
     seeds = range(MIN_SEEDS, MOST_SEEDS + 1)
     enough = bisect.bisect_left(seeds, POWER, key=lambda count: _power(effect, count, level))
     return seeds[enough] if enough < len(seeds) else None
+
+
+def seeds_to_decide(samples, level: float) -> int | None:
+    """Return the fewest seeds that would decide `samples` by `all_within`; None if too many.
+
+    Each mean and spread is taken as found, and decided with probability POWER.
+    """
+    outside = [sample for sample in samples if sample.margin <= 0]
+    if outside:  # one of them is enough, at its share of the level
+        needed = [seeds_needed(s.margin, s.spread, level / len(samples)) for s in outside]
+        return min((seeds for seeds in needed if seeds is not None), default=None)
+    needed = [seeds_needed(s.margin, s.spread, level) for s in samples]
+    return None if None in needed else max(needed)

@@ -38,6 +38,21 @@ def test_only_the_first_seed_chooses_sizes_and_parabola():
     assert len(fit.best(others + rows).losses) == 3
 
 
+def test_sizes_of_another_width_are_no_points_of_the_parabola():
+    """Unless the best size's width has fewer than three: here a wider model has a bad rate."""
+    own = [_row(n, size=f'{n}x64') for n in (90_000, 200_000, 500_000)]
+    wide = _row(300_000, loss=9.0, size='2x128')
+    assert fit.fit([*own, wide]) == fit.fit(own)
+    assert fit.fit([*own[1:], wide]).optimum_loss != fit.fit(own).optimum_loss
+
+
+def test_a_seed_that_chose_a_size_or_a_rate_does_not_judge():
+    study = {'seeds': [3, 4], 'sizes': ['4x64'], 'tuning': []}
+    assert fit.choosing_seeds(study) == []
+    assert fit.choosing_seeds(study | {'sizes': ['2x64', '4x64']}) == [3]
+    assert fit.choosing_seeds(study | {'tuning': [{'learning_rate': 0.01}]}) == [3]
+
+
 DOWNWARDS = ((1000, 1.5), (2000, 1.6), (4000, 1.4))  # the vertex is the worst place
 
 

@@ -13,6 +13,7 @@ from moddepth_jax.studies.statistics import (
     holm,
     interval,
     seeds_needed,
+    seeds_to_decide,
 )
 
 VALUES = np.array([0.1, 0.3, 0.2, 0.25, 0.05])
@@ -79,3 +80,16 @@ def test_power_is_the_share_of_simulated_studies_that_decide():
     assert seeds_needed(difference * 1.001, 0.03, 0.001) == 8
     assert seeds_needed(difference * 0.99, 0.03, 0.001) == 9
     assert seeds_needed(1e-6, 0.03, 0.001) is None
+
+
+def test_one_sample_outside_its_bounds_is_enough_to_refute():
+    """Regression: the seeds for all samples were asked for, also for one close to its bound."""
+    clear, close = Sample(VALUES, high=0.0), Sample(VALUES - VALUES.mean() + 1e-9, high=0.0)
+    inside = Sample(-VALUES, high=0.0)
+    alone = seeds_needed(clear.margin, clear.spread, 0.05 / 3)
+    assert seeds_to_decide([clear, close, inside], 0.05) == alone
+    assert seeds_to_decide([close, inside], 0.05) is None
+    nearer = Sample(-VALUES + 0.1, high=0.0)
+    assert nearer.margin < inside.margin
+    needed = seeds_needed(nearer.margin, nearer.spread, 0.05)
+    assert seeds_to_decide([inside, nearer], 0.05) == needed
