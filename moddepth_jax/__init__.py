@@ -9,7 +9,7 @@ These are the public names. Each is imported at its first use, so `import moddep
     Transformer(hparams)                          the language model, a Flax module
 """
 
-import importlib
+import importlib as _importlib
 
 _MODULES = {
     'Transformer': 'moddepth_jax.model.transformer',
@@ -23,8 +23,8 @@ _MODULES = {
 def __getattr__(name):
     if name not in _MODULES:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    return getattr(_importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__():
-    return sorted({*globals(), *_MODULES})
+    return sorted(_MODULES)

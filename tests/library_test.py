@@ -83,8 +83,59 @@ def test_route_is_the_masked_form(causal):
     np.testing.assert_array_equal(np.asarray(y_BTD)[~chosen_BT], X[~chosen_BT])
 
 
-@pytest.mark.parametrize('capacity', [0, T + 1])
-def test_capacity_must_lie_in_the_row(capacity):
-    for wanted_BT in (None, SCORES > 0):
-        with pytest.raises(ValueError, match=rf'{capacity} must lie in \[1, {T}\]'):
-            moddepth_jax.route(attend, X, SCORES, capacity, wanted_BT=wanted_BT)
+def test_padding_keeps_its_bits_if_it_is_more_than_the_rest():
+    """Regression: top-C handed padding to the block: NaN from it stayed, and -0.0 became 0.0."""
+
+    def block_fn(x_BCD, tokens):
+        return jnp.where(tokens.segment_ids_BT[..., None] > 0, x_BCD, jnp.nan)
+
+    x_BTD = np.where(SEGMENTS[..., None] > 0, X, np.float32(-0.0))
+    y_BTD, selection = moddepth_jax.route(
+        block_fn, x_BTD, SCORES, 8, gate=None, segment_ids_BT=SEGMENTS
+    )
+    expected_BTD = np.where(selection.selected_BT[..., None], 2 * x_BTD, x_BTD)
+    np.testing.assert_array_equal(np.asarray(y_BTD).view(np.int32), expected_BTD.view(np.int32))
+    assert (np.asarray(selection.indices_BC)[2, 3:] >= T).all()
+
+
+@pytest.mark.parametrize(
+    ('changes', 'words'),
+    [
+        *(
+            ({'capacity': capacity}, rf'capacity={capacity} must lie in \[1, {T}\], as a static')
+            for capacity in (0, T + 1, 0.125)
+        ),
+        ({'capacity': T + 1, 'wanted_BT': SCORES > 0}, f'capacity={T + 1} must lie'),
+        ({'scores_BT': SCORES[..., None]}, r'scores_BT of shape \(3, 12, 1\) must have .*12\), t'),
+        ({'scores_BT': SCORES[:1]}, r'scores_BT of shape \(1, 12\)'),
+        ({'positions_BT': np.arange(T)}, r'positions_BT of shape \(12,\)'),
+        ({'segment_ids_BT': SEGMENTS[:, 1:]}, r'segment_ids_BT of shape \(3, 11\)'),
+        ({'wanted_BT': SEGMENTS}, 'wanted_BT of dtype int64 must be bool'),
+        (
+            {'block_fn': lambda x, _: x[..., :1]},
+            r'\(3, 4, 1\); .*shape \(3, 4, 8\)',
+        ),
+        ({'block_fn': lambda x, _: (x, 0)}, 'block_fn returned tuple'),
+    ],
+)
+def test_route_refuses_what_does_not_fit(changes, words):
+    """Regression: some of it was broadcast or selected nothing; the rest gave a traceback."""
+    given = {'block_fn': attend, 'x_BTD': X, 'scores_BT': SCORES, 'capacity': C} | changes
+    with pytest.raises(ValueError, match=words):
+        moddepth_jax.route(**given)
+
+
+@pytest.mark.parametrize('wrong', ['a config', 'hparams.model'])
+def test_a_model_needs_hparams(wrong, tiny_config):
+    config = tiny_config()
+    given = config if wrong == 'a config' else moddepth_jax.from_config(config).model
+    with pytest.raises(ValueError, match='type .*: must be Hparams, as from_config returns'):
+        moddepth_jax.Transformer(given).init(jax.random.key(0), np.zeros((1, 4), int))
+
+
+def test_a_mesh_whose_axes_are_explicit_is_refused():
+    """Regression: under such a mesh, JAX's default, `route` failed deep inside a vmap."""
+    mesh = jax.sharding.AbstractMesh((2,), ('data',), (jax.sharding.AxisType.Explicit,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        with pytest.raises(ValueError, match=r"\('data',\) of type Explicit: must be Auto; make"):
+            jax.eval_shape(lambda: moddepth_jax.route(attend, X, SCORES, C))

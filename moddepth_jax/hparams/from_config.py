@@ -31,7 +31,8 @@ def _convert(field, value, wanted, make):
 
 def _build(cls, values, prefix='', make=None):
     if not hasattr(values, 'items'):
-        refuse(prefix.rstrip('.'), values, 'must be a group of knobs')
+        right = 'a group of knobs' if prefix else 'a ConfigDict or dict, as get_config() returns'
+        refuse(prefix.rstrip('.') or 'config', values, f'must be {right}')
     types = typing.get_type_hints(cls)
     for name, value in values.items():
         name = str(name)

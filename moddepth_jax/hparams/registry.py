@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib.util
 import pathlib
-import types
 
 
 class Registry(collections.abc.Mapping):
@@ -28,7 +27,7 @@ class Registry(collections.abc.Mapping):
         """Return a decorator that adds a choice. Raises ValueError if the project has that name."""
 
         def add(choice):
-            if name in self._choices and name in self._own_traits:
+            if name in self._choices and self.is_own(name):
                 right = f'{self._module} has this name; choose another'
                 raise ValueError(f'{self._knob}={name!r}: {right}')
             self._choices[name] = choice
@@ -38,7 +37,7 @@ class Registry(collections.abc.Mapping):
 
     @functools.cached_property
     def _own_traits(self):
-        """The literal class attributes of this project's choices: SimpleNamespaces by name."""
+        """The class attributes of this project's choices: _Traits by name."""
         spec = importlib.util.find_spec(self._module)
         folders = spec.submodule_search_locations or ()
         files = [file for folder in folders for file in sorted(pathlib.Path(folder).glob('*.py'))]
@@ -46,7 +45,7 @@ class Registry(collections.abc.Mapping):
         nodes = [node for text in texts for node in ast.parse(text).body]
         classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
         return {
-            call.args[0].value: types.SimpleNamespace(**_literals(node, classes))
+            (name := call.args[0].value): _Traits(self, name, _literals(node, classes))
             for node in nodes
             for call in _registrations(node)
             if ast.unparse(call.func) == f'{self._name}.register'
@@ -56,9 +55,18 @@ class Registry(collections.abc.Mapping):
         """Return an object with the class attributes of a choice, without importing JAX.
 
         It is the class if that is imported. Otherwise it has the literals in the source of the
-        class and of its base classes in `module`.
+        class and of its base classes in `module`; to read any other attribute imports the class.
         """
         return self._choices[name] if name in self._choices else self._own_traits[name]
+
+    def is_own(self, name: str) -> bool:
+        """Return whether this project defines the choice, rather than a config file."""
+        return name in self._own_traits
+
+    def added(self, hparams) -> str | None:
+        """Return 'KNOB=VALUE' if Hparams have a choice that this project does not define."""
+        value = functools.reduce(getattr, self._knob.split('.'), hparams)
+        return f'{self._knob}={value!r}' if value in self and not self.is_own(value) else None
 
     def __getitem__(self, name):
         if name not in self._choices:
@@ -75,6 +83,18 @@ class Registry(collections.abc.Mapping):
         return len(list(iter(self)))
 
 
+class _Traits:
+    """Attributes of a choice: the literals in its source, and others of the imported class."""
+
+    def __init__(self, registry, name, literals):
+        self.__dict__.update(literals)
+        self._choice = registry, name
+
+    def __getattr__(self, attribute):
+        registry, name = self._choice
+        return getattr(registry[name], attribute)
+
+
 def _registrations(node):
     """Return the calls that register: decorators of a statement, or f(name) in f(name)(choice)."""
     value = getattr(node, 'value', None)
@@ -88,13 +108,23 @@ def _literals(node, classes):
     if not isinstance(node, ast.ClassDef):
         return found
     for base in node.bases:
-        found |= _literals(classes.get(ast.unparse(base)), classes)
+        found |= _literals(classes.get(ast.unparse(base).rpartition('.')[2]), classes)
     for line in node.body:
-        if isinstance(line, ast.Assign):
-            found.pop(name := line.targets[0].id, None)
+        names = _bound_names(line)
+        for name in names:
+            found.pop(name, None)
+        if isinstance(line, ast.Assign) and len(names) == 1:
             with contextlib.suppress(ValueError):  # not a literal
-                found[name] = ast.literal_eval(line.value)
+                found[names[0]] = ast.literal_eval(line.value)
     return found
+
+
+def _bound_names(line):
+    """Return the names that a statement of a class body may bind."""
+    if isinstance(line, ast.FunctionDef | ast.ClassDef):
+        return [line.name]
+    names = (node for node in ast.walk(line) if isinstance(node, ast.Name))
+    return [name.id for name in names if isinstance(name.ctx, ast.Store)]
 
 
 ROUTERS = Registry('ROUTERS', 'model.routing.router', 'moddepth_jax.model.mod.routers')
@@ -108,3 +138,4 @@ EXPERT_PRODUCTS = Registry(
 STREAMS = Registry('STREAMS', 'model.depth.stream', 'moddepth_jax.model.streams')
 OPTIMIZERS = Registry('OPTIMIZERS', 'optimizer.name', 'moddepth_jax.training.optimizer')
 SCHEDULES = Registry('SCHEDULES', 'optimizer.schedule', 'moddepth_jax.training.optimizer')
+ALL = (ROUTERS, GATES, CAUSAL_RULES, EXPERT_PRODUCTS, STREAMS, OPTIMIZERS, SCHEDULES)

@@ -112,6 +112,11 @@ class RoutingHparams:
         elif value not in choices:
             how = f', trained by {self.train_rule} per {self.select_per}'
             right = f'must be one of auto, {", ".join(choices)} for the {self.router} router{how}'
+            lists = {'gate': (GATES, 'gates'), 'causal_rule': (CAUSAL_RULES, 'rules')}
+            registry, attribute = lists.get(field, (None, ''))
+            # The value is registered: `check_values` refuses others first.
+            if registry and not registry.is_own(value):
+                right += f'; a router lists what it supports in its attribute `{attribute}`'
             refuse(f'model.routing.{field}', value, right)
 
     def _check_rule(self):

@@ -59,7 +59,7 @@ def route(
     scores_BT,
     capacity: int,
     *,
-    gate: Callable = lambda scores: scores,
+    gate: Callable | None = lambda scores: scores,
     wanted_BT=None,
     positions_BT=None,
     segment_ids_BT=None,
@@ -71,11 +71,13 @@ def route(
 
     Args:
       block_fn: called as block_fn(x_BCD, tokens) with the selected tokens in time order. Returns
-        what it adds to them. It must use the positions and the segment ids (0: unused) in the
-        TokenInfo.
+        what it adds to them, [B, C, D]. It must use the positions and the segment ids in the
+        TokenInfo. Places with id 0 are unused: its result there is dropped, but must be finite,
+        or the gradients of its parameters are NaN.
       x_BTD, scores_BT: the residual stream, and float32 router scores.
-      capacity: C, in [1, T].
-      gate: maps scores to factors on the block's output.
+      capacity: C, a static number of tokens in [1, T].
+      gate: maps scores to factors on the block's output. The default is the score itself. None: 1,
+        with which the scores get no gradient.
       wanted_BT: bool, the choice of a causal rule, such as scores_BT > threshold. The first C of
         each row are processed. None: the C highest scores, a choice that depends on later tokens.
       positions_BT: int32; None: 0 to T - 1.
@@ -85,26 +87,47 @@ def route(
       x_BTD after the block, and the Selection.
 
     Raises:
-      ValueError: capacity is outside [1, T].
+      ValueError: capacity is no int in [1, T], or a shape or the dtype of wanted_BT is wrong.
+
+    Under `jax.set_mesh`, the axes of the mesh must have the type Auto.
     """
+    sides = {'scores_BT': scores_BT, 'wanted_BT': wanted_BT}
+    _check_sides(x_BTD, sides | {'positions_BT': positions_BT, 'segment_ids_BT': segment_ids_BT})
+    check_capacity(capacity, x_BTD.shape[1], 'capacity')
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2])
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
-    check_capacity(capacity, x_BTD.shape[1])
     real_BT = segment_ids_BT > 0
     if wanted_BT is None:
         selection = select_highest(scores_BT, segment_ids_BT, capacity)
+        # In a row with fewer than C real tokens the highest scores include padding.
+        real_BC = mask_to_indices(selection.selected_BT, capacity)
+        selection = selection._replace(indices_BC=real_BC)
     else:
         selection = select_first(wanted_BT & real_BT, capacity)
-    gates_BT = jnp.where(real_BT, gate(scores_BT), 0)
+    gates_BT = jnp.where(real_BT, 1.0 if gate is None else gate(scores_BT), 0)
     tokens = TokenInfo(positions_BT, segment_ids_BT)
 
     def without_aux(x_BCD, tokens):
-        return block_fn(x_BCD, tokens), None
+        delta_BCD = block_fn(x_BCD, tokens)
+        if (found := getattr(delta_BCD, 'shape', type(delta_BCD).__name__)) != x_BCD.shape:
+            raise ValueError(f'block_fn returned {found}; must be an array of shape {x_BCD.shape}')
+        return delta_BCD, None
 
     x_BTD, _ = update_tokens(without_aux, x_BTD, tokens, gates_BT, selection.indices_BC)
     return Routed(x_BTD, selection)
+
+
+def _check_sides(x_BTD, sides):
+    """Raise ValueError if arrays by name are not [B, T], or `wanted_BT` is not bool."""
+    for name, side in sides.items():
+        if side is not None and side.shape != x_BTD.shape[:2]:
+            right = f'{x_BTD.shape[:2]}, the first two axes of x_BTD'
+            raise ValueError(f'{name} of shape {side.shape} must have shape {right}')
+    wanted_BT = sides['wanted_BT']
+    if wanted_BT is not None and wanted_BT.dtype != bool:
+        raise ValueError(f'wanted_BT of dtype {wanted_BT.dtype} must be bool, as scores_BT > 0 is')
 
 
 def update_tokens(block_fn, x_BTD, tokens: TokenInfo, gates_BT, indices_BC):
@@ -137,10 +160,10 @@ def select_first(wanted_BT, capacity: int) -> Selection:
     return Selection(indices_BC, selected_BT, wanted_BT & ~selected_BT)
 
 
-def check_capacity(capacity: int, length: int):
+def check_capacity(capacity: int, length: int, name: str = 'num_selected'):
     """Raise ValueError if C tokens cannot be selected from a row of `length`."""
-    if not 1 <= capacity <= length:
-        raise ValueError(f'num_selected={capacity} must lie in [1, {length}]')
+    if not isinstance(capacity, int | np.integer) or not 1 <= capacity <= length:
+        raise ValueError(f'{name}={capacity} must lie in [1, {length}], as a static int')
 
 
 def select_top_c(scores_BT, num_selected: int):

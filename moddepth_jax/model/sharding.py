@@ -96,9 +96,18 @@ def spec(mesh, names, shape, without: str | None = None) -> PartitionSpec:
 
 
 def _mesh():
-    """Return the mesh of the context; None if it has one device, or inside a shard_map."""
+    """Return the mesh of the context; None if it has one device, or inside a shard_map.
+
+    Raises ValueError unless all axes have the type Auto, so that XLA chooses other shardings.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.size <= 1 or mesh.manual_axes else mesh
+    if mesh.size <= 1 or mesh.manual_axes:
+        return None
+    if any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types):
+        kinds = ', '.join(kind.name for kind in mesh.axis_types)
+        right = 'make the mesh with axis_types=(AxisType.Auto,) * number of axes'
+        raise ValueError(f'mesh axes {mesh.axis_names} of type {kinds}: must be Auto; {right}')
+    return mesh
 
 
 def constrain(array, *names) -> jax.Array:

@@ -65,13 +65,21 @@ class Transformer(nn.Module):
         tokens, and the result has no meaning.
 
         Args:
-          tokens_BT: int, ids below model.vocab_size.
+          tokens_BT: int, ids from 0 to model.vocab_size - 1, which is not checked. T may be longer
+            than data.sequence_length.
           segment_ids_BT: int, the document of each token, 0 for padding; None: one document. With
             model.across_documents padding must come last.
           routing: top_c (for training; it looks at later tokens) or a causal rule that
             `check_routing` accepts.
-          causal_layers_R: bool, routed layers that use the causal rule and not top-C; None: all.
+          causal_layers_R: bool [R], one for each routed layer: whether it uses the causal rule and
+            not top-C; None: all do.
+
+        Raises:
+          ValueError: `hparams` do not come from `from_config`, or do not fit the routing.
         """
+        if not isinstance(self.hparams, Hparams):
+            found = f'hparams of type {type(self.hparams).__name__}'
+            raise ValueError(f'{found}: must be Hparams, as from_config returns them')
         model = self.hparams.model
         check_routing(self.hparams, routing)
         check_dtype(model)

@@ -32,6 +32,7 @@ from moddepth_jax.training.profile import Profile, check_profiled
 from moddepth_jax.training.progress import Progress
 from moddepth_jax.training.run_dir import (
     CONFIG_FILE,
+    check_source,
     check_writable,
     open_workdir,
     save_source,
@@ -108,8 +109,8 @@ def train(
         functions compile what the caller runs after training; a thread calls them during it.
 
     Raises:
-      ValueError: one line, before anything is compiled or written, for a budget, corpus, mesh or
-        workdir that does not fit, or if W&B is not installed.
+      ValueError: one line, before anything is compiled or written, for a budget, corpus, mesh,
+        workdir or source that does not fit, or if W&B is not installed.
       SaveError, DivergedError: during training.
     """
     workdir = pathlib.Path(workdir)
@@ -129,7 +130,13 @@ def train(
         may_change += IF_TOP_C
     if 0 < steps_before != num_steps:
         may_change += IF_EXTENDED
-    notes = multihost.broadcast_from_leader(lambda: open_workdir(workdir, config, may_change))
+
+    def open_run():
+        lines = open_workdir(workdir, config, may_change)  # writes nothing to an existing run
+        check_source(workdir, source, hparams)
+        return lines
+
+    notes = multihost.broadcast_from_leader(open_run)
     multihost.run_on_all(lambda: check_not_done(hparams, num_steps, steps_before, workdir))
 
     with contextlib.ExitStack() as stack:

@@ -15,7 +15,7 @@ from moddepth_jax.data.tokenizers.tokenizer import (
     make_tokenizer,
     save_atomically,
 )
-from moddepth_jax.hparams import Hparams, from_config, unknown_knobs
+from moddepth_jax.hparams import Hparams, from_config, registry, unknown_knobs
 from moddepth_jax.hparams.checks import did_you_mean
 from moddepth_jax.training.manifest import MANIFEST_FILE
 
@@ -253,6 +253,24 @@ def check_writable(folder: pathlib.Path):
     usable = folder.is_dir() and os.access(folder, os.R_OK | os.W_OK | os.X_OK)
     if os.path.lexists(folder) and not usable:
         raise ValueError(f'{folder}: {_WRITABLE}')
+
+
+def check_source(path: str | os.PathLike, source: str | os.PathLike | None, hparams: Hparams):
+    """Raise ValueError, one line, if code that a trained run uses is not in the --config file.
+
+    This is so if `hparams` name a choice, such as a router, which a config file defines, and the
+    text of `source` differs from the run's copy. With None there is nothing to compare.
+    """
+    file = pathlib.Path(path) / SOURCE_FILE
+    if source is None or not file.is_file() or not checkpoint_steps(path):
+        return
+    added = next(filter(None, (table.added(hparams) for table in registry.ALL)), None)
+    kept, new = (pathlib.Path(each).read_text(encoding='utf-8') for each in (file, source))
+    if added and kept != new:
+        stored = shlex.quote(os.fspath(file.with_name(CONFIG_FILE)))
+        found = f'{source} differs from its {SOURCE_FILE}, and may define {added} anew'
+        right = f'--config={stored} resumes that run; or use another --workdir'
+        raise ValueError(f'--workdir={path}: {found}; {right}')
 
 
 def save_source(path: str | os.PathLike, source: str | os.PathLike | None):

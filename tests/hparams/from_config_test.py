@@ -205,6 +205,13 @@ def test_unknown_knob_names_the_nearest(tiny_config):
     assert 'model.routing.capacty' in message and "'capacity'" in message
 
 
+def test_something_other_than_a_config_is_named():
+    """Regression: the message began with '=' and named no knob."""
+    for wrong in (None, registry, len):
+        with pytest.raises(ValueError, match='^config=.*: must be a ConfigDict or dict, as get_co'):
+            from_config(wrong)
+
+
 def test_missing_knob_is_named(tiny_config):
     """The error names a knob or a group that is missing."""
     names = [name for name, _ in leaves(tiny_config())]
@@ -355,5 +362,34 @@ def test_names_in_the_source_are_those_that_are_registered(name):
     own = [n for n in table if table[n].__module__.startswith('moddepth_jax.')]
     assert sorted(own) == sorted(table._own_traits) and len(own) > 2
     for choice in own:
-        stated = vars(table._own_traits[choice])
+        stated = vars(table._own_traits[choice]).copy()
+        del stated['_choice']
         assert stated == {field: getattr(table[choice], field) for field in stated}
+
+
+CHOICES = """
+import sys
+from moddepth_jax.hparams.registry import TABLE
+here = sys.modules[__name__]
+class Base:
+    gates = ('a',)
+    rules = ('one',)
+    first = 1
+@TABLE.register('later')
+class Later(here.Base):
+    gates = (*Base.gates, 'b')
+    first = second = 2
+"""
+
+
+def test_attributes_that_are_no_literals_are_those_of_the_class(tmp_path, monkeypatch):
+    """Regression: commands ended with a traceback, or read the attribute of the base class."""
+    (tmp_path / 'choices_of_test.py').write_text(CHOICES)
+    monkeypatch.syspath_prepend(tmp_path)
+    table = registry.Registry('TABLE', 'model.routing.router', 'choices_of_test')
+    monkeypatch.setattr(registry, 'TABLE', table, raising=False)
+    traits = table.traits('later')
+    assert traits.rules == ('one',) and 'choices_of_test' not in sys.modules
+    assert (traits.gates, traits.first, traits.second) == (('a', 'b'), 2, 2)
+    with pytest.raises(AttributeError, match='nothing'):
+        _ = traits.nothing

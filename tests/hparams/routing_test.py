@@ -4,6 +4,8 @@ import pytest
 
 from configs import base
 from moddepth_jax.hparams import RoutingHparams, from_config
+from moddepth_jax.hparams.registry import CAUSAL_RULES
+from moddepth_jax.hparams.registry import ROUTERS as ROUTERS_BY_NAME
 
 DEFAULTS = base.get_config().model.routing.to_dict()
 ROUTERS = ('learned', 'norm', 'random', 'position', 'straight_through')
@@ -116,6 +118,14 @@ def test_each_pair_is_accepted_or_refused_by_name(router):
             message = refusal(router=router, **{field: value})
             assert message.startswith(f'model.routing.{field}={value!r}: ')
             assert f'the {router} router' in message and ', '.join(right) in message
+
+
+def test_a_registered_rule_that_the_router_does_not_list_is_explained(monkeypatch):
+    monkeypatch.setattr(CAUSAL_RULES, '_choices', dict(CAUSAL_RULES._choices))
+    CAUSAL_RULES.register('mine')(CAUSAL_RULES['threshold'])
+    assert refusal(causal_rule='mine').endswith('lists what it supports in its attribute `rules`')
+    monkeypatch.setattr(ROUTERS_BY_NAME['learned'], 'rules', ('mine',))
+    assert routing(causal_rule='mine').causal_rule == 'mine'
 
 
 def test_rules_are_those_that_need_no_other_training():

@@ -12,6 +12,7 @@ import pytest
 from moddepth_jax.data.pipeline import Dataset, make_dataset
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 from moddepth_jax.hparams import from_config
+from moddepth_jax.hparams.registry import ROUTERS
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training import loop, trainer
 from moddepth_jax.training.checkpoint import state_sha256
@@ -90,6 +91,28 @@ def test_metrics_have_a_row_for_each_logged_step_and_evaluation(finished):
         assert {f'eval/routing/layer_00/{name}' for name in ROUTING} < set(row)
     assert trained[-1]['loss'] == finished.summary['train_loss']
     assert evaluated[-1]['eval/loss'] == finished.summary['eval']['loss']
+
+
+def test_other_code_of_its_own_router_does_not_replace_a_run(copied, run_hparams, tmp_path):
+    """Regression: results and weights of the old code were overwritten without a word."""
+    router = run_hparams.model.routing.router_class
+
+    @ROUTERS.register('of_loop_test')
+    class _(router):
+        pass
+
+    routing = dataclasses.replace(run_hparams.model.routing, router='of_loop_test')
+    hparams = changed(run_hparams, 'model', routing=routing)
+    stored = json.loads((copied / 'config.json').read_text())
+    stored['config']['model']['routing']['router'] = 'of_loop_test'
+    (copied / 'config.json').write_text(json.dumps(stored))
+    (copied / 'config.py').write_text('score = 1')
+    (tmp_path / 'mine.py').write_text('score = -1')
+    before = {path: path.read_bytes() for path in copied.rglob('*') if path.is_file()}
+    with pytest.raises(ValueError, match="mine.py differs .*router='of_loop_test' anew; --config="):
+        loop.train(hparams, copied, source=tmp_path / 'mine.py')
+    after = {path: path.read_bytes() for path in copied.rglob('*') if path.is_file()}
+    assert after == before
 
 
 def test_a_finished_run_does_not_train_again(finished, copied, run_hparams, monkeypatch):

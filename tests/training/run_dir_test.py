@@ -240,7 +240,19 @@ def test_a_run_keeps_the_file_that_defines_its_router(tmp_path, tiny_config):
     source.write_text(ROUTER)
     run_dir.save_source(tmp_path, source)
     run_dir.save_source(tmp_path, None)
-    assert read_hparams(tmp_path)[0].model.routing.router == 'of_this_test'
+    hparams = read_hparams(tmp_path)[0]
+    assert hparams.model.routing.router == 'of_this_test'
+    # Once it has trained, other code is refused, if the config needs code of the file.
+    source.write_text(ROUTER + '\nother = 1')
+    run_dir.check_source(tmp_path, source, hparams)
+    steps = tmp_path / 'checkpoints/2'
+    steps.mkdir(parents=True)
+    (steps / run_dir.MANIFEST_FILE).write_text('{}')
+    words = [f'{source} differs from its config.py', words[0], f'{tmp_path}/config.json resumes']
+    assert_refused(lambda: run_dir.check_source(tmp_path, source, hparams), words)
+    run_dir.check_source(tmp_path, source, from_config(tiny_config()))
+    for same in (tmp_path / 'config.py', None):
+        run_dir.check_source(tmp_path, same, hparams)
 
 
 def test_running_the_file_of_a_run_is_said_first(tmp_path, tiny_config, capsys):
