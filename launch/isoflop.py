@@ -13,7 +13,7 @@ import pathlib
 
 from absl import flags
 
-from launch import cli
+from launch import cli, config_file
 
 CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string(
@@ -93,9 +93,14 @@ def main(_):
     runner.share_threads(PROCESSES.value)
     description = {'kind': study.kind, 'config': flag.config_filename}
     description['overrides'] = flag.override_values
-    plan, cache = Plan(study, config.shallower), cli.enable_compilation_cache
     study_runner = runner.StudyRunner(
-        workdir, plan, config.hparams, description, cache, RESULTS.value
+        workdir,
+        Plan(study, config.shallower),
+        config.hparams,
+        description,
+        cli.enable_compilation_cache,
+        RESULTS.value,
+        config_file.source(flag.config_filename),
     )
     return study_runner.run(shard, PROCESSES.value, DRY_RUN.value, DRAW_ONLY.value)
 

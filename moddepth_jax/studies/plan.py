@@ -39,7 +39,11 @@ _PLAIN = {
 }
 
 
-def _mod(router='learned', layers='every:2', capacity=0.125, **routing):
+def mod_knobs(router='learned', layers='every:2', capacity=0.125, **routing) -> dict[str, object]:
+    """Return the `changes` of a Variant with routed blocks; `routing`: other knobs of that group.
+
+    Gate and causal rule are `auto` unless they are given or the router is `learned`.
+    """
     knobs = {'router': router, 'layers': layers, 'capacity': capacity, **routing}
     free = {'gate': 'auto', 'causal_rule': 'auto'} if router != 'learned' else {}
     return _PLAIN | {f'model.routing.{name}': value for name, value in (free | knobs).items()}
@@ -85,7 +89,7 @@ def _capacities(name, words, layers, looks):
     """Variants NAME_CAPACITY: a learned router in `layers` at several capacities."""
     return {
         f'{name}_{capacity:g}': Variant(
-            f'MoD {100 * capacity:g}%, {words}', _mod(layers=layers, capacity=capacity), look
+            f'MoD {100 * capacity:g}%, {words}', mod_knobs(layers=layers, capacity=capacity), look
         )
         for capacity, look in looks.items()
     }
@@ -157,10 +161,10 @@ STREAM_VARIANTS = {
     'mudd_static': Variant(
         'static MUDD connections', _stream('mudd', mudd_weights='static'), 'sky p'
     ),
-    'mod_moda': Variant('MoD and MoDA', _mod() | _moda(), 'green h'),
+    'mod_moda': Variant('MoD and MoDA', mod_knobs() | _moda(), 'green h'),
     'mod_moda_masked': Variant(
         'MoD and MoDA, no slots of skipped blocks',
-        _mod() | _moda(skipped_slots='masked'),
+        mod_knobs() | _moda(skipped_slots='masked'),
         'green H',
     ),
 }
@@ -200,28 +204,34 @@ _GREEN = {0.125: 'green ^', 0.25: 'green <', 0.5: 'green v', 0.75: 'green >'}
 VARIANTS = {
     'dense': STREAM_VARIANTS['dense'],
     'shallow': Variant("dense, shallower: MoD's FLOPs per forward", _PLAIN, 'grey s'),
-    'mod': Variant('MoD 12.5%, every other block', _mod(), 'blue D'),
+    'mod': Variant('MoD 12.5%, every other block', mod_knobs(), 'blue D'),
     **_capacities('mod', 'every other block', 'every:2', _SKY),
     **_capacities('every', 'every block', 'every:1', _GREEN),
-    'random': Variant('random 12.5%, every other block', _mod('random'), 'red X'),
-    'random_every_0.5': Variant('random 50%, every block', _mod('random', 'every:1', 0.5), 'red v'),
-    'position': Variant('by position 12.5%, every other block', _mod('position'), 'orange P'),
-    'norm': Variant(
-        'by norm 12.5%, every other block', _mod('norm', causal_rule='threshold'), 'rose p'
+    'random': Variant('random 12.5%, every other block', mod_knobs('random'), 'red X'),
+    'random_every_0.5': Variant(
+        'random 50%, every block', mod_knobs('random', 'every:1', 0.5), 'red v'
     ),
-    'aux_loss': Variant('MoD 12.5%, causal by aux. loss', _mod(causal_rule='aux_loss'), 'rose <'),
-    'threshold': Variant('MoD 12.5%, causal by threshold', _mod(causal_rule='threshold'), 'rose >'),
-    'sigmoid': Variant('MoD 12.5%, sigmoid gate', _mod(gate='sigmoid'), 'orange ^'),
-    'tanh': Variant('MoD 12.5%, tanh gate', _mod(gate='tanh'), 'orange v'),
+    'position': Variant('by position 12.5%, every other block', mod_knobs('position'), 'orange P'),
+    'norm': Variant(
+        'by norm 12.5%, every other block', mod_knobs('norm', causal_rule='threshold'), 'rose p'
+    ),
+    'aux_loss': Variant(
+        'MoD 12.5%, causal by aux. loss', mod_knobs(causal_rule='aux_loss'), 'rose <'
+    ),
+    'threshold': Variant(
+        'MoD 12.5%, causal by threshold', mod_knobs(causal_rule='threshold'), 'rose >'
+    ),
+    'sigmoid': Variant('MoD 12.5%, sigmoid gate', mod_knobs(gate='sigmoid'), 'orange ^'),
+    'tanh': Variant('MoD 12.5%, tanh gate', mod_knobs(gate='tanh'), 'orange v'),
     'straight_through': Variant(
         'straight-through 12.5%, causal by score > 0',
-        _mod('straight_through', causal_rule='positive'),
+        mod_knobs('straight_through', causal_rule='positive'),
         'rose h',
     ),
     'moe': Variant('experts', _PLAIN | _EXPERTS, 'orange ^'),
     'moe_capacity_0.5': Variant('experts, half the expert capacity', _PLAIN | _EXPERTS, 'green v'),
     'integrated': Variant('MoDE integrated, half no-ops', _PLAIN | _EXPERTS, 'rose p'),
-    'staged': Variant('MoDE staged, 12.5%, every other block', _mod() | _EXPERTS, 'blue D'),
+    'staged': Variant('MoDE staged, 12.5%, every other block', mod_knobs() | _EXPERTS, 'blue D'),
     **STREAM_VARIANTS,
     **LOOPED_VARIANTS,
     **{
@@ -237,6 +247,7 @@ VARIANTS = {
         and name != 'wider_mhc'
     },
 }
+OWN_VARIANTS = frozenset(VARIANTS)  # without those that a config file adds
 
 
 def blocks_of_loops(variant: str, num_layers: int) -> int:

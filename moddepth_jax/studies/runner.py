@@ -37,6 +37,7 @@ class StudyRunner:
       before_run: is called with the Hparams of each run before it trains.
       results: optional folder that also gets study.json, measures.json and the figures. Finished
         runs in it are not trained again.
+      source: config file, of which each run keeps a copy.
 
     Raises:
       ValueError: `results` holds another study, or runs that are not in this one.
@@ -50,10 +51,11 @@ class StudyRunner:
         description: dict,
         before_run=lambda hparams: None,
         results=None,
+        source: str | None = None,
     ):
         self._workdir, self._plan = pathlib.Path(workdir), plan
         self._hparams_of, self._description = hparams_of, description
-        self._before_run, self._results = before_run, results
+        self._before_run, self._results, self._source = before_run, results, source
         self._earlier = store.read_earlier(results, description, plan)
 
     def run(self, shard: tuple[int, int], processes: int, dry_run=False, draw_only=False) -> int:
@@ -86,7 +88,7 @@ class StudyRunner:
             store.check_earlier(self._earlier, run, hparams, steps)
         for run in self._progress().runs:
             if store.final_loss(self._workdir, run.name) is not None:
-                store.check_run(self._workdir, run, self._hparams_of(run))
+                store.check_run(self._workdir, run, self._hparams_of(run), self._source)
 
     def announce(self):
         """Print the plan and its cost."""
@@ -135,7 +137,7 @@ class StudyRunner:
         log = open(logs / f'{run.name}.txt', 'a', encoding='utf-8')
         try:
             with log, contextlib.redirect_stdout(log):
-                result = train(hparams, directory)
+                result = train(hparams, directory, source=self._source)
             if result.signal is not None:
                 return 128 + signal.Signals[result.signal]
             outcome = f'{result.summary["eval"]["bits_per_byte"]:.4f} bits/byte'

@@ -16,9 +16,23 @@ from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.studies.folders import PLAN_FILE, RUNS, STUDY_FILE, check_folder
-from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, PlannedRun, Study, width
+from moddepth_jax.studies.plan import (
+    DIVERGED,
+    OWN_VARIANTS,
+    VARIANTS,
+    Plan,
+    PlannedRun,
+    Study,
+    width,
+)
 from moddepth_jax.training.metrics import read_metrics
-from moddepth_jax.training.run_dir import OLDER_RUNS, check_config, may_differ, write_atomically
+from moddepth_jax.training.run_dir import (
+    OLDER_RUNS,
+    check_config,
+    check_source,
+    may_differ,
+    write_atomically,
+)
 from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.summary import read_summary, replace_nonfinite
 
@@ -39,7 +53,7 @@ MAY_DIFFER = (  # knobs that may differ from those of a finished run: they chang
     'evaluation.every',
     'evaluation.num_batches',
 )
-MEASURED = (  # variants whose runs are measured
+MEASURED = (  # variants whose runs are measured, besides those that a config file adds
     *('dense', 'mod', 'random', 'moda', 'mod_moda', 'dense_post', 'moda_post'),
     *('attnres', 'attnres_block', 'hyper', 'mhc', 'mudd'),
     *('value_residual', 'value_attention', 'value_embeddings'),
@@ -237,9 +251,14 @@ def progress(directory, plan: Plan, earlier: EarlierRuns = NO_RESULTS) -> Progre
         runs, complete = plan.runs(losses)
 
 
-def check_run(directory, run: PlannedRun, hparams: Hparams):
-    """Raise ValueError if the config of a finished run differs from the planned one."""
-    check_config(run_directory(directory, run.name), dataclasses.asdict(hparams), MAY_DIFFER)
+def check_run(directory, run: PlannedRun, hparams: Hparams, source: str | None = None):
+    """Raise ValueError if a finished run has another config, or other code, than the planned one.
+
+    The code is that which `source`, the file of --config, defines; with None it is not compared.
+    """
+    place = run_directory(directory, run.name)
+    check_config(place, dataclasses.asdict(hparams), MAY_DIFFER)
+    check_source(place, source, hparams)
 
 
 def collect(
@@ -351,8 +370,12 @@ def training_curve(rows: list[dict], points: int) -> list[list[float]]:
 
 
 def measured_runs(study: dict) -> list[str]:
-    """Return the runs to measure: all seeds of MEASURED at the best size of the largest budget."""
-    rows = [row for row in study['runs'] if row['at_best_size'] and row['variant'] in MEASURED]
+    """Return the runs to measure: all seeds at the best size of the largest budget.
+
+    They are of the variants in MEASURED, and of those that this project does not define.
+    """
+    skipped = OWN_VARIANTS.difference(MEASURED)
+    rows = [row for row in study['runs'] if row['at_best_size'] and row['variant'] not in skipped]
     largest = max((row['budget'] for row in rows), default=None)
     return list(dict.fromkeys(row['run'] for row in rows if row['budget'] == largest))
 

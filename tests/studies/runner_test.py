@@ -19,6 +19,7 @@ STUDY = Study(
     'flops', (1e11, 2e11), ('2x64', '4x64'), ('dense', 'mod', 'random'), (0, 1), (0.002, 0.004)
 )
 AXES = ('parameters', 'flops', 'steps')
+SOURCE = 'configs/study.py'
 DESCRIPTION = {
     'kind': 'flops',
     'config': 'configs/study.py',
@@ -32,14 +33,17 @@ def study(tmp_path):
     store.open_study(tmp_path, DESCRIPTION)
     plan = Plan(STUDY, config.shallower)
     results = tmp_path / 'committed' / 'study'
-    return runner.StudyRunner(tmp_path, plan, config.hparams, DESCRIPTION, results=results)
+    return runner.StudyRunner(
+        tmp_path, plan, config.hparams, DESCRIPTION, results=results, source=SOURCE
+    )
 
 
 @pytest.fixture
 def trained(monkeypatch):
     names = []
 
-    def train(hparams, directory):
+    def train(hparams, directory, source):
+        assert source == SOURCE
         names.append(directory.name)
         open_workdir(directory, dataclasses.asdict(hparams))
         if hparams.optimizer.learning_rate == 0.004:
@@ -72,11 +76,19 @@ def trained(monkeypatch):
     return names
 
 
-def test_every_run_is_trained_once_for_its_budget_and_drawn(study, trained, tmp_path, capsys):
+def test_every_run_is_trained_once_for_its_budget_and_drawn(
+    study, trained, tmp_path, capsys, monkeypatch
+):
+    """Its code is compared when the study goes on, and each run keeps a copy of the config file."""
     assert study.train((0, 1)) == 0
     assert len(set(trained)) == len(trained)
     again = list(trained)
     assert study.train((0, 1)) == 0 and trained == again
+    compared = []
+    monkeypatch.setattr(store, 'check_source', lambda *given: compared.append(given[:2]))
+    study.check()
+    finished = [tmp_path / 'runs' / name for name in again if 'lr0.002' in name]
+    assert {(run, SOURCE) for run in finished} <= set(compared)
     study.finish()
     content = store.read_study(tmp_path)
     assert content['complete'] and content['learning_rates'] == {'64': 0.002}
@@ -107,5 +119,5 @@ def test_each_run_belongs_to_one_process_for_any_number_of_processes():
 
 def test_a_signal_ends_the_study_with_its_status(study, trained, monkeypatch):
     stopped = types.SimpleNamespace(signal='SIGTERM', summary=None)
-    monkeypatch.setattr(runner, 'train', lambda *_: stopped)
+    monkeypatch.setattr(runner, 'train', lambda *_, source: stopped)
     assert study.train((0, 1)) == 128 + signal.SIGTERM
