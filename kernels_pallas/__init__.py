@@ -2,5 +2,3 @@
 
 from kernels_pallas.decode import decode_attention
 from kernels_pallas.depth_attention import depth_attention
-from kernels_pallas.reference import reference_attention
-from kernels_pallas.xla.depth import order_before_writes

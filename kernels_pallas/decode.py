@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels_pallas.backends import DECODING, Shapes, choose, load_module
 
@@ -14,13 +15,55 @@ _CPU_BLOCK, _BLOCK = (512, 256), (256, 1024)
 _IN_PLACE = 16  # up to so many tokens read all places at once, since blocks would be copies
 
 
+def check_arrays(arrays: dict, equal: dict) -> dict[str, int]:
+    """Return the size of each axis letter in the names of arrays, such as q_BTNH; None is absent.
+
+    `equal` maps a letter to another of the same size. Raises a ValueError of one line if sizes do
+    not fit, if key/value heads K do not divide query heads N, or if the dtype is not as the name
+    says: bool for a mask, int for positions, segment ids and rows, otherwise floating.
+    """
+    sizes = {}
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        letters = name.rpartition('_')[2]
+        for letter, other in equal.items():
+            letters = letters.replace(letter, other)
+        found = dict(zip(letters, array.shape, strict=False))
+        if array.ndim != len(letters) or sizes | found != found | sizes:
+            right = ', '.join(str(sizes.get(letter, letter)) for letter in letters)
+            raise ValueError(f'{name} of shape {array.shape} must be [{right}]')
+        sizes |= found
+        kind = next((kind for word, kind in _KINDS.items() if word in name), jnp.floating)
+        if not jnp.issubdtype(array.dtype, kind):
+            raise ValueError(f'{name} of dtype {array.dtype} must be {_KIND_NAMES[kind]}')
+    if not sizes['K'] or sizes['N'] % sizes['K']:
+        raise ValueError(f'{sizes["K"]} key/value heads must divide {sizes["N"]} query heads')
+    for letter in 'NH':
+        if not sizes[letter]:
+            raise ValueError(f'q has {letter}=0; must have at least one head and one channel')
+    return sizes
+
+
+_KINDS = {
+    **dict.fromkeys(('mask', 'visible'), jnp.bool_),
+    **dict.fromkeys(('positions', 'segment_ids', 'rows'), jnp.integer),
+}
+_KIND_NAMES = {jnp.bool_: 'bool', jnp.integer: 'an integer dtype', jnp.floating: 'floating'}
+
+
+def check_window(name: str, window: int):
+    """Raise a ValueError of one line if a window is no int of 0 or more that int32 can hold."""
+    if not isinstance(window, int | np.integer) or not 0 <= window < 2**31:
+        raise ValueError(f'{name}={window} must be an int below 2**31: 0 (no limit) or more')
+
+
 def check_slot_sides(slot_window: int, **sides):
     """Raise a ValueError if only one side of the slots is given, or the window is negative."""
     absent = [name for name, side in sides.items() if side is None]
     if len(absent) == 1:
         raise ValueError(f'depth slots need keys and values, and {absent[0]} is None')
-    if slot_window < 0:
-        raise ValueError(f'slot_window={slot_window} must be 0 (no limit) or more')
+    check_window('slot_window', slot_window)
 
 
 def decode_attention(
@@ -48,26 +91,47 @@ def decode_attention(
       q_CTNH, k_CTKH, v_CTKH: queries, keys and values of T new tokens in each of C rows.
       k_BKHS, v_BKHS: the cache of B rows and S places, read only.
       visible_CTS: bool, whether a place of the cache is visible to a token.
-      visible_CTT: bool, whether a new token (last axis) is visible to a token; itself always is.
-        None: only itself, with T = 1.
+      visible_CTT: bool, whether a new token (last axis) is visible to a token. A token is always
+        visible to itself, whatever its entry says. None: only itself, with T = 1.
       rows_C: int32, the row of the cache that a row of tokens reads. B and above, which come last:
         no row. None: C = B, each its own.
       k_depth_LCTKH, v_depth_LCTKH: slots that earlier layers wrote at the new tokens, or None.
       slot_mask_LCT, slot_window, q_depth_CTNH: as in depth_attention.
-      implementation: xla | mosaic_gpu (interpreted on a CPU). None: chosen by `backends.choose`.
+      implementation: xla | mosaic_gpu (on a CPU it is interpreted, which needs JAX 0.11.2). None:
+        chosen by `backends.choose`.
 
     Raises:
-      ValueError: one side of the slots is missing, T > 1 without visible_CTT, or the named
-        implementation does not support the shapes, the dtypes or the device.
+      ValueError: shapes or dtypes do not fit, C, T or S is 0, one side of the slots is missing,
+        T > 1 without visible_CTT, or the named implementation does not support the shapes, the
+        dtypes or the device.
     """
     check_slot_sides(slot_window, k_depth_LCTKH=k_depth_LCTKH, v_depth_LCTKH=v_depth_LCTKH)
     if implementation not in (None, *DECODING):
         raise ValueError(f'implementation={implementation!r} must be one of {", ".join(DECODING)}')
-    rows, length = q_CTNH.shape[:2]
+    named = {
+        'q_CTNH': q_CTNH,
+        'k_CTKH': k_CTKH,
+        'v_CTKH': v_CTKH,
+        'k_BKHS': k_BKHS,
+        'v_BKHS': v_BKHS,
+        'visible_CTS': visible_CTS,
+        'visible_CTT': visible_CTT,
+        'rows_C': rows_C,
+        'k_depth_LCTKH': k_depth_LCTKH,
+        'v_depth_LCTKH': v_depth_LCTKH,
+        'slot_mask_LCT': slot_mask_LCT,
+        'q_depth_CTNH': q_depth_CTNH,
+    }
+    sizes = check_arrays(named, {'B': 'C'} if rows_C is None else {})
+    if not all(sizes[letter] for letter in 'CTS'):
+        found = ', '.join(f'{letter}={sizes[letter]}' for letter in 'CTS')
+        raise ValueError(f'{found}: rows, new tokens and places of the cache must be at least 1')
+    length = sizes['T']
     if visible_CTT is None:
         if length > 1:
             raise ValueError(f'{length} new tokens of a row need visible_CTT, and it is None')
-        visible_CTT = jnp.ones((rows, 1, 1), bool)
+        visible_CTT = jnp.zeros((sizes['C'], 1, 1), bool)
+    visible_CTT = visible_CTT | jnp.eye(length, dtype=bool)[None]
     slots = None
     if k_depth_LCTKH is not None and k_depth_LCTKH.shape[0]:
         sides = k_depth_LCTKH, v_depth_LCTKH, slot_mask_LCT

@@ -4,23 +4,23 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.backends import IMPLEMENTATIONS, Parts, Shapes, choose
-from kernels_pallas.decode import check_slot_sides
+from kernels_pallas.decode import check_arrays, check_slot_sides, check_window
 from kernels_pallas.joint_softmax import SequenceMask, Slots, Static, joint_attention
 from kernels_pallas.reference import reference_attention
 
 
-def _check(arrays, num_slots, slot_sums, window, slot_window, implementation):
+def _check(arrays, num_slots, slot_sums, window, slot_window, scale, implementation):
     """Raise a ValueError of one line if `arrays`, by name, or other arguments do not fit."""
-    if window < 0:
-        raise ValueError(f'window={window} must be 0 (no limit) or more')
+    check_window('window', window)
+    if isinstance(scale, jax.core.Tracer):
+        raise ValueError('scale is traced and must be a number; multiply q by a traced factor')
     if not isinstance(implementation, Parts | None) and implementation not in IMPLEMENTATIONS:
         known = ', '.join(IMPLEMENTATIONS)
         raise ValueError(f'implementation={implementation!r} must be None or one of {known}')
     sides = {name: arrays[name] for name in ('k_depth_LBRKH', 'v_depth_LBRKH')}
     check_slot_sides(slot_window, **sides)
-    sizes = _sizes_by_letter(arrays)
-    if not sizes['K'] or sizes['N'] % sizes['K']:
-        raise ValueError(f'{sizes["K"]} key/value heads must divide {sizes["N"]} query heads')
+    own_rows = arrays['slot_rows_BT'] is None
+    sizes = check_arrays(arrays, {'R': 'T'} if own_rows else {})
     own_keys = arrays['key_positions_BS'] is None
     if own_keys and sizes['S'] not in (0, sizes['T']):
         raise ValueError(f'{sizes["S"]} keys for {sizes["T"]} queries need key_positions_BS')
@@ -41,23 +41,6 @@ def _check(arrays, num_slots, slot_sums, window, slot_window, implementation):
     for name, value in (others | {'num_slots': num_slots, 'slot_sums': slot_sums}).items():
         if value is not None:
             raise ValueError(f'{name} needs k_depth_LBRKH and v_depth_LBRKH, which are None')
-
-
-def _sizes_by_letter(arrays):
-    """Return the size of each axis letter of the arrays' names; R = T without slot_rows_BT."""
-    sizes = {}
-    for name, array in arrays.items():
-        if array is None:
-            continue
-        letters = name.rpartition('_')[2]
-        if arrays['slot_rows_BT'] is None:
-            letters = letters.replace('R', 'T')
-        found = dict(zip(letters, array.shape, strict=False))
-        if array.ndim != len(letters) or sizes | found != found | sizes:
-            right = ', '.join(str(sizes.get(letter, letter)) for letter in letters)
-            raise ValueError(f'{name} of shape {array.shape} must be [{right}]')
-        sizes |= found
-    return sizes
 
 
 def _check_sums(sums, shape, own):
@@ -112,7 +95,7 @@ def depth_attention(
       slot_window: number of visible slots, the newest; 0: no limit.
       slot_mask_LBR: bool [L, B, R], False hides a slot of a token. None hides none.
       slot_rows_BT: int32 [B, T], index along R of each query's token, ascending and distinct in a
-        batch row. R or above: no token, and no visible slot. None: R = T, each its own.
+        batch row, 0 or above. R or above: no token, and no visible slot. None: R = T, each its own.
       q_depth_BTNH: queries [B, T, N, H] for the slots. None: q_BTNH.
       positions_BT: int [B, T], positions in the original sequence; causality and window compare
         positions. Ascending in each row if key_positions_BS is None. None: 0..T-1.
@@ -120,14 +103,14 @@ def depth_attention(
       segment_ids_BT: int [B, T]; keys of other segments are hidden. None: one segment.
       key_segment_ids_BS: int [B, S], with key_positions_BS. None: those of the queries.
       window: key s is visible to query t if 0 <= position_t - position_s < window; 0: no limit.
-      scale: factor on the scores. None: H^-1/2.
+      scale: number, not traced, by which scores are multiplied. None: H^-1/2.
       implementation: reference | xla | pallas | mosaic_gpu | mosaic_gpu_fused, or Parts. None: xla,
         or on a GPU the fastest (backends.py); the log names it once.
       return_lse: also return the natural-log logsumexp [B, N, T] in float32. It is differentiable;
         XLA's backward pass then replaces cuDNN's.
-      thread_slots: also return the slots unchanged. If the next layer takes these, their cotangents
-        are the sums to which each layer's backward pass adds in place. Without it, and without
-        slot_sums, Hopper kernels write the slots' gradients without reading anything there.
+      thread_slots: also return the slots unchanged. Pass these to the next layer: the gradients of
+        all layers are then added in one buffer. Without it, and without slot_sums, Hopper kernels
+        overwrite the slots' gradients instead of adding to them.
       slot_sums: two arrays of the slots' shape, in float32 or wider or in the slots' dtype, whose
         values do not matter. They are returned, and the slots' gradients are added to the
         cotangents of those returned.
@@ -138,7 +121,9 @@ def depth_attention(
       the two slot_sums if given).
 
     Raises:
-      ValueError: shapes or numbers do not fit, or the implementation does not support them.
+      ValueError: shapes, dtypes or numbers do not fit, or the implementation does not support them.
+
+    Forward-mode differentiation (`jax.jvp`) works with implementation='reference' only.
     """
     arrays = {
         'q_BTNH': q_BTNH,
@@ -154,7 +139,7 @@ def depth_attention(
         'segment_ids_BT': segment_ids_BT,
         'key_segment_ids_BS': key_segment_ids_BS,
     }
-    _check(arrays, num_slots, slot_sums, window, slot_window, implementation)
+    _check(arrays, num_slots, slot_sums, window, slot_window, scale, implementation)
     (batch, length, _, width), num_keys = q_BTNH.shape, k_BSKH.shape[1]
     ordered, consecutive = key_positions_BS is None, positions_BT is None
     if consecutive:

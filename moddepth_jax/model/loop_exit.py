@@ -21,7 +21,7 @@ class Exits(NamedTuple):
     """The state of the tokens during the loops."""
 
     start_BTD: jax.Array  # the stream before this loop
-    left_BT: jax.Array  # bool, tokens that have exited
+    exited_BT: jax.Array  # bool, tokens that have exited
     loops_BT: jax.Array  # int32, how many loops each token went through
 
 
@@ -45,14 +45,14 @@ def apply_exits(hparams: ModelHparams, place: int, exits: Exits | None, before_B
     if not 0 <= loop < hparams.loops:
         return x_BTD, exits
     if exits is None:
-        left_BT = jnp.zeros(x_BTD.shape[:2], bool)
-        exits = Exits(before_BTD, left_BT, jnp.zeros(left_BT.shape, jnp.int32))
-    left_BT = exits.left_BT
-    x_BTD = jnp.where(left_BT[..., None], before_BTD, x_BTD)
+        exited_BT = jnp.zeros(x_BTD.shape[:2], bool)
+        exits = Exits(before_BTD, exited_BT, jnp.zeros(exited_BT.shape, jnp.int32))
+    exited_BT = exits.exited_BT
+    x_BTD = jnp.where(exited_BT[..., None], before_BTD, x_BTD)
     if block < size - 1:
         return x_BTD, exits
     small_BT = relative_change(exits.start_BTD, x_BTD) < hparams.loop_exit_threshold
-    return x_BTD, Exits(x_BTD, left_BT | small_BT, exits.loops_BT + ~left_BT)
+    return x_BTD, Exits(x_BTD, exited_BT | small_BT, exits.loops_BT + ~exited_BT)
 
 
 def extend_with_exits(hparams: ModelHparams, layers, by_token, caches):
@@ -72,17 +72,17 @@ def extend_with_exits(hparams: ModelHparams, layers, by_token, caches):
     """
     x_BTD, *by_token = by_token
 
-    def run(some, x_BTD, tokens, documents_BT, embedded_BTD, left_BT=None, rows_C=None):
+    def run(some, x_BTD, tokens, documents_BT, embedded_BTD, exited_BT=None, rows_C=None):
         keys = []
         for (layer, variables, args), cache in zip(layers[some], caches[some], strict=True):
             inputs = None, tokens, args, cache, documents_BT, embedded_BTD, rows_C
             y_BTD, _, update, _ = layer.apply(variables, x_BTD, *inputs, method='extend')
-            x_BTD = y_BTD if left_BT is None else jnp.where(left_BT[..., None], x_BTD, y_BTD)
+            x_BTD = y_BTD if exited_BT is None else jnp.where(exited_BT[..., None], x_BTD, y_BTD)
             keys.append(update.keys)
         return x_BTD, keys
 
-    def run_loop(some, x_BTD, left_BT):
-        if left_BT is None:
+    def run_loop(some, x_BTD, exited_BT):
+        if exited_BT is None:
             return run(some, x_BTD, *by_token)
 
         def skip(sides):
@@ -91,19 +91,19 @@ def extend_with_exits(hparams: ModelHparams, layers, by_token, caches):
             keys = [layer.apply(of, *inputs, method='keys') for layer, of, _ in layers[some]]
             return x_BTD, keys
 
-        stay_B = jnp.any(~left_BT & (by_token[0].segment_ids_BT > 0), axis=1)
-        sides = x_BTD, *by_token, left_BT
+        stay_B = jnp.any(~exited_BT & (by_token[0].segment_ids_BT > 0), axis=1)
+        sides = x_BTD, *by_token, exited_BT
         return run_on_rows(lambda sides, rows_C: run(some, *sides, rows_C), skip, stay_B, sides)
 
     first, size = hparams.looped_range.start, len(hparams.looped_range)
     x_BTD, keys = run(slice(first), x_BTD, *by_token)
-    left_BT = None
+    exited_BT = None
     for loop in range(hparams.loops):
         start = first + loop * size
         before_BTD = x_BTD
-        x_BTD, new = run_loop(slice(start, start + size), x_BTD, left_BT)
+        x_BTD, new = run_loop(slice(start, start + size), x_BTD, exited_BT)
         # A token that has exited does not change, so it counts as exited again.
-        left_BT = relative_change(before_BTD, x_BTD) < hparams.loop_exit_threshold
+        exited_BT = relative_change(before_BTD, x_BTD) < hparams.loop_exit_threshold
         keys += new
     x_BTD, new = run(slice(first + hparams.loops * size, None), x_BTD, *by_token)
     return x_BTD, [CacheUpdate(one, None) for one in (*keys, *new)]

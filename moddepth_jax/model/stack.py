@@ -51,7 +51,7 @@ def find_runs(kinds) -> tuple[Run, ...]:
 
 
 class Place(NamedTuple):
-    """Where the parameters of a layer that runs are stored: the Visit in params[run][layer]."""
+    """Where the parameters of a layer that runs are: row `visit.row` of params[run][layer]."""
 
     run: str
     layer: str
@@ -93,7 +93,7 @@ class Stack(NamedTuple):
         return find_runs(self.stored_kinds)
 
     def section(self, params, layers: range):
-        """Return the Stack of some stored layers, which must be whole runs, and its parameters."""
+        """Return the Stack of stored layers that cover complete runs, and its parameters."""
         part, first = self._replace(layers=layers), 0
         while sum(len(run.group) * run.repeats for run in self.stored_runs[:first]) < layers.start:
             first += 1
@@ -220,7 +220,7 @@ def pick_args(kinds, args: LayerArgs, layers) -> LayerArgs:
     """Pick the LayerArgs of one layer, or of an array of layers of equal kind."""
 
     def pick(side, has_it):
-        number = np.cumsum(has_it) - 1  # leaves have entries only for layers that have it
+        number = np.cumsum(has_it) - 1  # a leaf has one entry for each layer that has it
         return jax.tree.map(lambda leaf: leaf[number[layers]], side)
 
     kind = kinds[np.ravel(layers)[0]]

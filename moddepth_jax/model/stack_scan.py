@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas import order_before_writes
+from kernels_pallas.xla.depth import order_before_writes
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import SLOTS, DepthSlots, FirstKeys, KeysValues, TokenInfo
 from moddepth_jax.model.embedding_residual import embedded_input

@@ -134,11 +134,36 @@ def test_slots_join_the_softmax(kv_heads, slot_window, num_slots, masked):
     [
         ({'k_depth_LCTKH': np.zeros((7, 2, 1, 3, 4))}, r'v_depth_LCTKH is None'),
         ({'slot_window': -1}, r'slot_window=-1'),
+        (
+            {'visible_CTS': np.ones((5, 1, 1), bool)},
+            r'visible_CTS of shape .* must be \[5, 1, 11\]',
+        ),
+        ({'visible_CTS': np.ones((5, 1, 11))}, r'visible_CTS of dtype float64 must be bool'),
+        ({'k_BKHS': np.zeros((5, 11, 3, 4))}, r'k_BKHS of shape .* must be \[5, 3, 4, S\]'),
+        ({'k_BKHS': np.zeros((4, 3, 4, 11))}, r'k_BKHS of shape .* must be \[5, 3, 4, S\]'),
+        (
+            dict.fromkeys(('k_BKHS', 'v_BKHS'), np.zeros((5, 3, 4, 0)))
+            | {'visible_CTS': np.ones((5, 1, 0), bool)},
+            'C=5, T=1, S=0: rows, new tokens and places of the cache must be at least 1',
+        ),
     ],
 )
-def test_half_slots_and_negative_windows_are_refused(slots, named):
+def test_arguments_that_do_not_fit_are_refused(slots, named):
+    """Regression: one place or row of the cache was broadcast, others gave a traceback."""
+    names = 'q_CTNH', 'k_CTKH', 'v_CTKH', 'k_BKHS', 'v_BKHS', 'visible_CTS'
+    *arrays, visible = draw(3)
+    given = dict(zip(names, (*arrays, visible[:, None]), strict=True))
     with pytest.raises(ValueError, match=named):
-        decode_eagerly(*draw(3), **slots)
+        decode_eagerly(**given | slots)
+
+
+def test_a_token_is_visible_to_itself_whatever_its_entry_says():
+    """Regression: it was hidden by its entry; with an empty cache the result was NaN."""
+    *arrays, visible = draw(3)
+    hidden = np.zeros((BATCH, 1, 1), bool)
+    found = decode_eagerly(*arrays, visible[:, None], hidden)
+    np.testing.assert_array_equal(found, decode_eagerly(*arrays, visible[:, None]))
+    assert not hidden.any()
 
 
 @pytest.mark.parametrize('block', [(1, 2), (64, 128)])

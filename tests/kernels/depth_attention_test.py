@@ -191,6 +191,28 @@ REFUSED = [
     ((QUERIES, zeros(2, 5, 4, 4), zeros(2, 5, 4, 4)), {}, r'4 key/value heads .* 6'),
     (OTHERS, {}, r'7 keys for 5 .*key_positions'),
     (SEQUENCE, {'window': -3}, r'window=-3'),
+    (SEQUENCE, {'window': 2.5}, r'window=2.5 must be an int'),
+    (SEQUENCE, {'window': 2**31}, r'window=2147483648 must be an int below'),
+    ((QUERIES.astype(int), KEYS, KEYS), {}, r'q_BTNH of dtype int64 must be floating'),
+    (SEQUENCE, {'positions_BT': IDS * 1.0}, r'positions_BT of dtype float64 must be an integer'),
+    (GIVEN, {'slot_rows_BT': IDS * 1.0}, r'slot_rows_BT of dtype float64 must be an integer'),
+    (
+        GIVEN,
+        {'slot_mask_LBR': np.ones((7, 2, 5), int)},
+        r'slot_mask_LBR of dtype int64 must be bool',
+    ),
+    ((QUERIES[..., :0], KEYS[..., :0], KEYS[..., :0]), {}, r'q has H=0'),
+    (SEQUENCE, {'window': 2.5}, r'window=2.5 must be an int'),
+    (SEQUENCE, {'window': 2**31}, r'window=2147483648 must be an int below'),
+    ((QUERIES.astype(int), KEYS, KEYS), {}, r'q_BTNH of dtype int64 must be floating'),
+    (SEQUENCE, {'positions_BT': IDS * 1.0}, r'positions_BT of dtype float64 must be an integer'),
+    (GIVEN, {'slot_rows_BT': IDS * 1.0}, r'slot_rows_BT of dtype float64 must be an integer'),
+    (
+        GIVEN,
+        {'slot_mask_LBR': np.ones((7, 2, 5), int)},
+        r'slot_mask_LBR of dtype int64 must be bool',
+    ),
+    ((QUERIES[..., :0], KEYS[..., :0], KEYS[..., :0]), {}, r'q has H=0'),
     (SEQUENCE, {'implementation': 'xal'}, r"'xal' must be None or one of .*xla"),
     (SEQUENCE, {'positions_BT': IDS[:, :4]}, r'positions.*\(2, 4\)'),
     (SEQUENCE, {'segment_ids_BT': IDS[:, :4]}, r'segment.*\(2, 4\)'),
@@ -233,3 +255,9 @@ def test_wrong_arguments_are_refused(inputs, arguments, named):
     with pytest.raises(ValueError, match=named) as error:
         depth_attention(*inputs, **arguments)
     assert '\n' not in str(error.value)
+
+
+def test_a_traced_scale_is_refused():
+    """Regression: it was an UnexpectedTracerError about custom_vjp."""
+    with pytest.raises(ValueError, match='scale is traced and must be a number'):
+        jax.eval_shape(lambda scale: depth_attention(*SEQUENCE, scale=scale), 1.0)

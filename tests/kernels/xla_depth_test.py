@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from kernels_pallas import depth_attention, order_before_writes
+from kernels_pallas import depth_attention
 from kernels_pallas.xla import depth as xla
 
 LAYERS, SHAPE, KV_HEADS = 5, (2, 16, 4, 8), 2
@@ -44,7 +44,7 @@ def backward(x, dy):
         dx, *sums = carry
         x, index = given
         own = [total[index] for total in sums]
-        own, sums = order_before_writes((own, sums), index)
+        own, sums = xla.order_before_writes((own, sums), index)
         _, pull = jax.vjp(lambda *given: layer(*given, index), x, *slots)
         return pull((dx, tuple(own), list(sums))), None
 
