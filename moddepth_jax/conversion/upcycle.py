@@ -58,7 +58,8 @@ def upcycle(
     first_stage, last_stage = hparams.stages[0], hparams.stages[-1]
     changing = [name for name in new if f'.{ADAPTER}.' not in name]
     has_slots = any('_slot.' in name for name in changing)
-    if has_slots or any(name.endswith('.router.w') for name in changing):
+    blocks = [name for name in changing if name.startswith('stack.')]
+    if has_slots or any(name.endswith('.router.w') for name in blocks):
         tokens = hparams.data.batch_size * hparams.data.sequence_length
         steps = range(-(-TOKENS_PER_WIDTH * hparams.model.d_model // tokens))
         batches = map(dataset.train_batch, steps)
@@ -115,7 +116,8 @@ def explain_difference(
     model, stage, routed = hparams.model, hparams.stages[0], bool(hparams.model.routed_layers)
     reasons = [] if layers_of_block is None else [explain_layers(layers_of_block)]
     if model.routing.routes_loops:
-        reasons.append('tokens leave the loops, and each loop has its own gate')
+        own = 'each loop has its own gate, from a router that starts at random'
+        reasons.append(f'tokens leave the loops, and {own}')
     if routed and not model.routing.routes_loops and stage.capacity < 1:
         reasons.append(
             f'{1 - stage.capacity:.0%} of the tokens skip each routed block from the first step; '

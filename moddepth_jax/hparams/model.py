@@ -116,6 +116,7 @@ class ModelHparams:
             self._check_routed_loops()
         if self.routed_layers and self.routing.part != 'block':
             self._check_routed_part()
+        self._check_documents()
 
     def __post_init__(self):
         self.check_values()
@@ -143,6 +144,11 @@ class ModelHparams:
         if self.depth.value_mix == 'shared':
             why = ' under value_mix shared: later layers have no values of their own to add to; '
             self._require({'value_embeddings': 'none'}, why + 'use value_mix learned')
+
+    def _check_documents(self):
+        if self.across_documents and self.routing.select_per == 'segment':
+            right = 'must be row if model.across_documents=True: then a row is one document'
+            refuse('model.routing.select_per', 'segment', right)
 
     def _check_routed_part(self):
         for field, value, right in (

@@ -15,6 +15,12 @@ from moddepth_jax.model.sharding import map_shards
 from moddepth_jax.model.value_embeddings import ValueEmbedding
 
 
+def _after_tokens(tokens: TokenInfo):
+    """Return the positions [B, T] with unused places after all tokens, so that they ascend."""
+    last = jnp.iinfo(tokens.positions_BT.dtype).max // 2  # differences and sums must not overflow
+    return jnp.where(tokens.segment_ids_BT > 0, tokens.positions_BT, last)
+
+
 def model_segment_ids(hparams: ModelHparams, segment_ids_BT):
     """Return the ids that attention and routers use: 1 for real tokens under `across_documents`."""
     if hparams.across_documents:
@@ -270,8 +276,9 @@ class SelfAttention(nn.Module):
     def _over_sequence(self, q_BTNH, keys, tokens, depth):
         options = {
             # In a whole row the position is the index, and a kernel can compute the window from it.
-            'positions_BT': tokens.positions_BT if self.gathered else None,
-            # Without documents, only padding has another id. It comes last, so no token sees it.
+            'positions_BT': _after_tokens(tokens) if self.gathered else None,
+            # Without documents, only padding and unused places have another id. They come last, so
+            # no token sees them.
             'segment_ids_BT': None if self.hparams.across_documents else tokens.segment_ids_BT,
             'window': self.window,
         }

@@ -136,7 +136,7 @@ def test_a_packed_document_is_as_it_is_alone(name, roomy, tiny_config):
 
 @pytest.mark.parametrize(
     'knobs',
-    [{}, pytest.param(MODA | BY_SEGMENT, marks=pytest.mark.slow)],
+    [{}, pytest.param(MODA | ROUTED, marks=pytest.mark.slow)],
     ids=['dense', 'mod and moda'],
 )
 def test_across_documents_a_row_is_one_text(knobs, tiny_config, monkeypatch):
@@ -155,6 +155,15 @@ def test_across_documents_a_row_is_one_text(knobs, tiny_config, monkeypatch):
     found = runner(tiny_config, knobs, ACROSS)[2](TOKENS_BT, PACKED_BT)[0]
     np.testing.assert_allclose(found[ONE_BT > 0], one[ONE_BT > 0], rtol=0, atol=1e-5)
     assert given and all(segments is None for segments in given)
+
+
+def test_no_token_sees_the_unused_places_of_a_block(tiny_config):
+    """Regression: they had position 0 and, in one text, the id of all tokens."""
+    knobs = ROUTED | ACROSS | {'model.routing.causal_rule': 'threshold'}
+    forms = ({'model.attention': name} for name in ('reference', 'xla'))
+    found = [runner(tiny_config, knobs, form, routing='threshold') for form in forms]
+    logits = [run(TOKENS_BT, PACKED_BT)[0][ONE_BT > 0] for _, _, run in found]
+    np.testing.assert_allclose(*logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -125,6 +125,9 @@ def test_norm_router_is_the_length_of_the_stream(tiny_config):
         assert r_BT.dtype == jnp.float32
         exact_BT = (np.asarray(x_BTD, np.float64) ** 2).sum(-1) ** 0.5
         np.testing.assert_allclose(r_BT, exact_BT, rtol=1e-6)
+        # Regression: the derivative of the root is infinite at 0, and times a cotangent of 0 NaN.
+        at_zero = jax.grad(lambda x_BTD: 0 * module.apply({}, x_BTD, None, 0).sum())(0 * x_BTD)
+        assert not at_zero.any()
 
 
 def random_scores(tiny_config, tokens_BT, number, key):

@@ -148,12 +148,12 @@ class StraightThroughRouter(Router):
 
 @ROUTERS.register('norm')
 class NormRouter(Router):
-    """r = L2 norm of the residual stream; no parameters."""
+    """r = L2 norm of the residual stream; no parameters and no gradient (at 0 it is infinite)."""
 
     rules = ('dense', 'threshold', 'predictor')
 
     def __call__(self, x_BTD, tokens: TokenInfo, number):
-        return jnp.sqrt(jnp.sum(widen(x_BTD) ** 2, axis=-1))
+        return jnp.sqrt(jnp.sum(widen(jax.lax.stop_gradient(x_BTD)) ** 2, axis=-1))
 
 
 @ROUTERS.register('random')
