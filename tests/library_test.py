@@ -133,9 +133,10 @@ def test_a_model_needs_hparams(wrong, tiny_config):
         moddepth_jax.Transformer(given).init(jax.random.key(0), np.zeros((1, 4), int))
 
 
-def test_a_mesh_whose_axes_are_explicit_is_refused():
+@pytest.mark.parametrize('wanted_BT', [None, SCORES > 0])
+def test_a_mesh_whose_axes_are_explicit_is_refused(wanted_BT):
     """Regression: under such a mesh, JAX's default, `route` failed deep inside a vmap."""
     mesh = jax.sharding.AbstractMesh((2,), ('data',), (jax.sharding.AxisType.Explicit,))
     with jax.sharding.use_abstract_mesh(mesh):
         with pytest.raises(ValueError, match=r"\('data',\) of type Explicit: must be Auto; make"):
-            jax.eval_shape(lambda: moddepth_jax.route(attend, X, SCORES, C))
+            jax.eval_shape(lambda: moddepth_jax.route(attend, X, SCORES, C, wanted_BT=wanted_BT))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from moddepth_jax.model.sharding import map_batch_shards
+from moddepth_jax.model.sharding import check_axis_types, map_batch_shards
 
 CHOICE = 'routing choice'  # checkpoint name: rematerialization keeps the choice
 PARTS = (8, 4, 2, 1)  # static sizes of a routed block: an eighth, a quarter, a half, all
@@ -87,10 +87,10 @@ def route(
       x_BTD after the block, and the Selection.
 
     Raises:
-      ValueError: capacity is no int in [1, T], or a shape or the dtype of wanted_BT is wrong.
-
-    Under `jax.set_mesh`, the axes of the mesh must have the type Auto.
+      ValueError: capacity is no int in [1, T], a shape or the dtype of wanted_BT is wrong, or the
+        mesh of `jax.set_mesh` has an axis of another type than Auto.
     """
+    check_axis_types()
     sides = {'scores_BT': scores_BT, 'wanted_BT': wanted_BT}
     _check_sides(x_BTD, sides | {'positions_BT': positions_BT, 'segment_ids_BT': segment_ids_BT})
     check_capacity(capacity, x_BTD.shape[1], 'capacity')

@@ -98,7 +98,7 @@ def spec(mesh, names, shape, without: str | None = None) -> PartitionSpec:
 def _mesh():
     """Return the mesh of the context; None if it has one device, or inside a shard_map.
 
-    Raises ValueError unless all axes have the type Auto, so that XLA chooses other shardings.
+    Raises ValueError unless all axes have the type Auto, with which XLA chooses other shardings.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size <= 1 or mesh.manual_axes:
@@ -108,6 +108,11 @@ def _mesh():
         right = 'make the mesh with axis_types=(AxisType.Auto,) * number of axes'
         raise ValueError(f'mesh axes {mesh.axis_names} of type {kinds}: must be Auto; {right}')
     return mesh
+
+
+def check_axis_types():
+    """Raise ValueError if the mesh of the context has an axis of another type than Auto."""
+    _mesh()
 
 
 def constrain(array, *names) -> jax.Array:
