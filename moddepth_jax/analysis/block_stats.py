@@ -283,12 +283,13 @@ def first_token(observed: Observations) -> dict:
 
 @measure()
 def depth_mass(observed: Observations) -> dict | None:
-    """Return means over batches of analysis/depth_mass.py; None if a stream reads outputs.
+    """Return means over batches of analysis/depth_mass.py.
 
-    `depth` and `first_token` are the shares of each layer's attention on slots and on the first
-    token (the attention sink).
+    None if a stream reads outputs, or if loops are routed. `depth` and `first_token` are the shares
+    of each layer's attention on slots and on the first token (the attention sink).
     """
-    if observed.hparams.model.depth.stream_class.reads_outputs:
+    model = observed.hparams.model
+    if model.depth.stream_class.reads_outputs or model.routing.routes_loops:
         return None
     masses = observed.of_batches(depth_mass_lib.depth_mass)
     return {

@@ -35,8 +35,8 @@ def depth_mass(variables, hparams: Hparams, batch, routing: str) -> DepthMass | 
 
     In the stream `attention`, a layer reads the slots with a separate softmax, and the mass of the
     first token is that of its block. With abstract variables, this only compiles and returns None.
-    Raises ValueError for a stream that reads earlier layers without attention, and for a routing
-    that the model cannot run.
+    Raises ValueError for a stream that reads earlier layers without attention, for routed loops,
+    and for a routing that the model cannot run.
     """
     model = hparams.model
     if model.depth.stream_class.reads_outputs:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.rules import check_routing
 from moddepth_jax.model import ahead
 from moddepth_jax.model.attention import AttentionInputs, DepthSlots, TokenInfo
@@ -55,9 +56,12 @@ def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, o
       A list of (LayerKind, observe(ObservedLayer)), and x_BTD as the final norm reads it.
 
     Raises:
-      ValueError: the model cannot run this routing.
+      ValueError: the model cannot run this routing, or has routed loops.
     """
     check_routing(hparams, routing)
+    if hparams.model.routing.routes_loops:
+        right = 'must not be loops here: layers are walked one by one over complete rows'
+        refuse('model.routing.layers', hparams.model.routing.layers, right)
     layers, layer_args, tokens, carry, embedded_BTD = ahead.call(
         _begin, variables, tokens_BT, segment_ids_BT, hparams=hparams, routing=routing
     )

@@ -13,7 +13,7 @@ from moddepth_jax.data.pipeline import HeldOut
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 from moddepth_jax.model.transformer import Transformer
 from tests.data.prepared_text import data_hparams
-from tests.model.cases import ALL_LOOPED, MODA, random_variables, small_hparams
+from tests.model.cases import ALL_LOOPED, MODA, RECURSIONS, random_variables, small_hparams
 
 T = 16
 TEXT = b'import math\nx = 777\nfor word in "ab cd":  # a\n    print(word, 12345)\n\n'
@@ -73,6 +73,11 @@ def test_measures_of_a_dense_model(tiny_config):
     mass = result['depth_mass']
     assert mass['depth'][0] == 0 < min(mass['depth'][1:])
     assert min(mass['first_token']) > 0 and min(result['gradient_norms']) > 0
+
+
+def test_routed_loops_have_no_depth_mass(tiny_config):
+    result = _measured(tiny_config, RECURSIONS, {'model.num_layers': 3}, num_batches=2)
+    assert result['depth_mass'] is None and len(result['layers']) == 5
 
 
 def test_scores_of_routed_blocks_are_correlated_with_their_changes(tiny_config):

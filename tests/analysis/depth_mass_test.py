@@ -11,7 +11,7 @@ from moddepth_jax.analysis.depth_mass import depth_mass
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model import attention, stack_scan
 from moddepth_jax.model.transformer import Transformer
-from tests.model.cases import random_variables
+from tests.model.cases import RECURSIONS, random_variables
 
 T = 16
 SEGMENTS_BT = np.array([[1] * 6 + [2] * 10, [1] * 11 + [0] * 5], np.int32)
@@ -134,6 +134,13 @@ def test_streams_without_attention_over_depth_are_refused(tiny_config):
     hparams = from_config(tiny_config(**changes))
     with pytest.raises(ValueError, match="'average'.*moda, attention or residual"):
         depth_mass({}, hparams, BATCH, 'dense')
+
+
+def test_routed_loops_are_refused(tiny_config):
+    """Regression: every loop ran on all tokens without its gate, which is another model."""
+    hparams = from_config(tiny_config(**RECURSIONS, **{'model.num_layers': 3}))
+    with pytest.raises(ValueError, match="routing.layers='loops': must not be loops here"):
+        depth_mass({}, hparams, BATCH, hparams.model.routing.causal_rule)
 
 
 @pytest.mark.parametrize('stream', ['moda', 'attention'])

@@ -12,6 +12,8 @@ from moddepth_jax.model.decoding import prefill, unroll
 from moddepth_jax.model.kv_cache import cache_bytes
 from moddepth_jax.model.layer import LayerArgs
 from moddepth_jax.model.layers import embed, rms_norm
+from moddepth_jax.model.mod.mixture_of_recursions import TokenChoice, loops_of
+from moddepth_jax.model.routing import gather_tokens
 from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.transformer import Transformer, token_info
 from tests.model.cases import (
@@ -255,6 +257,35 @@ def test_bfloat16(tiny_config):
     assert jax.eval_shape(hidden, variables, SMALL_BT)[0].dtype == jnp.bfloat16
     error = np.linalg.norm(found_BTV - expected_BTV) / np.linalg.norm(expected_BTV)
     assert error < 0.05
+
+
+@pytest.mark.parametrize('loop_update', ['gated_loops', 'gated_exit'])
+def test_the_new_x_of_token_choice_is_rounded_once(loop_update, tiny_config):
+    """Regression: x + (new - x) lost digits where gates are small, in whole rows and new tokens."""
+    knobs = {'model.dtype': 'bfloat16', 'model.routing.loop_update': loop_update}
+    hparams = small_hparams(tiny_config, TOKEN_CHOICE, knobs)
+    rng = np.random.default_rng(0)
+    x_BTD, y_BTD, first_BTD = jnp.bfloat16(rng.normal(size=(3, B, T, 16)))
+    scores_NBT = jnp.float32(rng.normal(size=(hparams.model.loops, B, T)) * 3)
+    choice = TokenChoice(first_BTD, scores_NBT, jnp.argmax(scores_NBT, axis=0))
+    loop = loops_of(hparams, 'top_c')[1]
+    tokens = token_info(hparams, jnp.asarray(SMALL_BT), jnp.asarray(SMALL_SEGMENTS_BT))
+
+    def blocks(_, tokens_BC):
+        return gather_tokens(y_BTD, tokens_BC.positions_BT), ()
+
+    tokens = tokens._replace(positions_BT=jnp.broadcast_to(jnp.arange(T), (B, T)))
+    found_BTD, record, *_ = loop.run(blocks, None, None, x_BTD, tokens, (), choice)
+    selected_BT1, last_BT1 = record.selected_BT[..., None], (choice.depth_BT == 1)[..., None]
+    assert 0 < (selected_BT1 & last_BT1).sum() < selected_BT1.sum() < selected_BT1.size
+    gates_BT1 = 2 * jax.nn.softmax(scores_NBT, axis=0)[1][..., None]  # gate_scale is 2
+    if loop_update == 'gated_exit':
+        gates_BT1 = jnp.where(last_BT1, gates_BT1, 1)
+    new_BTD = gates_BT1 * jnp.float32(y_BTD) + jnp.where(last_BT1, jnp.float32(first_BTD), 0)
+    expected_BTD = jnp.where(selected_BT1, jnp.bfloat16(new_BTD), x_BTD)
+    np.testing.assert_array_equal(found_BTD, expected_BTD)
+    *_, update = loop.decide(None, x_BTD, tokens, None, choice)
+    np.testing.assert_array_equal(loop.new_x(x_BTD, y_BTD, update, selected_BT1), expected_BTD)
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from tests.model.cases import (
     STATIC_WAYS,
     UNROTATED,
     VALUES,
+    equations,
     parameters,
     small_hparams,
 )
@@ -234,3 +235,24 @@ def test_the_first_values_are_kept_once(mix, tiny_config):
     assert sum(leaf.shape == slots.shape for leaf in mine) == 1
     per_layer = [leaf for leaf in mine if leaf.size > 10 * slots.size]
     assert len(per_layer) == 1 and per_layer[0].shape[1:] == (BATCH, LENGTH, 64)
+
+
+@pytest.mark.parametrize('stream', [DENSE, AVERAGE], ids=['dense', 'average'])
+def test_gradients_of_outputs_are_summed_in_the_chosen_dtype(stream, tiny_config):
+    """Four layers and the exit read 1 to 5 outputs: 1 + 2 + 3 + 4 sums of the size of an output."""
+
+    def count(gradient_dtype, dtype):
+        knobs = {'model.dtype': 'bfloat16', 'model.depth.gradient_dtype': gradient_dtype}
+        model = Transformer(small_hparams(tiny_config, stream, knobs))
+        tokens = jnp.zeros((1, 12), jnp.int32)
+        variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+        gradient = jax.grad(lambda variables: jnp.sum(model.apply(variables, tokens)[0]))
+        sums = [
+            eqn.outvars[0].aval
+            for eqn in equations(jax.make_jaxpr(gradient)(variables).jaxpr)
+            if eqn.primitive.name == 'add_any'
+        ]
+        return sum(one.shape == (1, 12, 16) and one.dtype == dtype for one in sums)
+
+    for dtype, more in (jnp.float32, 10), (jnp.bfloat16, -10):
+        assert count('float32', dtype) - count('model', dtype) == more

@@ -203,15 +203,15 @@ def empty_cache(hparams):
 @pytest.mark.parametrize(
     ('knobs', 'pairs'),
     [
-        # Six layers: the number of sources of layers 1 to 5, including the layer itself.
+        # Six layers: the number of slots that layers 1 to 5 read, and the layer itself.
         ({}, 2 + 2 + 2 + 3 + 3),  # layers 0 and 3
         ({'value_stride': 2}, 2 + 2 + 3 + 3 + 4),
         ({'value_stride': 1}, 2 + 3 + 4 + 5 + 6),
-        ({'value_stride': 4, 'recent_layers': 2}, 2 + 3 + 4 + 4 + 4),
+        ({'value_stride': 4, 'recent_layers': 2}, 2 + 3 + 4 + 5 + 6),  # hidden slots are read
     ],
 )
 def test_mixtures_are_counted_by_hand(knobs, pairs, tiny_config):
-    """4 K H for each token, source and layer."""
+    """4 K H for each token, slot read and layer."""
     knobs = {f'model.depth.{name}': value for name, value in knobs.items()}
     hparams = small_hparams(tiny_config, MIXED, {'model.num_layers': 6}, knobs)
     parts, model = forward_breakdown(hparams, 2, T), hparams.model

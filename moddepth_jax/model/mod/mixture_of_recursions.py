@@ -23,6 +23,7 @@ from moddepth_jax.model.routing import (
     pad_tokens,
     run_on_rows,
     scatter_add_tokens,
+    scatter_tokens,
     select_first,
     select_highest,
     smallest_size,
@@ -118,14 +119,24 @@ class Loop(NamedTuple):
         return scores_BT, jnp.where(real_BT, logits_BT, -CERTAIN), Update(gates_BT)
 
     def change(self, x_BTD, y_BTD, update: Update):
-        """Return what is added to the tokens x, given the output y of the looped blocks."""
+        """Return what is added to the tokens x, given the output y of the looped blocks.
+
+        Under token choice, return the new x: x + (new - x) would be rounded at the size of x.
+        """
         gates_BT1 = update.gates_BT[..., None]
         if update.last_BT is not None:
             first_BTD = jnp.where(update.last_BT[..., None], update.first_BTD, 0)
-            return (gates_BT1 * y_BTD + first_BTD).astype(x_BTD.dtype) - x_BTD
+            return (gates_BT1 * y_BTD + first_BTD).astype(x_BTD.dtype)
         if self.hparams.model.routing.loop_update == 'change':
             y_BTD = y_BTD - x_BTD
         return (gates_BT1 * y_BTD).astype(x_BTD.dtype)
+
+    def new_x(self, x_BTD, y_BTD, update: Update, selected_BT1=True):
+        """Return x after the loop, given the output y of the looped blocks for the selected."""
+        change_BTD = self.change(x_BTD, y_BTD, update)
+        if update.last_BT is not None:
+            return jnp.where(selected_BT1, change_BTD, x_BTD)
+        return x_BTD + jnp.where(selected_BT1, change_BTD, 0)
 
     def run(self, blocks, router, args: RoutingArgs, x_BTD, tokens: TokenInfo, sizes, choice=None):
         """Run the loop on whole rows.
@@ -164,7 +175,8 @@ class Loop(NamedTuple):
             )
             y_BCD, aux = blocks(x_BCD, tokens_BC)
             change_BCD = self.change(x_BCD, y_BCD, picked_update)
-            return scatter_add_tokens(x_BTD, indices_BC, change_BCD), aux
+            put = scatter_add_tokens if choice is None else scatter_tokens
+            return put(x_BTD, indices_BC, change_BCD), aux
 
         if self.makes_keys:  # for all tokens
             sizes = ()
@@ -379,7 +391,7 @@ class Recursions(NamedTuple):
             _, logits_BT, update = loop.decide(router, x_BTD, candidates, args, choice)
             if not loop.place:
                 y_BTD, first_caches, first = run_all(layers, x_BTD)
-                x_BTD += loop.change(x_BTD, y_BTD, update)
+                x_BTD = loop.new_x(x_BTD, y_BTD, update)
                 continue
             selected_BT = wanted_BT = logits_BT > 0
             if loop.reads_keys:  # all new tokens are visible, selected or not
@@ -410,8 +422,7 @@ def _extend_selected(loop, blocks, rows, selected_BT, caches):
     def run(sides, rows_C):
         selected_CT, (x_CTD, picked_update, inputs) = sides
         y_CTD, keys = blocks(x_CTD, *inputs, rows_C)
-        change_CTD = loop.change(x_CTD, y_CTD, picked_update)
-        return x_CTD + jnp.where(selected_CT[..., None], change_CTD, 0), keys
+        return loop.new_x(x_CTD, y_CTD, picked_update, selected_CT[..., None]), keys
 
     def skip(sides):
         return sides[1][0], nothing

@@ -21,6 +21,7 @@ class DepthDense(Stream):
     scans = False  # W_l grows with l
     has_ends = True
     reads_outputs = True
+    sums_gradients = True
     parameter_axes = (('kernel', (None, 'embed')),)
 
     def setup(self):

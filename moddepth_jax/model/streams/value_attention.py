@@ -122,11 +122,11 @@ class ValueAttention(Stream):
 
     @classmethod
     def mixing_flops(cls, hparams: ModelHparams, tokens: int, written: int) -> float:
-        """4 K H for each source and the layer itself: a product with q and a weighted sum."""
-        sources, stride, recent = written, stride_of(hparams), hparams.depth.recent_layers
-        if recent:
-            sources = sum(is_source(i, written, stride, recent) for i in range(written))
-        return 4 * tokens * (sources + 1) * hparams.num_kv_heads * hparams.head_dim
+        """4 K H for each slot and the layer itself: a product with q and a weighted sum.
+
+        Slots that `recent_layers` hides are read as well.
+        """
+        return 4 * tokens * (written + 1) * hparams.num_kv_heads * hparams.head_dim
 
     @classmethod
     def difference_at_start(cls, depth: DepthHparams) -> str:
