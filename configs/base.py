@@ -96,7 +96,8 @@ def get_config() -> ConfigDict:
     routing.log_length_max = 2048  # log_length: the length at which the share reaches capacity
     routing.capacity_stages = ''  # 1:0.2,0.5:0.3: 1 in 20% of the steps, 0.5 in 30%, then capacity
     routing.select_per = 'row'  # who competes for the C places: row (the whole row) | segment
-    routing.gate = 'auto'  # auto (learned: raw) | raw | sigmoid | tanh | none | straight_through
+    # auto (learned: raw, or sigmoid for loops) | raw | sigmoid | tanh | none | straight_through
+    routing.gate = 'auto'  # function of the score, a factor on what a routed block or loop adds
     routing.gate_scale = 1.0  # factor on the gate
     # auto (output) | output: x + g f(x) | change: x + g (f(x) - x); token choice, with x_1 the
     # stream before the loops: auto (gated_loops) | gated_loops: g f(x), plus x_1 in the last loop |
@@ -105,7 +106,8 @@ def get_config() -> ConfigDict:
     # own: each loop makes keys and values of the tokens that it selects | first: the first loop
     # makes those of all tokens, and later loops only make queries
     routing.loop_keys = 'own'  # loops: the keys and values that a routed loop attends to
-    routing.initial_gate = 1.0  # mean raw gate of selected tokens at step 0 (less above C/T 0.7)
+    # less above C/T 0.7; with loops, that of the last one: the first selects all tokens and has 0
+    routing.initial_gate = 1.0  # mean raw gate of selected tokens at step 0
     # auto | predictor | aux_loss | threshold | positive (score > 0, untrained) | dense
     routing.causal_rule = 'auto'  # how tokens are selected in evaluation and generation
     routing.predictor_width = 32  # hidden units of the predictor, at most 64; 0: linear

@@ -42,5 +42,6 @@ def get_config(arguments: str = ''):
     routing.gate = 'sigmoid'
     routing.gate_scale = 0.1
     routing.causal_rule = 'aux_loss'
+    # The paper's number, but of another mean. Three loops would need 0.003 (loop 2) to 0.0045.
     routing.aux_loss_weight = 0.001
     return config

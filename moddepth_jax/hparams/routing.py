@@ -67,7 +67,10 @@ class RoutingHparams:
                 if (value := getattr(self, field)) != only:
                     right = f'must be {only}: no loop is routed; set model.routing.layers to loops'
                     refuse(f'model.routing.{field}', value, right)
-        self._resolve('gate', self.traits.gates)
+        gates = self.traits.gates
+        if self.routes_loops and 'sigmoid' in gates:  # raw gates of all tokens have mean 0
+            gates = tuple(dict.fromkeys(('sigmoid', *gates)))
+        self._resolve('gate', gates)
         rules = self._possible_rules()
         by_threshold = self.train_rule == 'threshold' and 'threshold' in rules
         self._resolve('causal_rule', ('threshold',) if by_threshold else rules)

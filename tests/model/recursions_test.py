@@ -104,6 +104,13 @@ def test_the_papers_update_adds_the_whole_output(tiny_config):
     np.testing.assert_allclose(found_BTD[real_BT], expected_BTD[real_BT], rtol=1e-5, atol=1e-5)
 
 
+def test_the_gate_of_loops_is_positive_by_default(tiny_config):
+    """Regression: the first loop selects all tokens, and had raw gates with a mean of 0."""
+    for knobs, gate in (RECURSIONS, 'sigmoid'), (TOKEN_CHOICE, 'softmax'):
+        routing = small_hparams(tiny_config, knobs, {'model.routing.gate': 'auto'}).model.routing
+        assert routing.gate == gate
+
+
 @pytest.mark.parametrize('loop_update', ['gated_loops', 'gated_exit'])
 def test_token_choice_is_its_definition(loop_update, tiny_config):
     """Two loops of one block on all tokens, where tokens that have left are hidden."""
