@@ -55,7 +55,7 @@ def _looped(loops):
 
 
 def _recursions(loops):
-    """Expert choice with the paper's knobs (but see docs/looped.md, section 6): capacity 1/loops."""
+    """Expert choice with the paper's knobs (but see docs/looped.md, 6) and capacity 1 / loops."""
     knobs = {'router': 'learned', 'layers': 'loops', 'capacity': 1 / loops}
     knobs |= {'gate': 'sigmoid', 'gate_scale': 0.1}
     knobs |= {'causal_rule': 'aux_loss', 'aux_loss_weight': 0.001}
