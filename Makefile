@@ -21,7 +21,9 @@ NEXT := .venv-next/bin/python
 NEXT_TESTS := tests/kernels tests/model tests/inference tests/launch/backends_test.py \
     $(addprefix tests/training/,losses_test.py train_step_test.py mesh_test.py gpu_collectives_test.py)
 
-.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-budgets study-routing study-capacity study-every-block study-gates study-moda study-streams study-streams-fast study-sources study-recursions study-text study-experts study-gpu study-moda-gpu docs-notebooks docs-api
+TORCH_PINS := tests/conversion/constraints-torch.txt
+
+.PHONY: train test test-next test-torch has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-budgets study-routing study-capacity study-every-block study-gates study-moda study-streams study-streams-fast study-sources study-recursions study-text study-experts study-gpu study-moda-gpu docs-notebooks docs-api
 .DELETE_ON_ERROR:
 
 # Huge pages make a step on Linux 6% faster (docs/profiling.md, section 2).
@@ -40,6 +42,10 @@ test-next: .venv-next/installed
 # Fails with a message if test-next cannot run.
 has-next:
 	@test -n "$(NEXT_PYTHON)" || { echo 'make test-next needs Python 3.12 or 3.13, and found neither on PATH nor in $(PYENV_ROOT)'; exit 1; }
+
+# Exported models in PyTorch and transformers, which no other target installs: same logits and tokens.
+test-torch: .venv-torch/installed
+	JAX_PLATFORMS=cpu .venv-torch/bin/python -m pytest $(IN_PARALLEL) -m "" -k pytorch tests/conversion/torch_folder_test.py
 
 # All tests. In parts: make test-all TESTS=tests/model, then TESTS=tests/training, ...
 TESTS ?= tests
@@ -232,6 +238,12 @@ runs/moda_dense/summary.json: | .venv/installed
 	@$(NEXT_PYTHON) -m venv .venv-next
 	@{ grep -v '^jax' constraints.txt; cat constraints-next.txt; } > .venv-next/constraints.txt
 	@$(NEXT) -m $(INSTALL) -c .venv-next/constraints.txt -e '.[test,compile]'
+	@touch $@
+
+.venv-torch/installed: $(PINS) $(TORCH_PINS)
+	@echo 'Installing JAX, Flax, PyTorch and transformers into .venv-torch: some minutes.'
+	@$(PYTHON) -m venv .venv-torch
+	@.venv-torch/bin/python -m $(INSTALL) -c constraints.txt -c $(TORCH_PINS) -e '.[test]' torch transformers
 	@touch $@
 
 .venv/installed-notebooks: $(PINS)

@@ -10,6 +10,7 @@ from moddepth_jax.data import recall
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.train_step import init_state, train_step
+from tests.training.toy_steps import forward
 
 
 @pytest.mark.parametrize(
@@ -37,11 +38,24 @@ def toy(tiny_config):
 
 
 def test_every_routed_layer_is_reported(toy):
+    """Areas and selected shares are those of the records of a forward pass."""
     hparams, dataset, state = toy
     result = router_roc(state.variables, hparams, dataset, 2)
     assert list(result['layers']) == [0, 1]
-    for layer in result['layers'].values():
-        assert 0 <= layer['area'] <= 1 and 0 <= layer['entered'] <= 1
+    batches = [dataset.held_out_batch(index) for index in range(2)]
+    batch = {name: np.concatenate([side[name] for side in batches]) for name in batches[0]}
+    _, records = forward(hparams, state.variables, batch)
+    real_BT = batch['segment_ids_BT'] > 0
+    needed_N = recall.needs_far_context(batch['tokens_BT'])[real_BT]
+    for layer, found in result['layers'].items():
+        scores_N, selected_N = (
+            np.asarray(side_RBT[layer])[real_BT]
+            for side_RBT in (records.routing.scores_BT, records.routing.selected_BT)
+        )
+        assert found['area'] == pytest.approx(roc_area(scores_N, needed_N), abs=1e-4)
+        assert found['entered'] == pytest.approx(selected_N[needed_N].mean(), abs=1e-4)
+    areas = [found['area'] for found in result['layers'].values()]
+    assert abs(areas[0] - areas[1]) > 1e-3
     assert result['recall_accuracy'] < 0.5
     assert result['recall_nats'] == pytest.approx(np.log(257), abs=0.5)
 

@@ -69,6 +69,7 @@ def forward(variables, hparams, tokens, routing, tokenizer=None):
     ('routing', 'knobs'),
     [
         (None, {}),
+        (None, {'model.across_documents': True}),
         pytest.param('dense', {}, marks=pytest.mark.slow),
         pytest.param('threshold', {'model.routing.overflow': 'grow'}, marks=pytest.mark.slow),
         pytest.param(
@@ -333,6 +334,7 @@ class Few:
 # A cache of three places per row, which has no room for some selected tokens.
 FULL = {'model.routing.capacity': 0.125, 'model.routing.cache_capacity': 1.0}
 LOOPS = {'model.routing.layers': 'loops', 'model.looped_layers': 'all', 'model.loops': 2}
+LOOPS |= {'model.routing.gate': 'raw'}  # with the sigmoid, all guesses are right here
 
 
 @pytest.mark.parametrize(

@@ -317,6 +317,13 @@ CASES = {
     'staged': (experts(num_noop=2) | HALF_ROUTED | ROOMY | MODA, 'aux_loss'),
     'staged, experts choose': (experts(choice='expert') | HALF_ROUTED | ROOMY, 'aux_loss'),
 }
+# One model of each family, for properties that another test states for all models.
+FAMILIES = (
+    *('dense', 'predictor', 'threshold', 'attention routed', 'dense stream', 'average stream'),
+    *('attention stream', 'mod and moda', 'masked', 'value residual', 'value attention'),
+    *('value embeddings', 'hyper-connections', 'mudd', 'attention residual', 'recursions'),
+    *('token choice', 'looped, exits', 'experts choose', 'staged'),
+)
 EXPERTS = [name for name, (knobs, _) in CASES.items() if 'model.experts.choice' in knobs]
 # Compile as for users. tests/conftest.py compiles all other programs with less optimization.
 OPTIMIZED = {'xla_backend_optimization_level': 3, 'xla_llvm_disable_expensive_passes': False}

@@ -1,5 +1,7 @@
 """No later token and no other row affects a token's logits, bit for bit."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,12 +10,11 @@ import pytest
 from moddepth_jax.model.transformer import Transformer
 from tests.model.cases import (
     BATCH,
-    CASES,
     EXPERTS,
+    FAMILIES,
     LENGTH,
     OPTIMIZED,
     OTHER_BT,
-    TIED,
     TOKENS_BT,
     build,
     parameters,
@@ -74,19 +75,18 @@ def test_future_tokens_do_not_change_past_logits(name, tiny_config):
     check_the_future(build(tiny_config, name))
 
 
-@pytest.mark.parametrize('name', parameters(('predictor',)))
+@pytest.mark.parametrize('name', parameters(('predictor',), FAMILIES))
 def test_future_tokens_do_not_change_past_logits_when_optimized(name, tiny_config):
     """The same for programs compiled as users run them: optimization may reorder sums."""
     check_the_future(build(tiny_config, name, options=tuple(OPTIMIZED.items())))
 
 
-# The logits of all tokens also read a tied table.
-UNTIED = [name for name, (knobs, _) in CASES.items() if not TIED.items() <= knobs.items()]
-
-
-@pytest.mark.parametrize('name', parameters(('threshold', 'experts choose'), UNTIED))
+@pytest.mark.parametrize('name', parameters(('experts choose',), FAMILIES))
 def test_past_logits_have_no_gradient_by_future_tokens(name, tiny_config):
-    """The gradient is exactly 0 for the embeddings of all later tokens and of no earlier one."""
+    """The gradient is exactly 0 for the embeddings of all later tokens and of no earlier one.
+
+    Of models without a tied table, which the logits of all tokens also read.
+    """
     model = build(tiny_config, name)
 
     def loss(params):
@@ -115,6 +115,27 @@ def test_top_c_looks_ahead(name, tiny_config):
     else:
         taken = model.hparams.model.experts.num_taken(LENGTH)
         np.testing.assert_array_equal(records.experts.pairs_Z, np.full((3, 5), BATCH * taken))
+
+
+def test_causal_layers_say_which_loops_use_the_rule(tiny_config):
+    """In all of them it is the causal rule, in none it is top-C, and those differ.
+
+    tests/training/evaluate_test.py has this for routed blocks, layer by layer.
+    """
+    model = build(tiny_config, 'recursions, threshold')
+    num_routed = len(model.hparams.model.routed_layers)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(causal_R, routing):
+        apply = functools.partial(Transformer(model.hparams).apply, model.variables, TOKENS_BT)
+        return apply(routing=routing, causal_layers_R=causal_R)[0]
+
+    rule_BTV, _ = model()
+    top_c_BTV = run(None, 'top_c')
+    assert np.abs(rule_BTV - top_c_BTV).max() > 0.1
+    for of_all, expected_BTV in ((True, rule_BTV), (False, top_c_BTV)):
+        found_BTV = run(np.full(num_routed, of_all), model.routing)
+        np.testing.assert_allclose(found_BTV, expected_BTV, rtol=0, atol=1e-5)
 
 
 def check_rows(model, name):

@@ -272,7 +272,6 @@ def on_four_devices():
     print('null')
 
 
-@pytest.mark.slow
 def test_devices_sum_up_their_own_tokens():
     """Losses and gradients equal those of one device, whether rows and ids divide or not.
 

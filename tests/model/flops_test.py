@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from configs import moda_1b5, moda_24l, moda_48l, moda_700m
@@ -16,6 +17,7 @@ from tests.model.cases import (
     GROWS,
     MASKED,
     MODA,
+    NEWEST,
     RECURSIONS,
     SOURCES,
     at_size,
@@ -99,12 +101,15 @@ def test_breakdown_of_slots_is_the_sum_by_hand(tiny_config):
     """Four layers, of which the second and fourth are routed, projected and masked."""
     T, C, D, N, K, H = 32, 8, 32, 4, 2, 8
     slot = 2 * 2 * D * K * H
-    for knobs, projections in ((MODA, 4 * T), (MODA | MASKED, 2 * T + C)):
+    cases = [(MODA, 4 * T, (2, 4, 6)), (MODA | MASKED, 2 * T + C, (2, 4, 6))]
+    cases.append((MODA | NEWEST, 4 * T, (2, 2, 2)))
+    for knobs, projections, (second, third, fourth) in cases:
         hparams = from_config(tiny_config(**QUARTER | {'model.num_layers': 4} | knobs))
         parts = flops.forward_breakdown(hparams, 1, T)
         assert parts['depth_projections'] == projections * slot
-        # They see 0, 2, 4 and 6 slots; scores and values are two products.
-        assert parts['depth_attention'] == 4 * N * H * (2 * C + 4 * T + 6 * C)
+        # The first layer sees no slot; scores and values are two products.
+        pairs = second * C + third * T + fourth * C
+        assert parts['depth_attention'] == 4 * N * H * pairs
 
 
 @pytest.mark.parametrize('window', [0, 4])
@@ -194,20 +199,35 @@ def traced_step_flops(hparams):
     return flops.dot_general_flops(jax.make_jaxpr(train_step)(state, batch))
 
 
+def _visible_keys(queries, length, window):
+    """Return the causal pairs of a mask, where the first and last place of a band count half."""
+    past = np.arange(queries)[:, None] - np.arange(queries)  # of tokens that are spread evenly
+    reach = -(-window * queries // length) if window else length
+    weights = np.where((past == 0) | (past == reach), 0.5, (past > 0) & (past < reach))
+    return weights.sum()
+
+
 def _not_counted(hparams, rows, length):
-    """Return FLOPs of a pass on hidden query-key and query-slot pairs and on places of no-ops."""
+    """Return FLOPs of a pass on hidden query-key and query-slot pairs and on places of no-ops.
+
+    They are counted by masks, so that wrong pairs or slots of `flops` do not cancel.
+    """
     model, hidden, empty = hparams.model, 0.0, 0.0
     experts_of, written = model.experts, sum(kind.slots for kind in layer_kinds(model))
-    for kind, tokens, pairs, makes_keys, _ in flops._layers(hparams, length, 'top_c'):
-        if kind.part == 'block':
-            keys = tokens if makes_keys else length  # later loops read those of all tokens
-            hidden += tokens * keys - pairs
+    routing = hparams.stages[-1].routing
+    for kind, tokens, _, makes_keys, _ in flops._layers(hparams, length, routing):
+        if kind.part == 'block' and makes_keys:
+            hidden += tokens**2 - _visible_keys(tokens, length, kind.window)
+        elif kind.part == 'block':  # later loops read the keys of all tokens
+            hidden += tokens * (length - _visible_keys(length, length, kind.window) / length)
         if kind.experts and experts_of.choice == 'token':
             places = tokens * experts_of.top_k
             if experts_of.row_capacity:
                 places = min(places, experts_of.num_routed * experts_of.row_capacity)
-            empty += places - flops.expert_pairs(experts_of, tokens)
-    for tokens, seen, before in flops.depth_readers(hparams, length, 'top_c'):
+            real = tokens * experts_of.top_k * experts_of.num_routed / experts_of.num_choices
+            empty += places - min(places, real)
+    for tokens, _, before in flops.depth_readers(hparams, length, routing):
+        seen = min(before, model.depth.slot_window) if model.depth.slot_window else before
         hidden += tokens * ((written if model.layer_loop == 'scan' else before) - seen)
     pair = 4 * model.num_heads * model.head_dim
     return rows * pair * hidden, rows * empty * flops._pair_flops(model)
@@ -235,7 +255,7 @@ def _traced_reads_of_sources(hparams, rows, length):
         return -3 * flops.forward_breakdown(hparams, rows, length)['depth_attention']
     if model.depth.stream != 'attention_residual':
         return 0
-    for kind, tokens, *_ in flops._layers(hparams, length, 'top_c'):
+    for kind, tokens, *_ in flops._layers(hparams, length, hparams.stages[-1].routing):
         reads = [(length, 1)] if kind.routed or kind.part == 'exit' else []
         if kind.part == 'block':
             reads += [(tokens, 1), (tokens, 1 + kind.opens[0])]
@@ -261,6 +281,11 @@ LONG = {
     'routed, windows, T = 512': ROUTED | {'model.windows': (0, 100), 'data.sequence_length': 512},
     'every block': ROUTED | {'model.routing.capacity': 0.5, 'model.routing.layers': 'every:1'},
     'hidden layer of the predictor': ROUTED | {'model.routing.predictor_width': 8},
+    'trained by threshold': QUARTER
+    | {
+        **{'model.routing.causal_rule': 'threshold', 'model.routing.train_rule': 'threshold'},
+        **{'model.routing.threshold_warmup': 0.5, 'model.routing.cache_capacity': 1.5},
+    },
 }
 WIDE = {'model.num_layers': 4, 'model.d_model': 96, 'model.d_ff': 256, 'model.head_dim': 24}
 TRACED = (

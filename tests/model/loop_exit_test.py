@@ -60,7 +60,26 @@ def test_the_ends_of_the_threshold_are_models_without_exits(tiny_config):
     np.testing.assert_array_equal(trained, run(plain, 'top_c')[0])
 
 
+class Padded:
+    """The last held-out batch of a dataset, of which some rows are padding."""
+
+    num_held_out_batches = 1
+    domains = {}
+
+    def __init__(self, dataset):
+        self.tokenizer = dataset.tokenizer
+        self.batch = dataset.held_out_batch(dataset.num_held_out_batches - 1)
+        assert 0 < np.mean(self.batch['segment_ids_BT'] > 0) < 1
+
+    def held_out_batch(self, index):
+        return self.batch
+
+    def domain(self, index):
+        return None
+
+
 def test_evaluation_counts_the_loops_of_real_tokens(tiny_config):
+    """Of every token by its last loop; padding counts as no loop and as no token."""
     knobs = {'model.num_layers': 4, 'model.loop_exit_threshold': 0.05}
     hparams = from_config(tiny_config(**LOOPED | knobs))
     dataset, mesh = make_dataset(hparams.data, hparams.seed), make_mesh('data=1')
@@ -72,4 +91,7 @@ def test_evaluation_counts_the_loops_of_real_tokens(tiny_config):
                 variables, with_threshold(hparams, threshold), dataset, mesh, 2, 'dense'
             )
             found[threshold] = result.get('loops_per_token')
+        first = with_threshold(hparams, 1e9)
+        padded = evaluate(variables, first, Padded(dataset), mesh, 1, 'dense')
     assert found[0.0] is None and found[1e9] == 1 and 1 < found[0.5] < 3
+    assert padded['loops_per_token'] == 1

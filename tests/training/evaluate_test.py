@@ -107,7 +107,7 @@ def by_hand(variables, hparams, batches, routing, **layers):
 def test_losses_of_a_mixture_are_separate_and_weighted_by_its_shares(
     variables, hparams, held_out, mesh
 ):
-    result = evaluate(variables, hparams, Mixture(), mesh, 3, 'predictor')
+    result = evaluate_causal(variables, hparams, Mixture(), mesh, 3)
     batches = {'web': held_out.batches[::2], 'code': held_out.batches[1:2]}
     sums = {name: by_hand(variables, hparams, own, 'predictor') for name, own in batches.items()}
     assert list(result['domains']) == ['web', 'code']
@@ -124,6 +124,10 @@ def test_losses_of_a_mixture_are_separate_and_weighted_by_its_shares(
     assert result['bits_per_byte'] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-5)
     fractions_R = np.array(selected_R) / real
     np.testing.assert_allclose(result['routing']['selected_fraction'], fractions_R, rtol=1e-5)
+    for name, own in result['domains'].items():
+        nats, targets, *_ = by_hand(variables, hparams, batches[name], 'top_c')
+        assert own['loss_top_c'] == pytest.approx(nats / targets, rel=1e-5)
+        assert own['routing_gap'] == pytest.approx(own['loss'] - nats / targets, abs=1e-4)
 
 
 def test_fewer_batches_than_domains_are_refused(variables, hparams, mesh):
@@ -169,17 +173,20 @@ def test_the_gap_of_a_layer_is_the_cost_of_its_causal_rule(
 ):
     """It is the loss with the rule in that layer and top-C elsewhere, minus that of top-C.
 
+    Both are of the first `batches_per_layer` batches.
+
     Regression: the progress bar of launch.evaluate expected one pass more.
     """
     read, held_out_batch = [], held_out.held_out_batch
     monkeypatch.setattr(held_out, 'held_out_batch', lambda i: read.append(i) or held_out_batch(i))
-    result = evaluate_causal(variables, hparams, held_out, mesh, 3, batches_per_layer=3)
-    assert len(read) == 3 * num_passes(hparams.model, True) == 12
-    nats, targets, *_ = by_hand(variables, hparams, held_out.batches, 'top_c')
+    result = evaluate_causal(variables, hparams, held_out, mesh, 3, batches_per_layer=2)
+    assert num_passes(hparams.model, True) == 4 and len(read) == 2 * 3 + 2 * 2
+    few = held_out.batches[:2]
+    nats, targets, *_ = by_hand(variables, hparams, few, 'top_c')
     gaps = []
     for layer in range(2):
         named = {'causal_layers_R': np.arange(2) == layer}
-        alone, *_ = by_hand(variables, hparams, held_out.batches, 'predictor', **named)
+        alone, *_ = by_hand(variables, hparams, few, 'predictor', **named)
         gaps.append((alone - nats) / targets)
     np.testing.assert_allclose(result['routing']['routing_gap'], gaps, rtol=0, atol=2e-4)
     assert np.abs(gaps).min() > 2e-3 and len({round(gap, 3) for gap in gaps}) == 2

@@ -93,36 +93,48 @@ for layout in ['data=1', *layouts]:
     shardings = state_shardings(mesh, first)
     state = jax.device_put(first, shardings)
     step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
-    losses = []
+    losses, norms = [], []
     with jax.set_mesh(mesh):
         compiled = step.lower(state, shard_batch(mesh, batches[0])).compile()
         for batch in batches:
             state, metrics = compiled(state, shard_batch(mesh, batch))
             jax.block_until_ready(state)
             losses.append(float(metrics['loss']))
+            norms.append(float(metrics['grad_norm']))
     placed = jax.tree.leaves(jax.tree.map(lambda leaf, to: leaf.sharding == to, state, shardings))
     sizes = [(leaf.size, leaf.addressable_shards[0].data.size)
              for leaf in jax.tree.leaves(state.params)]
-    found[layout] = {'losses': losses, 'as_declared': all(placed),
+    found[layout] = {'losses': losses, 'norms': norms, 'as_declared': all(placed),
                      'unsharded': sum(n for n, k in sizes if n == k) / sum(n for n, _ in sizes),
                      'text': compiled.as_text()}
 print(json.dumps(found))
 """
 
 
-def check(config, layouts, num_steps=20):
-    """Losses are those of one device to 1e-5, relative; arrays are split by the rules."""
-    found = on_devices(8, CODE, json.dumps([config.to_dict(), layouts, num_steps]))
-    alone = found.pop('data=1')['losses']
+def check(config, layouts, num_steps=20, num_devices=8):
+    """Losses are those of one device to 1e-5, relative; arrays are split by the rules.
+
+    So are the norms of gradients, to 1e-3. AdamW's step would hide a factor of all gradients.
+    """
+    found = on_devices(num_devices, CODE, json.dumps([config.to_dict(), layouts, num_steps]))
+    alone, norms = (found['data=1'][name] for name in ('losses', 'norms'))
+    del found['data=1']
     assert len(found) == len(layouts) and alone[-1] < alone[0] - 0.005 * num_steps
     for layout, result in found.items():
         worst = max(abs(a - b) / a for a, b in zip(alone, result['losses'], strict=True))
         assert worst < 1e-5, layout
+        assert result['norms'] == pytest.approx(norms, rel=1e-3), layout
         assert result['as_declared'], layout
         if 'fsdp=' in layout.replace('fsdp=1', '') or 'tensor=' in layout.replace('tensor=1', ''):
             assert result['unsharded'] < 0.1, layout
         # No row moves to another device, except for those that experts share.
         assert not collectives(result['text']).keys() & {'all-to-all', 'ragged-all-to-all'}, layout
+
+
+def test_a_small_mesh_trains_as_one_device(tiny_config):
+    """Rows on two devices and width on two: the fast case of the tests below."""
+    config = tiny_config(**SIZES | {'model.num_layers': 1})
+    check(config, ['data=2,tensor=2'], num_steps=3, num_devices=4)
 
 
 @pytest.mark.slow

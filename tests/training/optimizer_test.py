@@ -69,6 +69,7 @@ def updates_of(hparams, slope):
         (False, EMBEDDED, {'w', 'residual_scale', 'embedding_scale', 'gate'}),
         (True, OF_EACH_LOOP, {'w', 'loop_embeddings'}),
         (True, HYPER, {'w', *OF_STREAMS}),
+        (True, HYPER | {'optimizer.name': 'lion'}, {'w', *OF_STREAMS}),
         (True, MUDD, {'inner', 'outer'}),
         (False, MUDD | {'optimizer.name': 'muon'}, {'inner', 'outer', 'kernel'}),  # of the head
     ],

@@ -72,6 +72,21 @@ def test_the_loss_pulls_towards_the_teacher(tiny_config, dense, teacher):
     assert found[-1] < 0.8 * found[0]
 
 
+def test_a_routed_teacher_does_not_see_the_future(tiny_config):
+    """Its hidden states are those of its causal rule: later tokens change no bit of them."""
+    hparams = from_config(tiny_config(**ROUTED | {'model.routing.causal_rule': 'aux_loss'}))
+    itself, batch, cut = Teacher(initial(hparams).variables, hparams), make_batch(0), 16
+    other = batch | {'tokens_BT': batch['tokens_BT'].copy()}
+    other['tokens_BT'][:, cut:] += 64
+    hidden_states = jax.jit(Teacher.hidden_states)
+    one_BTD, other_BTD = (hidden_states(itself, side) for side in (batch, other))
+    np.testing.assert_array_equal(one_BTD[:, :cut], other_BTD[:, :cut])
+    assert np.all(np.any(one_BTD[:, cut:] != other_BTD[:, cut:], axis=-1))
+    of_top_c = [forward(hparams, itself.variables, side)[1].routing for side in (batch, other)]
+    one_BT, other_BT = (record.selected_BT[0, :, :cut] for record in of_top_c)
+    assert np.any(one_BT != other_BT)  # so that top-C would be seen
+
+
 @pytest.mark.slow
 def test_micro_batches_do_not_change_distillation(tiny_config, dense, teacher):
     found = []
@@ -179,7 +194,10 @@ def test_a_teacher_has_its_last_capacity(tiny_config, tmp_path, step, capacity):
         words = 'its capacity is 1 at step 2 of 4; must be 0.25, as at its end'
         assert words in refusal(load_teacher, hparams, mesh, {})
     else:
-        assert load_teacher(hparams, mesh, {}).hparams.model.routing.capacity == capacity
+        found = load_teacher(hparams, mesh, {}).hparams
+        assert found.model.routing.capacity == capacity
+        shape = hparams.data.batch_size, hparams.data.sequence_length
+        assert teacher_flops(hparams) == forward_flops(found, *shape, 'predictor')
 
 
 def test_a_step_without_its_teacher_is_refused(tiny_config, dense, teacher):
