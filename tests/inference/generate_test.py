@@ -69,7 +69,6 @@ def forward(variables, hparams, tokens, routing, tokenizer=None):
     ('routing', 'knobs'),
     [
         (None, {}),
-        (None, {'model.across_documents': True}),
         pytest.param('dense', {}, marks=pytest.mark.slow),
         pytest.param('threshold', {'model.routing.overflow': 'grow'}, marks=pytest.mark.slow),
         pytest.param(
@@ -101,6 +100,27 @@ def test_greedy_texts_are_the_argmax_of_full_forwards(tiny_config, routing, knob
     assert len(set(result.tokens[0][4:].tolist())) > 3
     assert selected == 1 if routing == 'dense' else 0.02 < selected < 0.98
     assert result.stopped == [False] * 3
+
+
+def test_across_documents_a_separator_is_a_token_like_others(tiny_config):
+    """In a prompt and in the generated text. Apart from that, documents would change the text."""
+
+    class Other(type(TOKENIZER)):
+        def __init__(self, separator):
+            self.separator, self.stops = separator, (256, separator)  # both can be drawn
+            super().__init__()
+            self.token_bytes_V = np.ones(self.vocab_size, np.int32)
+
+    prompt, how = [256, 100, 101, 102, 256, 103], {'temperature': 0.0, 'stop': False}
+
+    def text(across, tokenizer):
+        hparams = make_hparams(tiny_config, **{'model.across_documents': across})
+        how['tokenizer'] = tokenizer
+        return generate(make_variables(hparams), hparams, [prompt], 14, **how).tokens[0].tolist()
+
+    one = text(True, TOKENIZER)
+    other = Other(one[len(prompt) + 2])
+    assert text(True, other) == one != text(False, other)
 
 
 @pytest.mark.parametrize('router', ['none', 'learned'])
