@@ -151,8 +151,9 @@ def _exclusive(path):
 def _measure(path, key, candidates, shapes, device):
     """Return results by label, and write them to a file, unless another run may find others.
 
-    It may where a candidate was not tried, or was stopped before its own limit, and where none was
-    right and one ran out of memory.
+    It may where a candidate was not tried, or was not done in its time, most of which is
+    compilation that the next run finds in a cache; and where none was right and one ran out of
+    memory.
     """
     global _spent
     logging.warning(
@@ -171,7 +172,7 @@ def _measure(path, key, candidates, shapes, device):
             _spent += time.monotonic() - begin
         if reason := results[name].get('failed'):
             logging.warning('depth_attention: %s is not used: %s', name, reason)
-            final &= limit == LIMIT_SECONDS or not reason.startswith(NOT_DONE)
+            final &= not reason.startswith(NOT_DONE)
         if parts == candidates[-1] and all('failed' in results[name] for name in first):
             waiting += _without_first(candidates)
     if not results:

@@ -4,6 +4,7 @@ It reads one line of JSON, and prints lines of JSON: {"ready": 1} when it has fo
 {"milliseconds": ...} or {"failed": ...}. It checks a small case, and times the full size.
 """
 
+import ctypes
 import functools
 import json
 import math
@@ -277,7 +278,9 @@ def _answer(request):
 
 def main():
     request = json.loads(sys.stdin.readline())
-    # Ends this process also without its parent, and in a call that never returns.
+    # It is in a session of its own, and would use the device after its parent was killed.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    # Ends this process also in a call that never returns.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(request['limit']) + 1)
     print(json.dumps(_answer(request)), flush=True)

@@ -28,8 +28,10 @@ DECODE_SHAPES = {
 }
 # Sequence length and rows of a batch that fit one large GPU.
 _BATCHES = {'124m': (2048, 16), '700m': (4096, 4)}
+_MAIN_CHECKS = ('group_of_8', 'group_of_2', 'three')  # of each implementation
 # Expected seconds of a training step case: compilation, and the measurements of `auto`.
 _STEPS = {'dense': 60.0, 'moda': 85.0, 'mod': 60.0, 'both': 110.0}
+_MAIN_STEPS = tuple(f'step/124m/{model}' for model in _STEPS)
 # Cases of a rehearsal on a CPU, where kernels are interpreted: some of each kind.
 _TOYS = ('machine/*', 'right/mosaic_gpu/depth_alone')
 _TOYS += tuple(f'right/pallas/{name}' for name in ('group_of_3', 'rows', 'depth_alone'))
@@ -42,12 +44,18 @@ _TOYS += ('decode/*', 'right/decode/xla/rows', 'decode_kernel/xla/*', 'experts/*
 def cases(toy: bool = False) -> list[Case]:
     """Return all cases, the most valuable first; with `toy`, some of each kind at CPU size."""
     found = [_case('machine/ceilings', 'machine', 20.0, 120.0, 'attention:device_ceilings')]
-    found += [*_correctness(), *_times(), *_models(), *_more_times()]
-    # Unusual shapes, on which no other case depends.
-    found += _checks('pallas', [name for name in _PLAIN if name not in _CHECKED['pallas']], 4.0)
+    # One case of each kind first: a short visit then has a number for each.
+    checks, times, models = _correctness(), _times(), _models()
+    first = [case for case in checks if case.name.rpartition('/')[2] in _MAIN_CHECKS]
+    first += [case for case in times if case.name.count('/') == 2 and '_' not in case.name[-4:]]
+    first += [case for case in models if case.name in _MAIN_STEPS]
     # Starts a command, which uses the device itself.
     run = ('run/train', 'run/train', 150.0, 420.0, 'gpu_models:training_run')
-    found.append(_case(*run, in_process=False, steps=800))
+    first.append(_case(*run, in_process=False, steps=800))
+    found += first + [case for case in (*checks, *times, *models) if case not in first]
+    found += _more_times()
+    # Unusual shapes, on which no other case depends.
+    found += _checks('pallas', [name for name in _PLAIN if name not in _CHECKED['pallas']], 4.0)
     if not toy:
         return found
     return [  # generous limits for a busy CPU
@@ -72,7 +80,7 @@ def _checks(implementation, names, expected, packed=()):
     checked = {f'right/{implementation}/{name}': name for name in names}
     checked |= {f'packed/{implementation}/{name}': f'packed/{name}' for name in packed}
     return [
-        _case(name, implementation, expected, 75.0, 'kernel_checks:check', **call, case=case)
+        _case(name, implementation, expected, 150.0, 'kernel_checks:check', **call, case=case)
         for name, case in checked.items()
     ]
 
@@ -89,8 +97,9 @@ def _correctness():
 
 def _at_lengths(implementation, prefix, sizes, expected, lengths=tuple(LENGTHS), brief=True):
     """Timing cases of one shape at each length."""
-    needs = (f'right/{implementation}/',)
-    needs += (f'packed/{implementation}/',) if 'documents' in sizes else ()
+    # Every form is also checked at its own size before it is timed.
+    needs = (f'right/{implementation}/group_of_8',)
+    needs += (f'packed/{implementation}/three',) if 'documents' in sizes else ()
     return [
         _case(
             f'time/{implementation}/{prefix}{length}',

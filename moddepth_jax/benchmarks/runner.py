@@ -119,7 +119,7 @@ class CaseRunner:
     """One pass over a list of cases."""
 
     results: Results  # gets one row for each case
-    start: Callable[[], Child]
+    start: Callable[[str], Child]  # of a group
     stamp: dict  # fields of every row: device, versions, commit
     seconds_left: Callable[[], float]  # until the deadline
     say: Callable[[str], None]  # prints one line per case
@@ -171,17 +171,16 @@ class CaseRunner:
             self.hung[case.group] += 1
         if row.pop('ends', False):
             self._end_child()
-        if lost := row.get('lost'):
-            raise LostError(lost)
         return row
 
     def _start_child(self, group):
         for _ in range(2):  # the memory of a killed process may not be free yet
             if self.child is not None:
                 return
-            self.child, self.group = self.start(), group
+            self.child, self.group = self.start(group), group
             row = self.child.answer(min(START_LIMIT, max(1.0, self.seconds_left())))
             row = row or {'status': 'hung', 'reason': 'no answer'}
+            row = {'status': 'lost', 'reason': row['lost']} if 'lost' in row else row
             if row['status'] != 'ready':
                 self._end_child()
         if self.child is None:

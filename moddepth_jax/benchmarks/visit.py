@@ -136,13 +136,22 @@ def visit(
     out = pathlib.Path(out or f'results/gpu/{device.lower()}').absolute()
     out.mkdir(parents=True, exist_ok=True)
     code, store = results.code_version(), results.Results(out / results.FILE)
+    others = {row.get('device') for row in store.latest.values() if not row.get('toy')}
+    if not toy and others - {found['device']}:
+        other = ', '.join(sorted(map(str, others - {found['device']})))
+        why = f'holds results of {other}, and this is {found["device"]}; use another --out'
+        print(f'error: {store.path}: {why}', file=sys.stderr)
+        return 1
     stamp = {'device': found['device'], 'capability': found['capability']}
     stamp |= {'versions': versions(), 'software': found['software'], 'toy': toy}
     todo, lines = runner.pending(chosen, store, code['code'], again, by_name)
     for line in lines:
         print(line, flush=True)
-    args = ({case.name: case for case in todo}, not toy)
-    start = functools.partial(runner.Child, worker.serve, args, out / 'log.txt')
+
+    def start(group):
+        args = {case.name: case for case in todo if case.group == group}, not toy
+        return runner.Child(worker.serve, args, out / 'log.txt')
+
     say = functools.partial(print, flush=True)
     run = runner.CaseRunner(store, start, stamp | code, seconds_left, say)
     try:

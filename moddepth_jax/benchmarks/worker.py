@@ -1,9 +1,11 @@
 """The child process of runner.py: runs the cases it receives, and answers each with a row."""
 
+import ctypes
 import gc
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 
@@ -21,9 +23,13 @@ class SkippedError(Exception):
 def serve(connection, log, cases: dict, on_gpu: bool):
     """Answer each case name from the connection with a row, until the connection closes.
 
-    All output goes to the file `log`. With `on_gpu`, nothing runs if JAX has no GPU.
+    All output goes to the file `log`. With `on_gpu` it is ready when JAX has found the GPU, unless
+    a case starts a command that uses the GPU itself; without a GPU it answers `lost`, and ends.
     """
     redirect_output(log)
+    if on_gpu and all(case.in_process for case in cases.values()) and (found := _find_lost()):
+        connection.send({'lost': found})
+        return
     connection.send({'status': 'ready'})
     while True:
         try:
@@ -31,25 +37,33 @@ def serve(connection, log, cases: dict, on_gpu: bool):
         except EOFError:
             return
         print(f'--- {name}', flush=True)
-        connection.send(run_case(cases[name], on_gpu))
+        connection.send(run_case(cases[name]))
 
 
 def redirect_output(log):
-    """Start a process group, which can be killed as one, and send its output to a file."""
+    """Start a process group, which can be killed as one, and send its output to a file.
+
+    The process ends with its parent.
+    """
     os.setsid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     with open(log, 'ab') as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdout = sys.stderr  # unbuffered, so that a crash loses nothing
 
 
-def run_case(case, on_gpu: bool) -> dict:
-    """Run a case and return its row: `status`, and `reason` if the status is not ok."""
-    if on_gpu and case.in_process:
-        import jax
+def _find_lost():
+    """Import JAX, and say what it sees instead of a GPU, or nothing."""
+    import jax
 
-        if jax.default_backend() != 'gpu':
-            return {'lost': f'JAX has no GPU any more, it sees {jax.devices()[0]}'}
+    if jax.default_backend() != 'gpu':
+        return f'JAX has no GPU any more, it sees {jax.devices()[0]}'
+    return ''
+
+
+def run_case(case) -> dict:
+    """Run a case and return its row: `status`, and `reason` if the status is not ok."""
     module, _, name = case.run.partition(':')
     try:
         function = getattr(importlib.import_module(module), name)

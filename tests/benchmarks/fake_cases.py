@@ -5,7 +5,7 @@ import sys
 import time
 
 from moddepth_jax.benchmarks.runner import Case
-from moddepth_jax.benchmarks.worker import SkippedError, WrongError, redirect_output, run_case
+from moddepth_jax.benchmarks.worker import SkippedError, WrongError, redirect_output, serve
 
 
 def fine():
@@ -60,7 +60,5 @@ def serve_broken(connection, log):
 
 
 def serve_lost(connection, log):
-    """A process whose GPU is gone at the first case."""
-    connection.send({'status': 'ready'})
-    name = connection.recv()
-    connection.send(run_case(CASES[name]._replace(in_process=True), on_gpu=True))
+    """A process whose GPU is gone."""
+    serve(connection, log, {'fine0': CASES['fine0']._replace(in_process=True)}, on_gpu=True)

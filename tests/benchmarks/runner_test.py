@@ -26,7 +26,7 @@ class Bench:
         self.starts, self.lines = 0, []
         self.results = Results(folder / 'results.jsonl')
 
-    def start(self):
+    def start(self, group):
         self.starts += 1
         return runner.Child(self.target, self.args, self.folder / 'log.txt')
 
@@ -125,7 +125,7 @@ def test_results_of_another_commit_are_kept(tmp_path):
     ('target', 'words', 'starts'),
     [
         (fake_cases.serve_broken, 'does not start: .*exit status 1: no such device', 2),
-        (fake_cases.serve_lost, 'no GPU any more', 1),
+        (fake_cases.serve_lost, 'no GPU any more', 2),
     ],
 )
 def test_a_lost_device_ends_the_run(target, words, starts, tmp_path):
@@ -153,12 +153,16 @@ def test_the_list_of_cases_is_complete(toy):
             first = next((n for n, name in enumerate(names) if name.startswith(start)), 0)
             assert first < names.index(c.name)
     if not toy:
-        upto = max(n for n, name in enumerate(names) if name.startswith('step/700m')) + 1
-        groups = sum(a.group != b.group for a, b in zip(cases[:upto], cases[1:], strict=False))
-        seconds = sum(c.expected for c in cases[:upto]) + 8 * groups
-        assert seconds < 3 * 540, seconds
+        # One of each kind, then everything up to the largest models.
+        for last, sessions in (('run/train', 2), ('step/700m/both', 4)):
+            upto = names.index(last) + 1
+            groups = sum(a.group != b.group for a, b in zip(cases[:upto], cases[1:], strict=False))
+            seconds = sum(c.expected for c in cases[:upto]) + runner.START_SECONDS * groups
+            assert seconds < sessions * 540, (last, seconds)
         needed = {start for c in cases for start in c.needs}
-        assert {'right/mosaic_gpu/', 'packed/mosaic_gpu_fused/'} < needed
+        assert {'right/mosaic_gpu/group_of_8', 'packed/mosaic_gpu_fused/three'} < needed
+        early = names[: names.index('run/train')]
+        assert {'time/mosaic_gpu_fused/16k', 'right/cudnn/group_of_2', 'step/124m/mod'} < set(early)
 
 
 def gpu(*arguments, **env):
@@ -179,6 +183,15 @@ def test_without_a_gpu_the_error_is_one_line(tmp_path, monkeypatch, capsys):
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
     assert 'no GPU: JAX says: ' in done.stderr and '; --toy rehearses' in done.stderr
     assert not (tmp_path / 'out').exists()
+
+
+def test_results_of_two_kinds_of_gpu_are_not_mixed(tmp_path, monkeypatch, capsys):
+    """Regression: a step on one and a step on another were compared, and a claim was judged."""
+    Results(tmp_path / 'results.jsonl').add({'case': 'a', 'status': 'ok', 'device': 'NVIDIA H100'})
+    found = {'device': 'NVIDIA H200', 'capability': '9.0', 'software': ''}
+    monkeypatch.setattr(visit, '_find_device', lambda toy: found)
+    assert visit.visit([], lambda: 1e9, out=tmp_path) == 1
+    assert 'results of NVIDIA H100, and this is NVIDIA H200; use another' in capsys.readouterr().err
 
 
 @pytest.mark.slow
