@@ -18,7 +18,7 @@ import traceback
 
 from absl import app, flags, logging
 
-from launch import flag_errors, host_memory
+from launch import flag_errors
 from moddepth_jax import hparams
 from moddepth_jax.hparams import flag_values, registry
 
@@ -57,7 +57,6 @@ def run(main, positional: str = '', described=()):
       positional: what --help says about positional arguments and the flags `described`.
       described: names of flags that `positional` describes.
     """
-    host_memory.keep_freed()
     flags.DEFINE_boolean('traceback', False, 'Show a traceback for every error.')
     FLAGS.set_gnu_getopt(True)
     if sys.stdout and sys.stdout.errors == 'strict':  # samples may not be encodable
