@@ -47,7 +47,7 @@ def cases(toy: bool = False) -> list[Case]:
     # One case of each kind first: a short visit then has a number for each.
     checks, times, models = _correctness(), _times(), _models()
     first = [case for case in checks if case.name.rpartition('/')[2] in _MAIN_CHECKS]
-    first += [case for case in times if case.name.count('/') == 2 and '_' not in case.name[-4:]]
+    first += [case for case in times if case.name.rpartition('/')[2] in LENGTHS]
     first += [case for case in models if case.name in _MAIN_STEPS]
     # Starts a command, which uses the device itself.
     run = ('run/train', 'run/train', 150.0, 420.0, 'gpu_models:training_run')

@@ -86,11 +86,11 @@ def program(implementation: str, static: dict, toy: bool):
     options = {name: value for name, value in static.items() if name != 'sums'}
     function = functools.partial(_attention(implementation), **options)
     function = _in_two_layers(function) if static['sums'] else function
-    # Toys compile without optimisation, which would take longer than running them. On a GPU the
-    # products of XLA's form, of a hundred shapes, are not tuned: only their values count.
-    tuned = toy or jax.default_backend() != 'gpu'
-    compiler_options = {'xla_backend_optimization_level': 0} if toy else None
-    compiler_options = compiler_options if tuned else {'xla_gpu_autotune_level': 0}
+    compiler_options = None
+    if toy:  # compilation with optimisation would take longer than the run
+        compiler_options = {'xla_backend_optimization_level': 0}
+    elif jax.default_backend() == 'gpu':  # XLA's form has products of a hundred shapes to tune
+        compiler_options = {'xla_gpu_autotune_level': 0}
     return jax.jit(make_program(function, BOTH, 'fresh'), compiler_options=compiler_options)
 
 

@@ -180,7 +180,6 @@ class CaseRunner:
             self.child, self.group = self.start(group), group
             row = self.child.answer(min(START_LIMIT, max(1.0, self.seconds_left())))
             row = row or {'status': 'hung', 'reason': 'no answer'}
-            row = {'status': 'lost', 'reason': row['lost']} if 'lost' in row else row
             if row['status'] != 'ready':
                 self._end_child()
         if self.child is None:

@@ -28,7 +28,7 @@ def serve(connection, log, cases: dict, on_gpu: bool):
     """
     redirect_output(log)
     if on_gpu and all(case.in_process for case in cases.values()) and (found := _find_lost()):
-        connection.send({'lost': found})
+        connection.send({'status': 'lost', 'reason': found})
         return
     connection.send({'status': 'ready'})
     while True:

@@ -93,7 +93,7 @@ def best(rows: list[dict]) -> Size:
 
 def choosing_seeds(study: dict) -> list[int]:
     """Return [first seed] if it chose a size or a learning rate, and so must not judge, else []."""
-    return study['seeds'][: len(study['sizes']) > 1 or len(study['tuning']) > 0]
+    return study['seeds'][: len(study['sizes']) > 1 or bool(study['tuning'])]
 
 
 def judging(study: dict, rows: list[dict]) -> dict[int, float]:
@@ -124,7 +124,7 @@ def fit(rows: list[dict]) -> Fit | None:
     depend on how well the learning rate suits each width. The parabola is then shifted by the
     difference between the mean over seeds and the choosing seed at the best size.
     """
-    found = fitted_sizes(rows) if rows else []
+    found = fitted_sizes(rows)
     if len({size.parameters for size in found}) < 3:
         return None
     above = best(rows).loss - best(choosing(rows)).loss
@@ -142,6 +142,8 @@ def fit(rows: list[dict]) -> Fit | None:
 def fitted_sizes(rows: list[dict]) -> list[Size]:
     """Return the sizes that `fit` uses, with the choosing seed alone."""
     every = sizes(choosing(rows))
+    if not every:
+        return []
     width = min(every, key=lambda size: size.loss).size.partition('x')[2]
     of_width = [size for size in every if size.size.partition('x')[2] == width]
     return of_width if len(of_width) >= 3 else every
