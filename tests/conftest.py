@@ -24,7 +24,9 @@ os.environ['JAX_NUMPY_RANK_PROMOTION'] = 'raise'
 os.environ['JAX_TRACEBACK_IN_LOCATIONS_LIMIT'] = '0'  # no call stack for each operation of a trace
 
 import gc
+import pathlib
 
+import jax
 import pytest
 
 from configs import base
@@ -70,6 +72,19 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.fixture(autouse=True, scope='module')
+def _few_memory_maps():
+    """After a module: drop the compiled programs when they hold a third of the maps Linux allows.
+
+    A program takes some thirty maps. A process that reaches the limit (65,530) crashes.
+    """
+    yield
+    limit = pathlib.Path('/proc/sys/vm/max_map_count')
+    maps = pathlib.Path('/proc/self/maps')
+    if limit.exists() and maps.read_bytes().count(b'\n') > int(limit.read_text()) // 3:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope='session')
