@@ -10,7 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.autotune_trial import TIMED_BYTES, find_wrong, median_milliseconds
+from kernels_pallas.autotune_trial import (
+    TIMED_BYTES,
+    find_wrong,
+    in_turn,
+    median_milliseconds,
+)
 from kernels_pallas.backends import Parts, Shapes
 from kernels_pallas.decode import decode_attention
 
@@ -115,4 +120,4 @@ def milliseconds(parts: Parts, shapes: Shapes) -> float:
         for i, (name, size) in enumerate(sizes.items())
     }
     given |= jax.device_put(make_masks(shapes, [shapes.places] * rows))
-    return median_milliseconds(functools.partial(program(parts.sequence), given))
+    return median_milliseconds(in_turn(program(parts.sequence), given))

@@ -6,6 +6,7 @@ It reads one line of JSON, and prints lines of JSON: {"ready": 1} when it has fo
 
 import ctypes
 import functools
+import itertools
 import json
 import math
 import signal
@@ -28,6 +29,9 @@ SAMPLE_SECONDS = 0.02  # of a sample: several calls, so that clock and launch ov
 DOCUMENTS = 8  # in a row of packed documents
 # The parent process holds most of a GPU's memory, and may leave only a tenth.
 TIMED_BYTES = 4 << 30
+# Calls that read few bytes take turns with copies of these: several times the L2 cache of a GPU,
+# because in a model each layer reads its own.
+COLD_BYTES, COPIES = 256 << 20, 32
 
 
 def check_shapes(shapes: Shapes) -> Shapes:
@@ -205,6 +209,19 @@ def find_wrong(right, plain, first, second, hidden, dtype, unordered) -> str | N
         if name not in unordered and mine.tobytes() != second[name].tobytes():
             return f'wrong: {name} differs in a second run'
     return None
+
+
+def in_turn(run, given):
+    """Return a function without arguments that calls run(given), each time with other arrays.
+
+    They hold COLD_BYTES together, at most COPIES of them.
+    """
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(given))
+    copies = [given] + [
+        jax.tree.map(jnp.copy, given) for _ in range(1, min(COPIES, -(-COLD_BYTES // size)))
+    ]
+    turns = itertools.cycle(copies)
+    return lambda: run(next(turns))
 
 
 def median_milliseconds(call) -> float:

@@ -1,7 +1,7 @@
 """The sequence part by XLA, in blocks, so that memory grows with T and not with T x S.
 
-Up to 2048 tokens the blocks are static. Longer sequences run loops over tiles, with an online
-softmax. The docstrings of sequence_forward and sequence_backward are the contract of every
+Short sequences use static blocks. Longer ones run loops over tiles, with an online softmax. The
+docstrings of sequence_forward and sequence_backward are the contract of every
 sequence part.
 """
 
@@ -14,7 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 QUERY_BLOCK = 128  # on two CPU cores 64 and 256 took up to 1.2 times as long
-MAX_BLOCKS = 16
+MAX_BLOCKS = 16  # on a CPU
+# Each static block has products of other shapes, which a GPU compiles and measures one by one: 112
+# in both passes of 16 blocks.
+GPU_MAX_BLOCKS = 4
 MAX_SCORES = 2**26  # in a static block: 256 MiB in float32
 TILE_SIZES = (128, 512)  # smallest and largest; tiles are square, a power of two
 TILE_SCORES = 2**25  # at most: 128 MiB in float32
@@ -46,10 +49,11 @@ def is_long(q_shape, k_shape) -> bool:
     """Return whether static blocks would be too many or too large (on a CPU: for one key head)."""
     batch, length, heads, _ = q_shape
     _, num_keys, kv_heads, _ = k_shape
-    at_once = heads // kv_heads if jax.default_backend() == 'cpu' else batch * heads
+    on_cpu = jax.default_backend() == 'cpu'
+    at_once = heads // kv_heads if on_cpu else batch * heads
     scores = at_once * min(length, QUERY_BLOCK) * num_keys
-    too_long = length > QUERY_BLOCK * MAX_BLOCKS or scores > MAX_SCORES
-    return too_long and not _static.get()
+    too_long = length > QUERY_BLOCK * (MAX_BLOCKS if on_cpu else GPU_MAX_BLOCKS)
+    return (too_long or scores > MAX_SCORES) and not _static.get()
 
 
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):

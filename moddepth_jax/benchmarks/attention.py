@@ -9,9 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.backends import choose, recorded
+from kernels_pallas.cudnn import packed_sizes
 from moddepth_jax.benchmarks import attention_cases, attention_check
 from moddepth_jax.benchmarks.attention_cases import Case
-from moddepth_jax.benchmarks.attention_forms import ALONE, PLAIN, RIVALS, Form, forms, lower
+from moddepth_jax.benchmarks.attention_forms import (
+    ALONE,
+    PLAIN,
+    RIVALS,
+    Form,
+    chosen,
+    forms,
+    lower,
+)
 from moddepth_jax.benchmarks.timing import time_interleaved, try_run
 from moddepth_jax.benchmarks.worker import SkippedError, WrongError
 
@@ -39,16 +49,28 @@ def device_ceilings(toy: bool = False) -> dict:
     }
 
 
-def _compile_and_check(form, length, inputs, expected):
+def _backends(form, case, calls):
+    """The label of the backends.Parts that compute our form; `calls`: the Shapes of its trace."""
+    found = []
+    for shapes in calls:
+        parts = choose(chosen(form.implementation), shapes)
+        if parts.sequence == 'cudnn' and case.documents > packed_sizes(*shapes.q)[0]:
+            parts = parts._replace(sequence='xla')  # as the device decides
+        found.append(parts.label(shapes))
+    return ', '.join(dict.fromkeys(found))
+
+
+def _compile_and_check(form, case, inputs, expected):
     """Compile and check a form.
 
-    Returns (compiled form, None), or (None, reason why it is not timed). `expected` caches the
-    values of the reference.
+    Returns ((compiled form, label of its backends), None), or (None, reason why it is not timed).
+    `expected` caches the values of the reference.
     """
-    run, why = try_run(lambda: lower(form, inputs).compile())
+    with recorded() as calls:
+        run, why = try_run(lambda: lower(form, inputs).compile())
     if why:
         return None, why
-    chosen_C = attention_check.checked_queries(length)
+    chosen_C = attention_check.checked_queries(case.length)
     key = form.over, form.implementation in RIVALS  # rivals ignore documents
     if key not in expected:
         seen = inputs._replace(options={}) if key[1] else inputs
@@ -56,11 +78,11 @@ def _compile_and_check(form, length, inputs, expected):
     values, why = expected[key]
     if why:
         return None, f'not checked, so not timed; the reference failed: {why}'
-    kept_T = jnp.zeros(length, bool).at[chosen_C].set(True)
+    kept_T = jnp.zeros(case.length, bool).at[chosen_C].set(True)
     masked = inputs._replace(do_BTNH=jnp.where(kept_T[:, None, None], inputs.do_BTNH, 0))
     results, why = try_run(run, masked)
     why = why or attention_check.find_wrong(results, values, chosen_C)
-    return (None, why) if why else (run, None)
+    return (None, why) if why else ((run, _backends(form, case, calls)), None)
 
 
 def _time(programs, inputs, seconds):
@@ -78,10 +100,11 @@ def _time(programs, inputs, seconds):
     return time_interleaved(once, repeats, warmup=0, counts=counts), failed, repeats
 
 
-def _row(form, seconds, run, case, baseline):
+def _row(form, seconds, run, backends, case, baseline):
     """The measurements of a form, and rates and ratios that follow from them."""
     values, forward = seconds[form], form.direction == 'forward'
     row = {**form._asdict(), 'seconds': float(np.median(values))}
+    row |= {'backends': backends} if backends else {}
     row['temp_bytes'] = run.memory_analysis().temp_size_in_bytes
     if form.over == ALONE:  # the bandwidth of the backward pass excludes the forward pass
         before = 0 if forward else seconds.get(form._replace(direction='forward'), np.inf)
@@ -105,7 +128,8 @@ def bench_case(case: Case, names, seconds: float, brief: bool = False) -> dict:
       The shape, `baseline` (the first correct one of BASELINES) and `rows`. A row has the fields of
       a Form and either `failed`, one line, or the median `seconds` of a call, `flops_per_second`
       (of visible pairs) and `over_plain`, the median ratio to the baseline without slots and
-      documents. For slots alone, it has `bytes_per_second` of the pass instead.
+      documents. For slots alone, it has `bytes_per_second` of the pass instead. Ours also have
+      `backends`, such as cudnn+mosaic_gpu.
 
     Raises:
       DeviceLostError: the device does not respond.
@@ -116,17 +140,18 @@ def bench_case(case: Case, names, seconds: float, brief: bool = False) -> dict:
         raise ValueError(why)
     right, failed, expected = {}, {}, {}
     for form in (form for name in names for form in forms(name, case, brief)):
-        run, why = _compile_and_check(form, case.length, inputs, expected)
+        found, why = _compile_and_check(form, case, inputs, expected)
         if why:
             failed[form] = why
         else:
-            right[form] = run
+            right[form] = found
     del expected
-    measured, not_run, repeats = _time(right, inputs, seconds)
+    programs = {form: run for form, (run, _) in right.items()}
+    measured, not_run, repeats = _time(programs, inputs, seconds)
     failed |= not_run
     plain = [name for name in BASELINES if Form(name, PLAIN, 'fresh') in measured]
     baseline = plain[0] if plain else None
-    rows = [_row(form, measured, right[form], case, baseline) for form in measured]
+    rows = [_row(form, measured, *right[form], case, baseline) for form in measured]
     return {
         **case._asdict(),
         'baseline': baseline,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import depth_attention
+from kernels_pallas.backends import Parts
 from moddepth_jax.benchmarks.attention_cases import Case
 
 # What a query attends to: the sequence, the sequence and slots, or slots only (0 sequence keys).
@@ -16,7 +17,7 @@ PLAIN, BOTH, ALONE = 'no slots', 'slots', 'slots alone'
 class Form(NamedTuple):
     """One program to time."""
 
-    implementation: str  # key of RIVALS, or an implementation of kernels_pallas
+    implementation: str  # key of RIVALS or PARTS, or an implementation of kernels_pallas
     over: str  # PLAIN, BOTH or ALONE
     direction: str  # `forward`, or `fresh` for both passes
 
@@ -47,6 +48,17 @@ def _flash_attention_2(q_BTNH, k_BTKH, v_BTKH, **_):
 
 # Public implementations. They ignore documents and treat a row as one text.
 RIVALS = {'cudnn': _cudnn, 'flash_attention_2': _flash_attention_2}
+SEQUENCE = 'mosaic_gpu_sequence'
+# One backend for the sequence, and XLA for the slots. The implementation mosaic_gpu takes its own
+# sequence kernel only where cuDNN refuses.
+PARTS = {'cudnn': Parts('cudnn', 'xla'), SEQUENCE: Parts('mosaic_gpu', 'xla')}
+
+
+def chosen(name: str) -> str | Parts:
+    """Return the `implementation` of depth_attention for a key of PARTS or an implementation."""
+    if name in PARTS:
+        return PARTS[name]._replace(interpret=jax.default_backend() == 'cpu')
+    return name
 
 
 def _arguments(over, inputs):
@@ -82,6 +94,6 @@ def make_program(function, over: str, direction: str):
 
 def lower(form: Form, inputs):
     """Lower the program of a form for Inputs. Any exception may be raised."""
-    ours = functools.partial(depth_attention, implementation=form.implementation)
+    ours = functools.partial(depth_attention, implementation=chosen(form.implementation))
     function = RIVALS.get(form.implementation, ours)
     return jax.jit(make_program(function, form.over, form.direction)).lower(inputs)

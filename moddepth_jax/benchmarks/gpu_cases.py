@@ -3,18 +3,21 @@
 import fnmatch
 
 from moddepth_jax.benchmarks.attention_cases import LENGTHS, NO_SLOTS, PACKED, SHAPES
+from moddepth_jax.benchmarks.attention_forms import SEQUENCE
 from moddepth_jax.benchmarks.decode_cases import CASES as DECODE_CASES
 from moddepth_jax.benchmarks.kernel_cases import CASES, PACKED_CASES
 from moddepth_jax.benchmarks.runner import Case
 
 FUSED, CUDNN = 'mosaic_gpu_fused', 'cudnn'
 _PLAIN, _PACKED = tuple(CASES), tuple(PACKED_CASES)
-# The cases that check an implementation; the fused kernel and cuDNN support only some.
+# The cases that check an implementation: those that it supports on a Hopper GPU.
 _CHECKED = {
+    'mosaic_gpu': tuple(name for name in _PLAIN if name not in ('float32', 'width_256')),
     FUSED: ('group_of_8', 'group_of_2', 'rows', 'window', 'own_query', 'group_of_1', 'group_of_3')
     + ('group_of_16', 'group_of_5', 'group_of_12', 'group_of_20', 'masked', 'sums', 'width_96')
     + ('octets_of_7', 'one_slot', 'none_written'),
     CUDNN: ('group_of_8', 'group_of_2', 'masked', 'window', 'own_query', 'rows', 'group_of_1'),
+    SEQUENCE: ('group_of_8', 'group_of_2', 'window', 'width_96', 'group_of_5'),
     'pallas': ('group_of_8', 'group_of_2', 'masked', 'depth_alone', 'rows', 'own_query')
     + ('group_of_3',),
     'xla': ('group_of_8', 'group_of_2', 'masked', 'rows', 'own_query', 'float32'),
@@ -86,7 +89,8 @@ def _checks(implementation, names, expected, packed=()):
 
 
 def _correctness():
-    found = _checks('mosaic_gpu', _PLAIN, 5.0, _PACKED)
+    found = _checks('mosaic_gpu', _CHECKED['mosaic_gpu'], 5.0, _PACKED)
+    found += _checks(SEQUENCE, _CHECKED[SEQUENCE], 5.0, _PACKED)
     for name in ('pallas', 'xla'):
         found += _checks(name, (), 4.0, _PACKED)
     found += _checks(CUDNN, _CHECKED[CUDNN], 4.0, [name for name in _PACKED if name != 'window'])
@@ -123,8 +127,9 @@ def _times():
         found += _at_lengths(name, '', {}, 15.0, brief=False)
     found += _at_lengths('flash_attention_2', '', NO_SLOTS, 6.0)
     for name, prefix, sizes in (
+        (SEQUENCE, 'no_slots_', NO_SLOTS),
+        (SEQUENCE, 'packed_no_slots_', PACKED | NO_SLOTS),
         ('mosaic_gpu', 'packed_', PACKED),
-        ('mosaic_gpu', 'packed_no_slots_', PACKED | NO_SLOTS),
         (FUSED, 'packed_', PACKED),
     ):
         found += _at_lengths(name, prefix, sizes, 9.0)

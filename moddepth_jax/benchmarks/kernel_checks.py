@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import depth_attention
-from kernels_pallas.backends import Parts, choose, recorded
+from kernels_pallas.backends import choose, recorded
 from moddepth_jax.benchmarks.attention_cases import Inputs
 from moddepth_jax.benchmarks.attention_check import NAMES, allowed_errors, errors_of
-from moddepth_jax.benchmarks.attention_forms import BOTH, make_program
+from moddepth_jax.benchmarks.attention_forms import BOTH, chosen, make_program
 from moddepth_jax.benchmarks.kernel_cases import (
     CASES,
     DEFAULTS,
@@ -24,8 +24,6 @@ from moddepth_jax.benchmarks.kernel_cases import (
     make_case,
 )
 from moddepth_jax.benchmarks.worker import WrongError
-
-CUDNN = 'cudnn'  # the sequence part by cuDNN and the depth part by XLA, without our kernels
 
 
 def prepare(case: dict, toy: bool) -> tuple[Inputs, dict, dict]:
@@ -54,16 +52,6 @@ def prepare(case: dict, toy: bool) -> tuple[Inputs, dict, dict]:
     return inputs, static, dict(zip(NAMES, [o, *gradients], strict=False))
 
 
-def _chosen(implementation):
-    """The argument of depth_attention: a name, or cuDNN and XLA."""
-    return Parts('cudnn', 'xla') if implementation == CUDNN else implementation
-
-
-def _attention(implementation):
-    """depth_attention by an implementation."""
-    return functools.partial(depth_attention, implementation=_chosen(implementation))
-
-
 def _in_two_layers(attend):
     """Function that averages two calls of `attend` which share sums of slot gradients.
 
@@ -84,7 +72,7 @@ def _in_two_layers(attend):
 def program(implementation: str, static: dict, toy: bool):
     """Return a jitted function from Inputs to (o, *gradients); `static` is from `prepare`."""
     options = {name: value for name, value in static.items() if name != 'sums'}
-    function = functools.partial(_attention(implementation), **options)
+    function = functools.partial(depth_attention, implementation=chosen(implementation), **options)
     function = _in_two_layers(function) if static['sums'] else function
     compiler_options = None
     if toy:  # compilation with optimisation would take longer than the run
@@ -107,7 +95,7 @@ def check(implementation: str, case: str, toy: bool = False) -> dict:
     hidden slots must change nothing.
 
     Args:
-      implementation: of kernels_pallas, or CUDNN.
+      implementation: of kernels_pallas, or a key of attention_forms.PARTS.
       case: key of CASES, or packed/NAME with a key of PACKED_CASES.
       toy: reduces the sizes for a CPU.
 
@@ -116,8 +104,8 @@ def check(implementation: str, case: str, toy: bool = False) -> dict:
       ValueError: this device does not support the case.
     """
     packed = case.startswith('packed/')
-    chosen = PACKED_CASES[case.removeprefix('packed/')] if packed else CASES[case]
-    inputs, static, right = prepare(chosen, toy)
+    sizes = PACKED_CASES[case.removeprefix('packed/')] if packed else CASES[case]
+    inputs, static, right = prepare(sizes, toy)
     run = program(implementation, static, toy)
     with recorded() as calls:
         first, second = _run(run, inputs), _run(run, inputs)
@@ -125,7 +113,7 @@ def check(implementation: str, case: str, toy: bool = False) -> dict:
     allowed = allowed_errors(right, plain, inputs.q_BTNH.dtype.name)
     errors, wrong = errors_of({name: first[name] for name in right}, right, allowed)
     differing = {name for name in right if (first[name] != second[name]).any()}
-    parts = [choose(_chosen(implementation), shapes) for shapes in calls]
+    parts = [choose(chosen(implementation), shapes) for shapes in calls]
     by_cudnn = case != 'depth_alone' and any(one.sequence == 'cudnn' for one in parts)
     cudnns = {'dq', 'dk', 'dv'} if by_cudnn else set()
     wrong += [f'{name} differs in a rerun' for name in sorted(differing - cudnns)]

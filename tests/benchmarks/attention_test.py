@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.autotune_trial import describe_error
+from kernels_pallas.backends import Parts, Shapes
 from moddepth_jax.benchmarks import attention, attention_forms, attention_report
 from moddepth_jax.benchmarks.attention_cases import (
     Case,
@@ -63,8 +64,21 @@ def test_every_form_of_ours_is_right_and_timed():
     result = attention.bench_case(CASE, ['xla'], 0.0)
     assert not [row for row in result['rows'] if 'failed' in row]
     assert len(result['rows']) == len(attention_forms.forms('xla', CASE)) == 6
+    backends = {row['over']: row['backends'] for row in result['rows']}
+    assert backends == {PLAIN: 'xla', BOTH: 'xla+xla', ALONE: 'xla+xla'}
     for row in result['rows']:
         assert row['seconds'] > 0 and (row['over'] == ALONE or row['flops_per_second'] > 0)
+
+
+@pytest.mark.parametrize(('documents', 'sequence'), [(4, 'cudnn'), (5, 'xla')])
+def test_a_row_names_the_sequence_part_that_runs(documents, sequence, monkeypatch):
+    """Where a row has more documents than a call of cuDNN takes, XLA computes the sequence."""
+    monkeypatch.setattr(attention, 'choose', lambda *_: Parts('cudnn', 'mosaic_gpu'))
+    case, form = Case(16384, documents=documents), Form('mosaic_gpu', BOTH, 'fresh')
+    shapes = Shapes(
+        *((1, 16384, 64, 64), (1, 16384, 8, 64), 64, ('bfloat16',), True, True, True, 0),
+    )
+    assert attention._backends(form, case, [shapes, shapes]) == f'{sequence}+mosaic_gpu'
 
 
 def test_documents_and_unwritten_slots_are_checked(monkeypatch):

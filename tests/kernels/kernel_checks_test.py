@@ -1,18 +1,22 @@
 """The checks of launch.gpu, run on a CPU: they pass only what is right."""
 
-import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from kernels_pallas import depth_attention
-from moddepth_jax.benchmarks import kernel_checks
+from kernels_pallas.backends import DEPTH, Device, choose, recorded
+from moddepth_jax.benchmarks import gpu_cases, kernel_checks
 from moddepth_jax.benchmarks.attention_check import NAMES
+from moddepth_jax.benchmarks.attention_forms import PARTS
+from moddepth_jax.benchmarks.kernel_cases import CASES, PACKED_CASES
 from moddepth_jax.benchmarks.kernel_checks import check
 from moddepth_jax.benchmarks.worker import WrongError
 
 CASE = 'packed/no_slots'
+HOPPER = Device('gpu', 'NVIDIA H200', (9, 0))
 
 
 def test_what_is_right_passes():
@@ -21,6 +25,24 @@ def test_what_is_right_passes():
     assert list(found['errors']) == ['o', 'dq', 'dk', 'dv', 'dk_depth', 'dv_depth']
     assert all(0 < found['errors'][name] <= found['allowed'][name] for name in ('o', 'dq', 'dv'))
     assert check('xla', 'sums', toy=True)['errors']['dk_depth'] > 0
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason='cuDNN: no grouped documents')
+def test_each_check_of_the_list_is_supported_on_an_h200(monkeypatch):
+    """None would be skipped there. Only described: this checks the list, not the kernels."""
+    monkeypatch.setattr(kernel_checks, 'exact', lambda *_: (0, 0, [0] * 6))
+    checks = [c for c in gpu_cases.cases() if c.run.endswith('kernel_checks:check')]
+    assert {c.arguments['implementation'] for c in checks} == {*PARTS, *DEPTH}
+    for name in dict.fromkeys(c.arguments['case'] for c in checks):
+        packed = name.startswith('packed/')
+        sizes = PACKED_CASES[name.removeprefix('packed/')] if packed else CASES[name]
+        inputs, static, _ = kernel_checks.prepare(sizes, toy=False)
+        with recorded() as calls:
+            jax.eval_shape(kernel_checks.program('xla', static, toy=True), inputs)
+        for c in checks:
+            if c.arguments['case'] == name:
+                implementation = c.arguments['implementation']
+                choose(PARTS.get(implementation, implementation), calls[0], HOPPER)
 
 
 def leaking(*arrays, **options):
@@ -36,11 +58,11 @@ def nan(*arrays, **options):
 def test_what_is_wrong_is_found(fault, monkeypatch):
     """`xla`, the baseline, is unchanged. The message says what is wrong and by how much."""
 
-    def attention(implementation):
-        chosen = depth_attention if implementation == 'xla' else fault
-        return functools.partial(chosen, implementation='xla')
+    def attention(*arrays, implementation, **options):
+        function = depth_attention if implementation == 'xla' else fault
+        return function(*arrays, implementation='xla', **options)
 
-    monkeypatch.setattr(kernel_checks, '_attention', attention)
+    monkeypatch.setattr(kernel_checks, 'depth_attention', attention)
     with pytest.raises(WrongError, match=r'o is off by [\d.e-]+|o is off by nan'):
         check('pallas', CASE, toy=True)
 
@@ -70,4 +92,4 @@ def test_a_rerun_that_differs_is_found(name, case, monkeypatch):
 def test_cudnn_is_refused_on_a_cpu():
     """The error has the name, the reason, and the words by which launch.gpu skips a case."""
     with pytest.raises(ValueError, match='not supported here: cudnn: cpu must be an NVIDIA GPU'):
-        check(kernel_checks.CUDNN, 'depth_alone', toy=True)
+        check('cudnn', 'depth_alone', toy=True)

@@ -56,9 +56,11 @@ def test_rows_are_long_by_what_is_computed_at_once(monkeypatch):
     for q_shape in (few, many):
         assert not sequence.is_long(q_shape, (q_shape[0], 512, 4, 64))
         assert sequence.is_long(q_shape, (q_shape[0], 2**18, 4, 64))
+        assert not sequence.is_long((q_shape[0], 2048, 16, 64), (q_shape[0], 2048, 4, 64))
         assert sequence.is_long((q_shape[0], 2049, 16, 64), (q_shape[0], 2049, 4, 64))
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
     assert not sequence.is_long(few, (1, 512, 4, 64))
+    assert sequence.is_long((1, 513, 16, 64), (1, 513, 4, 64))
     assert sequence.is_long(many, (256, 512, 4, 64))
 
 
