@@ -56,7 +56,7 @@ def joint_attention(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, s
 
     The backward pass adds the slots' gradients in place to a cotangent: that of the returned sums,
     or without sums that of the returned slots. With sums, the cotangent of the slots is passed on
-    unchanged. With neither, gradients are fresh: backends may write them without reading anything.
+    unchanged. Without either, the backward pass overwrites gradients instead of adding to them.
     """
     results, _ = _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sums)
     return results

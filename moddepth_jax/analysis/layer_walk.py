@@ -12,7 +12,7 @@ from moddepth_jax.hparams import Hparams
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.rules import check_routing
 from moddepth_jax.model import ahead
-from moddepth_jax.model.attention import AttentionInputs, DepthSlots, TokenInfo
+from moddepth_jax.model.attention import AttentionInputs, DepthSlots
 from moddepth_jax.model.block import Block
 from moddepth_jax.model.decoding import layers_of, unroll
 from moddepth_jax.model.embedding_residual import embedded_input
@@ -20,7 +20,7 @@ from moddepth_jax.model.layer import Records
 from moddepth_jax.model.layers import embed, lm_head, rms_norm
 from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths
 from moddepth_jax.model.mod.mixture_of_recursions import Recursions
-from moddepth_jax.model.routing import scatter_tokens
+from moddepth_jax.model.routing import TokenInfo, scatter_tokens
 from moddepth_jax.model.stack import Stack, merge_records
 from moddepth_jax.model.stack_scan import empty_slots, put_slots
 from moddepth_jax.model.streams import LayerKind, layer_kinds
@@ -110,7 +110,8 @@ def _visit(params, carry, count, tokens, layer_args, embedded_BTD, *, stack, kin
         elif isinstance(module, Block) and not module.kind.gathered and method == '__call__':
             caught['outputs_BTD'] = result[0]
         elif isinstance(module, Block) and method == '_run' and module.attention_connection:
-            caught['added'] = result[0] + result[2]  # the output is not input + delta here
+            attended, fed = result  # the output is not input + delta here
+            caught['added'] = attended.output_BTD + fed.output_BTD
         elif method == 'mixture':  # of attention and mlp
             caught.setdefault('mixtures', []).append(result)
         elif isinstance(module, SourceReader) and method == 'read':  # a router's, then the block's

@@ -11,11 +11,12 @@ from flax import traverse_util
 from moddepth_jax.conversion.transfer_params import in_layer, layer_numbers
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.adapters import merge_adapters
-from moddepth_jax.model.attention import TokenInfo, model_segment_ids
+from moddepth_jax.model.attention import model_segment_ids
 from moddepth_jax.model.block import Block
 from moddepth_jax.model.embedding_residual import blend_embedding, embedded_input
 from moddepth_jax.model.layers import apply_rope, embed
 from moddepth_jax.model.loop_params import EMBEDDING, add_embedding, with_embeddings
+from moddepth_jax.model.routing import TokenInfo
 from moddepth_jax.model.stack import Stack, unstack_layers
 
 # The score at which a gate is 1, or close to 1 with some gradient: sigmoid(5) = 0.993,

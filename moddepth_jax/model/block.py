@@ -46,6 +46,27 @@ class BlockAux(NamedTuple):
     expert_state: ExpertState  # for later tokens; unchanged if the block has no experts
 
 
+class Attended(NamedTuple):
+    """What the attention of a block returns."""
+
+    output_BTD: jax.Array  # what it adds to the stream
+    stream_BTD: jax.Array  # the stream after it; under `post` with the norm
+    value_input_BTD: jax.Array
+    keys: KeysValues
+    slot: KeysValues  # keys and values of the tokens' slots
+    depth: DepthSlots | None
+
+
+class FedForward(NamedTuple):
+    """What the mlp or the experts of a block return."""
+
+    output_BTD: jax.Array  # what they add to the stream
+    input_BTD: jax.Array
+    depth: DepthSlots | None
+    experts: ExpertsRecord | None
+    expert_state: ExpertState
+
+
 class Block(nn.Module):
     """Attention f, then the mlp f, each added to x as the norm placement says.
 
@@ -82,11 +103,10 @@ class Block(nn.Module):
         first=None,
     ) -> tuple[jax.Array, BlockAux]:
         """Return the output [B, T, D] and BlockAux. Arguments as of SelfAttention and Experts."""
-        _, middle_BTD, transformed_BTD, aux = self._run(
-            x_BTD, tokens, view, depth, expert_state, first
-        )
-        y_BTD = _add(self.mlp_connection, middle_BTD, transformed_BTD)
-        return self.mlp_norm(y_BTD) if self.hparams.norm_placement == 'post' else y_BTD, aux
+        attended, fed = self._run(x_BTD, tokens, view, depth, expert_state, first)
+        y_BTD = _add(self.mlp_connection, attended.stream_BTD, fed.output_BTD)
+        y_BTD = self.mlp_norm(y_BTD) if self.hparams.norm_placement == 'post' else y_BTD
+        return y_BTD, self._aux(attended, fed)
 
     def delta(self, x_BTD, tokens: TokenInfo, view, depth, expert_state):
         """Return part(x) - x and BlockAux. Only post-norm subtracts, which cancels digits."""
@@ -97,8 +117,8 @@ class Block(nn.Module):
         if self.hparams.norm_placement == 'post':
             y_BTD, aux = self(x_BTD, tokens, view, depth, expert_state)
             return y_BTD - x_BTD, aux
-        attended_BTD, _, transformed_BTD, aux = self._run(x_BTD, tokens, view, depth, expert_state)
-        return attended_BTD + transformed_BTD, aux
+        attended, fed = self._run(x_BTD, tokens, view, depth, expert_state)
+        return attended.output_BTD + fed.output_BTD, self._aux(attended, fed)
 
     def sublayer(self, name: str, x_BTD, tokens: TokenInfo, view=None):
         """Run one sublayer, `attention` or `mlp`, without experts and depth slots.
@@ -106,9 +126,9 @@ class Block(nn.Module):
         Returns x after it (and its norm), what it adds to x, and KeysValues (None for the mlp).
         """
         if name == 'attention':
-            added_BTD, y_BTD, _, keys, *_ = self._attend(x_BTD, tokens, view, None)
-            return y_BTD, added_BTD, keys
-        added_BTD, *_ = self._feed_forward(x_BTD, tokens, None, NO_EXPERT_STATE)
+            attended = self._attend(x_BTD, tokens, view, None)
+            return attended.stream_BTD, attended.output_BTD, attended.keys
+        added_BTD = self._feed_forward(x_BTD, tokens, None, NO_EXPERT_STATE).output_BTD
         y_BTD = x_BTD + added_BTD
         y_BTD = self.mlp_norm(y_BTD) if self.hparams.norm_placement == 'post' else y_BTD
         return y_BTD, added_BTD, None
@@ -121,13 +141,13 @@ class Block(nn.Module):
         if self.hparams.depth.stream_class.gates_state:
             y, aux = self(x, tokens, view, depth, expert_state)
             return x + (gates_BT[..., None] * (y - x)).astype(x.dtype), aux
-        attended_BTD, _, transformed_BTD, aux = self._run(x, tokens, view, depth, expert_state)
+        attended, fed = self._run(x, tokens, view, depth, expert_state)
         for connection, output_BTD in (
-            (self.attention_connection, attended_BTD),
-            (self.mlp_connection, transformed_BTD),
+            (self.attention_connection, attended.output_BTD),
+            (self.mlp_connection, fed.output_BTD),
         ):
             x = connection.add(x, (gates_BT[..., None] * output_BTD).astype(output_BTD.dtype))
-        return x, aux
+        return x, self._aux(attended, fed)
 
     def keys(self, x_BTD, tokens: TokenInfo):
         """Return only the KeysValues that the block makes from x."""
@@ -156,50 +176,43 @@ class Block(nn.Module):
         return self._slot_inputs(slot, input_BTD, mlp_input_BTD)
 
     def _run(self, x_BTD, tokens, view, depth, expert_state, first=None):
-        """Return the attention output, the stream after it, the mlp output, and BlockAux."""
-        attended_BTD, middle_BTD, value_input_BTD, keys, slot, depth = self._attend(
-            x_BTD, tokens, view, depth, first
-        )
-        transformed_BTD, mlp_input_BTD, depth, record, expert_state = self._feed_forward(
-            middle_BTD, tokens, depth, expert_state
-        )
-        slot_inputs = self._slot_inputs(slot, value_input_BTD, mlp_input_BTD)
-        aux = BlockAux(keys, slot_inputs, depth, record, expert_state)
-        return attended_BTD, middle_BTD, transformed_BTD, aux
+        attended = self._attend(x_BTD, tokens, view, depth, first)
+        fed = self._feed_forward(attended.stream_BTD, tokens, attended.depth, expert_state)
+        return attended, fed
 
-    def _attend(self, x_BTD, tokens, view, depth, first=None):
-        """Run attention with its residual and norm.
+    def _aux(self, attended: Attended, fed: FedForward) -> BlockAux:
+        slots = self._slot_inputs(attended.slot, attended.value_input_BTD, fed.input_BTD)
+        return BlockAux(attended.keys, slots, fed.depth, fed.experts, fed.expert_state)
 
-        Returns its output, the stream after it, the input of its values, KeysValues of the tokens,
-        those of their slots, and depth.
-        """
+    def _attend(self, x_BTD, tokens, view, depth, first=None) -> Attended:
+        """Run attention with its residual and norm."""
         placement = self.hparams.norm_placement
         inputs, depth = self.read(x_BTD, depth)
         if placement == 'pre':
             inputs = jax.tree.map(self.attention_norm, inputs)
         if not isinstance(inputs, AttentionInputs):
             inputs = AttentionInputs(inputs, inputs, inputs)
-        attended_BTD, keys, slot, depth = self.attention(inputs, tokens, view, depth, first)
+        output_BTD, keys, slot, depth = self.attention(inputs, tokens, view, depth, first)
         if placement == 'reordered':
-            attended_BTD = self.attention_norm(attended_BTD)
-        middle_BTD = _add(self.attention_connection, x_BTD, attended_BTD)
+            output_BTD = self.attention_norm(output_BTD)
+        stream_BTD = _add(self.attention_connection, x_BTD, output_BTD)
         if placement == 'post':
-            middle_BTD = self.attention_norm(middle_BTD)
-        return attended_BTD, middle_BTD, inputs.value_BTD, keys, slot, depth
+            stream_BTD = self.attention_norm(stream_BTD)
+        return Attended(output_BTD, stream_BTD, inputs.value_BTD, keys, slot, depth)
 
-    def _feed_forward(self, middle_BTD, tokens, depth, expert_state):
-        """Return the mlp output, the mlp input, depth, the ExpertsRecord and the ExpertState."""
+    def _feed_forward(self, x_BTD, tokens, depth, expert_state) -> FedForward:
+        """Run the mlp or the experts with their norm, but not the residual."""
         placement = self.hparams.norm_placement
-        read_BTD, depth = _read(self.mlp_connection, middle_BTD, depth)
-        mlp_input_BTD = self.mlp_norm(read_BTD) if placement == 'pre' else read_BTD
+        input_BTD, depth = _read(self.mlp_connection, x_BTD, depth)
+        input_BTD = self.mlp_norm(input_BTD) if placement == 'pre' else input_BTD
         if self.kind.experts:
             real_BT = tokens.segment_ids_BT > 0
-            transformed_BTD, record, expert_state = self.mlp(mlp_input_BTD, real_BT, expert_state)
+            output_BTD, record, expert_state = self.mlp(input_BTD, real_BT, expert_state)
         else:
-            transformed_BTD, record = self.mlp(mlp_input_BTD), None
+            output_BTD, record = self.mlp(input_BTD), None
         if placement == 'reordered':
-            transformed_BTD = self.mlp_norm(transformed_BTD)
-        return transformed_BTD, mlp_input_BTD, depth, record, expert_state
+            output_BTD = self.mlp_norm(output_BTD)
+        return FedForward(output_BTD, input_BTD, depth, record, expert_state)
 
     def _slot_inputs(self, slot, attention_input_BTD, mlp_input_BTD):
         every = SlotInputs(slot, attention_input_BTD, mlp_input_BTD)

@@ -105,9 +105,8 @@ class Layer(nn.Module):
             return LayerOutput(x_BTD, written, depth, Records())
         record, indices_BC = None, None
         if self.kind.routed:
-            routing_args = args.routing._replace(expert_state=args.expert_state)
             y_BTD, aux, indices_BC, record = self.operation(
-                input_BTD, tokens, routing_args, visible
+                input_BTD, tokens, args.routing, visible, args.expert_state
             )
         else:
             y_BTD, aux = self.operation(
@@ -146,9 +145,8 @@ class Layer(nn.Module):
         """
         input_BTD, visible, _ = self._read(x_BTD, depth, embedded_BTD)
         if self.kind.routed:
-            routing_args = args.routing._replace(expert_state=args.expert_state)
             y_BTD, slot_inputs, update, dropped_BT = self.operation.extend(
-                input_BTD, tokens, routing_args, cache, documents_BT, visible
+                input_BTD, tokens, args.routing, cache, documents_BT, visible, args.expert_state
             )
             x_BTD, written = self._write(y_BTD, slot_inputs, tokens, None)
             if self.hparams.masks_slots and written.slots:

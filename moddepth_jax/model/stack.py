@@ -10,7 +10,7 @@ from jax import lax
 from kernels_pallas.joint_softmax import ATTENDED
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.adapters import merge_adapters
-from moddepth_jax.model.attention import DepthSlots, TokenInfo
+from moddepth_jax.model.attention import DepthSlots
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.layer import Layer, LayerArgs, LayerOutput, NewSlots, Records
 from moddepth_jax.model.loop_exit import apply_exits, has_exits
@@ -21,7 +21,7 @@ from moddepth_jax.model.loop_params import (
     visit_params,
 )
 from moddepth_jax.model.moe.grouped_matmul import PRODUCT
-from moddepth_jax.model.routing import CHOICE
+from moddepth_jax.model.routing import CHOICE, TokenInfo
 from moddepth_jax.model.sharding import constrain, unshard_params
 from moddepth_jax.model.streams import LayerKind, layer_kinds, layer_order
 

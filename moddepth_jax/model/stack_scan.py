@@ -13,7 +13,7 @@ import numpy as np
 
 from kernels_pallas.xla.depth import order_before_writes
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.attention import SLOTS, DepthSlots, FirstKeys, KeysValues, TokenInfo
+from moddepth_jax.model.attention import SLOTS, DepthSlots, FirstKeys, KeysValues
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.layer import LayerArgs, NewSlots
 from moddepth_jax.model.loop_params import (
@@ -23,6 +23,7 @@ from moddepth_jax.model.loop_params import (
     visit_embedding,
     visit_params,
 )
+from moddepth_jax.model.routing import TokenInfo
 from moddepth_jax.model.sharding import constrain
 from moddepth_jax.model.stack import Stack, merge_records, pick_args, run_unrolled, with_remat
 from moddepth_jax.model.streams import layer_kinds

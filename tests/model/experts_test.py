@@ -254,7 +254,7 @@ def routed_block(hparams, tokens, routing='top_c'):
     """Return a routed block with experts whose router reads component 0, and its RoutingArgs."""
     kind = LayerKind(routed=True, window=0, experts=True)
     block = MixtureOfDepths(hparams, routing, kind)
-    layer = RoutingArgs(np.int32(0), np.float32(0), np.bool_(True), ExpertState())
+    layer = RoutingArgs(np.int32(0), np.float32(0), np.bool_(True))
     by_top_c = MixtureOfDepths(hparams, 'top_c', kind)
     x_BTD = np.zeros((*tokens.positions_BT.shape, hparams.d_model), np.float32)
     init = functools.partial(by_top_c.init, jax.random.key(0), x_BTD, tokens, layer)

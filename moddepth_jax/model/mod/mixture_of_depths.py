@@ -11,7 +11,7 @@ from moddepth_jax.hparams.registry import CAUSAL_RULES, GATES, ROUTERS
 from moddepth_jax.model.attention import DepthSlots, KeysValues
 from moddepth_jax.model.block import Block, LayerKind, SlotInputs
 from moddepth_jax.model.kv_cache import CacheUpdate, select_into_cache, view_of
-from moddepth_jax.model.moe.experts import ExpertState
+from moddepth_jax.model.moe.experts import NO_EXPERT_STATE, ExpertState
 from moddepth_jax.model.routing import (
     RoutingRecord,
     Selection,
@@ -35,7 +35,6 @@ class RoutingArgs(NamedTuple):
     number: jax.Array  # int32, its number among the routed blocks, from 0
     threshold: jax.Array  # float32; the `threshold` rule selects tokens with a higher score
     causal: jax.Array | None  # bool, whether it uses the causal rule, not top-C; None: it does
-    expert_state: ExpertState = ExpertState()
 
 
 class Chooser(nn.Module):
@@ -89,7 +88,12 @@ class MixtureOfDepths(Chooser):
         self.block = Block(self.hparams, kind, self.routing == 'top_c', self.part)
 
     def __call__(
-        self, x_BTD, tokens: TokenInfo, args: RoutingArgs, depth: DepthSlots | None = None
+        self,
+        x_BTD,
+        tokens: TokenInfo,
+        args: RoutingArgs,
+        depth: DepthSlots | None = None,
+        expert_state: ExpertState = NO_EXPERT_STATE,
     ):
         """Process whole rows.
 
@@ -106,14 +110,14 @@ class MixtureOfDepths(Chooser):
         if self.routing == 'top_c':
             selection = top_c
             y_BTD, aux = self.gathered(
-                x_BTD, tokens, gates_BT, top_c.indices_BC, depth, args.expert_state
+                x_BTD, tokens, gates_BT, top_c.indices_BC, depth, expert_state
             )
         else:
             wanted_BT = (tokens.segment_ids_BT > 0) & (rule_logits_BT > 0)
             if args.causal is not None:
                 wanted_BT = jnp.where(args.causal, wanted_BT, top_c.selected_BT)
             selection = select_first(wanted_BT, self.sizes[-1])
-            y_BTD, aux = self._causal(x_BTD, tokens, gates_BT, selection, depth, args.expert_state)
+            y_BTD, aux = self._causal(x_BTD, tokens, gates_BT, selection, depth, expert_state)
         y_BTD = self._after(y_BTD, tokens)
         aux = aux if keys is None else aux._replace(keys=keys)
         aux, indices_BC = self._for_slots(x_BTD, tokens, aux, selection.indices_BC)
@@ -197,7 +201,16 @@ class MixtureOfDepths(Chooser):
         )
         return aux._replace(slot_inputs=slot_inputs), None
 
-    def extend(self, x_BTD, tokens: TokenInfo, args: RoutingArgs, cache, documents_BT, depth):
+    def extend(
+        self,
+        x_BTD,
+        tokens: TokenInfo,
+        args: RoutingArgs,
+        cache,
+        documents_BT,
+        depth: DepthSlots | None,
+        expert_state: ExpertState = NO_EXPERT_STATE,
+    ):
         """Process new tokens of each row. Returns x', SlotInputs, the CacheUpdate and dropped_BT.
 
         With one token per row, the block runs on the smallest bucket of rows that holds the
@@ -231,11 +244,11 @@ class MixtureOfDepths(Chooser):
                 if not size:
                     return old
                 if size == sizes[-1]:
-                    new = module._extend_tokens(by_token, args, cache, depth)
+                    new = module._extend_tokens(by_token, cache, depth, expert_state)
                     return jax.tree.map(put_all, old, new)
                 rows_C, pick, put = _some_rows_or_tokens(selected_BT, size)
                 picked, slots = jax.tree.map(pick, by_token), jax.tree.map(jax.vmap(pick), depth)
-                new = module._extend_tokens(picked, args, cache, slots, rows_C)
+                new = module._extend_tokens(picked, cache, slots, expert_state, rows_C)
                 return jax.tree.map(put, old, new)
 
             def put_all(old_BT, new_BT):
@@ -250,13 +263,13 @@ class MixtureOfDepths(Chooser):
         y_BTD, keys = self._after(y_BTD, tokens), keys if all_keys is None else all_keys
         return y_BTD, slot_inputs, CacheUpdate(keys, selected_BT), wanted_BT & ~selected_BT
 
-    def _extend_tokens(self, by_token, args, cache, depth, rows_C=None):
+    def _extend_tokens(self, by_token, cache, depth, expert_state, rows_C=None):
         """Return x', KeysValues and SlotInputs of tokens; those of segment id 0 do not exist."""
         x_CTD, gates_CT, tokens_CT, documents_CT = by_token
         view = None
         if self.part != 'mlp':
             view = view_of(cache, tokens_CT, documents_CT, self.kind.window, rows_C)
-        y_CTD, aux = self.block.gated(x_CTD, gates_CT, tokens_CT, view, depth, args.expert_state)
+        y_CTD, aux = self.block.gated(x_CTD, gates_CT, tokens_CT, view, depth, expert_state)
         return y_CTD, aux.keys, aux.slot_inputs
 
 

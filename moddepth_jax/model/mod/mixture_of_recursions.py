@@ -413,7 +413,7 @@ class Recursions(NamedTuple):
 def _extend_selected(loop, blocks, rows, selected_BT, caches):
     """Run a loop on the rows with a selected token. Returns x' and the KeysValues it makes.
 
-    `caches` only give the shapes of these.
+    `caches` are used for their shapes only.
     """
     batch, length = selected_BT.shape
     nothing_BTKH = jnp.zeros((batch, length, *caches[0].k_BKHS.shape[1:3]), rows[0].dtype)
