@@ -165,6 +165,21 @@ def _shapes(arrays, slots, q_depth_CTNH):
     )
 
 
+class _NewTokens(NamedTuple):
+    """The T new tokens of each row by XLA, what they see, and their slots. None: no slots."""
+
+    q_BTNH: jax.Array
+    visible_BTS: jax.Array  # places of the cache
+    visible_BTT: jax.Array  # new tokens, along the last axis
+    q_depth_BTNH: jax.Array | None = None
+    k_depth_BLTKH: jax.Array | None = None
+    v_depth_BLTKH: jax.Array | None = None
+    slot_mask_BLT: jax.Array | None = None  # None: all are visible
+
+
+_TOKEN_AXES = _NewTokens(1, 1, 1, 1, 2, 2, 2)
+
+
 def decode_forward(
     q_CTNH,
     k_CTKH,
@@ -186,11 +201,12 @@ def decode_forward(
     """
     del interpret
     k_CKHT, v_CKHT = (jnp.moveaxis(side, 1, 3) for side in (k_CTKH, v_CTKH))
-    by_row = [k_CKHT, v_CKHT, q_CTNH, visible_CTS, visible_CTT]
+    new = _NewTokens(q_CTNH, visible_CTS, visible_CTT)
     if slots is not None:
-        by_row.append(q_CTNH if q_depth_CTNH is None else q_depth_CTNH)
         # Rows first, as in the other arrays.
-        by_row += [jnp.moveaxis(side, 0, 1) for side in slots if side is not None]
+        by_row = [None if side is None else jnp.moveaxis(side, 0, 1) for side in slots]
+        new = _NewTokens(*new[:3], q_CTNH if q_depth_CTNH is None else q_depth_CTNH, *by_row)
+    by_row = k_CKHT, v_CKHT, new
     if rows_C is None:
         return _attend(k_BKHS, v_BKHS, *by_row)
     if jax.default_backend() != 'cpu':
@@ -201,7 +217,7 @@ def decode_forward(
 
     def one(i, o_CTNH):
         cached = (row_of(side, rows_C[i]) for side in (k_BKHS, v_BKHS))
-        o_1TNH = _attend(*cached, *(row_of(side, i) for side in by_row))
+        o_1TNH = _attend(*cached, *jax.tree.map(lambda side: row_of(side, i), by_row))
         return jax.lax.dynamic_update_slice_in_dim(o_CTNH, o_1TNH, i, axis=0)
 
     # On a CPU a gather would copy the rows; one at a time they are read in place.
@@ -213,20 +229,21 @@ def _block():
     return _CPU_BLOCK if jax.default_backend() == 'cpu' else _BLOCK
 
 
-def _attend(k_BKHS, v_BKHS, k_BKHT, v_BKHT, *by_query):
+def _attend(k_BKHS, v_BKHS, k_BKHT, v_BKHT, new: _NewTokens):
     """Compute `_attend_block` for a block of the T tokens at a time."""
     keys, length, (size, _) = (k_BKHS, v_BKHS, k_BKHT, v_BKHT), k_BKHT.shape[-1], _block()
     if length <= size or length % size:
-        return _attend_block(*keys, *by_query)
-    axes = 1, 1, 1, 1, 2, 2, 2  # axis of the tokens: queries, two masks, slot queries, slots
-    sides = list(zip(by_query, axes[: len(by_query)], strict=True))
+        return _attend_block(*keys, new)
 
     def block(i):
-        cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size)
-        return _attend_block(*keys, *(cut(side, i * size, axis=axis) for side, axis in sides))
+        def cut(side, axis):
+            if side is not None:
+                return jax.lax.dynamic_slice_in_dim(side, i * size, size, axis)
+
+        return _attend_block(*keys, _NewTokens(*map(cut, new, _TOKEN_AXES)))
 
     o_XBQNH = jax.lax.map(block, jnp.arange(length // size))
-    return jnp.moveaxis(o_XBQNH, 0, 1).reshape(by_query[0].shape)
+    return jnp.moveaxis(o_XBQNH, 0, 1).reshape(new.q_BTNH.shape)
 
 
 class _Softmax(NamedTuple):
@@ -246,42 +263,40 @@ class _Softmax(NamedTuple):
         return _Softmax(highest_BKTG, total_BKTG, o_BKHTG)
 
 
-def _attend_block(
-    k_BKHS, v_BKHS, k_BKHX, v_BKHX, q_BTNH, visible_BTS, visible_BTX, q_depth_BTNH=None, *slots
-):
-    """Compute one softmax over a row's cache, its new tokens X and the slots of T tokens.
-
-    slots: keys [B, L, T, K, H], values, and, if there is one, a mask [B, L, T].
-    """
-    batch, length, heads, width = q_BTNH.shape
+def _attend_block(k_BKHS, v_BKHS, k_BKHX, v_BKHX, new: _NewTokens):
+    """Compute one softmax over a row's cache, its new tokens X and the slots of T of them."""
+    batch, length, heads, width = new.q_BTNH.shape
     kv_heads = k_BKHX.shape[1]
-    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+    wide = jnp.promote_types(new.q_BTNH.dtype, jnp.float32)
 
     def grouped(q_BTNH):
         return jnp.swapaxes(q_BTNH.reshape(batch, length, kv_heads, -1, width), 1, 2)
 
-    q_BKTGH = grouped(q_BTNH)
+    q_BKTGH = grouped(new.q_BTNH)
     shape = batch, kv_heads, length, heads // kv_heads
     # Finite, so that a token may see nothing in the first blocks: hidden scores are -inf.
     lowest_BKTG = jnp.full(shape, jnp.finfo(wide).min, wide)
     o_BKHTG = jnp.zeros((*shape[:2], width, *shape[2:]), wide)
     softmax = _Softmax(lowest_BKTG, jnp.zeros(shape, wide), o_BKHTG)
-    softmax = _join_places(softmax, q_BKTGH, k_BKHX.astype(wide), v_BKHX.astype(wide), visible_BTX)
-    if slots:
-        k_depth_BLTKH, v_depth_BLTKH = (side.astype(wide) for side in slots[:2])
-        q_depth_BKTGH = grouped(q_depth_BTNH.astype(wide) * width**-0.5)
+    own = k_BKHX.astype(wide), v_BKHX.astype(wide)
+    softmax = _join_places(softmax, q_BKTGH, *own, new.visible_BTT)
+    if new.k_depth_BLTKH is not None:
+        k_depth_BLTKH, v_depth_BLTKH = (
+            side.astype(wide) for side in (new.k_depth_BLTKH, new.v_depth_BLTKH)
+        )
+        q_depth_BKTGH = grouped(new.q_depth_BTNH.astype(wide) * width**-0.5)
         scores_BKTGL = jnp.einsum('bktgh,bltkh->bktgl', q_depth_BKTGH, k_depth_BLTKH)
-        for mask_BLT in slots[2:]:
-            scores_BKTGL = _hide(scores_BKTGL, jnp.swapaxes(mask_BLT, 1, 2))
+        if new.slot_mask_BLT is not None:
+            scores_BKTGL = _hide(scores_BKTGL, jnp.swapaxes(new.slot_mask_BLT, 1, 2))
             # A hidden slot may hold NaN, and 0 times NaN is NaN.
-            v_depth_BLTKH = jnp.where(mask_BLT[..., None, None], v_depth_BLTKH, 0)
+            v_depth_BLTKH = jnp.where(new.slot_mask_BLT[..., None, None], v_depth_BLTKH, 0)
         softmax = softmax.join(
             scores_BKTGL, functools.partial(jnp.einsum, 'bltkh,bktgl->bkhtg', v_depth_BLTKH)
         )
-    softmax = _join_places(softmax, q_BKTGH, k_BKHS, v_BKHS, visible_BTS)
+    softmax = _join_places(softmax, q_BKTGH, k_BKHS, v_BKHS, new.visible_BTS)
     o_BKHTG = softmax.o_BKHTG / softmax.total_BKTG[:, :, None]
     o_BTKGH = jnp.transpose(o_BKHTG, (0, 3, 1, 4, 2))
-    return o_BTKGH.reshape(q_BTNH.shape).astype(q_BTNH.dtype)
+    return o_BTKGH.reshape(new.q_BTNH.shape).astype(new.q_BTNH.dtype)
 
 
 def _hide(scores_BKTGX, visible_BTX):

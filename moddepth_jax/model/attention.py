@@ -309,7 +309,12 @@ class SelfAttention(nn.Module):
         decode = functools.partial(decode_attention, implementation=implementation)
         if depth is None:
             return decode(q_BTNH, *keys, *view)
-        slot_window, q_depth_BTNH = self.hparams.depth.slot_window, self._slot_query(q_BTNH)
         return decode(
-            q_BTNH, *keys, *view, *depth.slots, depth.valid_LBT, slot_window, q_depth_BTNH
+            q_BTNH,
+            *keys,
+            *view,
+            *depth.slots,
+            slot_mask_LCT=depth.valid_LBT,
+            slot_window=self.hparams.depth.slot_window,
+            q_depth_CTNH=self._slot_query(q_BTNH),
         )
