@@ -153,13 +153,17 @@ def test_paths_in_templates_exist():
 
 
 def test_every_command_and_page_is_documented():
-    """Each command of launch/ is on some page, and each page is in the index."""
+    """Each command of launch/ is on some page; each page is in the index, or linked from there."""
     texts = {pathlib.Path(name).stem: (ROOT / name).read_text() for name in SCRIPTS}
     programs = {name for name, text in texts.items() if 'cli.run(' in text}
     shown = {c.launched for c in COMMANDS if c.source in PAGES}
     assert 'train' in programs and not programs - shown
-    index = {target.partition('#')[0] for target in documented.links(TEXTS['docs/README.md'])}
-    pages = {pathlib.Path(page).name for page in PAGES if page.startswith('docs/')}
+    index = {
+        target.partition('#')[0]
+        for page in ('docs/README.md', 'docs/depth_streams.md')
+        for target in documented.links(TEXTS[page])
+    }
+    pages = {page.removeprefix('docs/') for page in PAGES if page.startswith('docs/')}
     assert pages <= {*index, 'README.md'}
 
 

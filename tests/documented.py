@@ -10,7 +10,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = (
     'docs/start.md',
     *sorted(
-        f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md') if path.name != 'start.md'
+        path.relative_to(ROOT).as_posix()
+        for pattern in ('*.md', 'depth_streams/*.md')
+        for path in (ROOT / 'docs').glob(pattern)
+        if path.name != 'start.md'
     ),
     'README.md',
     'CONTRIBUTING.md',

@@ -1,4 +1,4 @@
-"""The tables of docs/depth_streams.md have the numbers of the committed results."""
+"""The tables of docs/depth_streams.md and its pages have the numbers of the committed results."""
 
 import functools
 import json
@@ -40,7 +40,9 @@ ROWS = {
 
 def table(*heads):
     """Return the cells of each row of the table with these heads, by the first cell."""
-    text = (ROOT / 'docs/depth_streams.md').read_text(encoding='utf-8')
+    docs = ROOT / 'docs'
+    files = docs / 'depth_streams.md', *sorted((docs / 'depth_streams').glob('*.md'))
+    text = '\n'.join(file.read_text(encoding='utf-8') for file in files)
     _, _, rest = text.partition(f'| {" | ".join(heads)} |\n')
     rows = [line[1:-1].split('|') for line in rest.split('\n\n')[0].splitlines()[1:]]
     assert rows, heads
