@@ -237,6 +237,17 @@ class Hparams:
         """Return the steps of which the warm-up and the stages are shares."""
         return self.training.extended_from or num_steps
 
+    def first_step(self, stage: Stage, num_steps: int) -> int:
+        """Return the step at which a stage of a run of `num_steps` begins."""
+        steps = self.steps_of_shares(num_steps)
+        return min(round(stage.begins * steps), max(0, steps - 1))
+
+    def first_step_of_capacity(self, stage: Stage, num_steps: int) -> int:
+        """Return the step at which the capacity of a stage began."""
+        before = self.stages[: self.stages.index(stage)]
+        others = [n for n, earlier in enumerate(before) if earlier.capacity != stage.capacity]
+        return self.first_step(self.stages[others[-1] + 1 if others else 0], num_steps)
+
     def with_loops(self, loops: int) -> 'Hparams':
         """Return these hyper-parameters with `loops` loops in every step; 0: unchanged."""
         if not loops:

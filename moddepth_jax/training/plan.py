@@ -52,9 +52,7 @@ def check_vocabulary(hparams: Hparams, tokenizer: Tokenizer):
 
 def stage_starts(hparams: Hparams, num_steps: int) -> list[tuple[int, Stage]]:
     """Return (first step, stage) of each stage in order; a stage without a step is left out."""
-    starts, steps = {}, hparams.steps_of_shares(num_steps)
-    for stage in hparams.stages:
-        starts[min(round(stage.begins * steps), max(0, steps - 1))] = stage
+    starts = {hparams.first_step(stage, num_steps): stage for stage in hparams.stages}
     return sorted((first, stage) for first, stage in starts.items() if first < max(1, num_steps))
 
 

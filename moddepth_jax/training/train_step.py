@@ -209,9 +209,13 @@ def _sum_over(micro_batches, function):
     return jax.lax.scan(add, zeros, micro_batches)[0]
 
 
-def _update_average(state, average, lowest, decay):
-    """Update a moving average of the lowest selected scores; early steps use a smaller decay."""
-    taken = (state.step - state.skipped).astype(jnp.float32)
+def _update_average(state, begin, average, lowest, decay):
+    """Update a moving average of the lowest selected scores.
+
+    The first steps after `begin`, where the capacity began, use a smaller decay: scores of another
+    capacity are soon forgotten.
+    """
+    taken = jnp.maximum(state.step - state.skipped - begin, 0).astype(jnp.float32)
     decay = jnp.minimum(decay, (taken + 1) / (taken + 10))
     moved = decay * average + (1 - decay) * lowest
     return jnp.where(jnp.isfinite(moved), moved, average)
@@ -266,8 +270,9 @@ def train_step(
         ratios = expert_ratios(metrics['experts'], experts.top_k, experts.num_routed)
         metrics['experts'] = ratios
         averaged['expert_thresholds_XE'] = ratios.get('lowest_taken'), experts.threshold_decay
+    begin = hparams.first_step_of_capacity(stage, num_steps)
     averages = {
-        name: _update_average(state, average, *averaged[name])
+        name: _update_average(state, begin, average, *averaged[name])
         for name, average in state.averages.items()
     }
     params, averages, optimizer_state = jax.tree.map(

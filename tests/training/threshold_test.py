@@ -103,6 +103,15 @@ def test_training_by_threshold_selects_the_first_tokens_above_it(by_threshold):
     assert metrics['rule_loss'] == 0
 
 
+def test_another_capacity_is_forgotten(by_threshold):
+    """The decay counts the steps since the capacity changed: after 3 of them it is 4/13."""
+    batch, begin = make_batch(0, padded=True), by_threshold.num_steps // 2
+    lowest_R = lowest_scores(records_of(by_threshold, batch, 'threshold'), batch)
+    after, _ = step(by_threshold.replace(step=jnp.int32(begin + 3)), batch)
+    moved_R = 4 / 13 * -1.0 + 9 / 13 * lowest_R
+    np.testing.assert_allclose(after.averages['thresholds_R'], moved_R, rtol=1e-4)
+
+
 def test_random_choices_change_from_step_to_step(tiny_config):
     knobs = {'model.routing.router': 'random', 'model.routing.causal_rule': 'auto'}
     hparams = from_config(tiny_config(**ROUTED | knobs))
