@@ -1,7 +1,7 @@
 """Mixture-of-Recursions: routers choose how often the looped blocks run on each token."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -202,6 +202,44 @@ def loops_of(hparams: Hparams, routing: str) -> list[Loop]:
     return [Loop(hparams, routing, number, place) for number, place in enumerate(places)]
 
 
+class Section(NamedTuple):
+    """The layers before the loops, those of one loop, or those after the loops."""
+
+    kept: Any  # what their blocks return besides x'; in a loop, arrays [B, C, ...]
+    loop: Loop | None = None
+    record: RoutingRecord | None = None
+    indices_BC: jax.Array | None = None
+    x_BTD: jax.Array | None = None  # before the loop, of all tokens
+
+
+def run_loops(hparams: Hparams, routing: str, each, x_BTD, tokens: TokenInfo, blocks, sizes_of):
+    """Run all routed loops on whole rows.
+
+    Args:
+      hparams, routing: of the model, and the rule.
+      each: (parameters of the router, RoutingArgs) of each loop.
+      x_BTD: the stream before the loops.
+      tokens: of all rows.
+      blocks: the looped blocks: blocks(Loop, first, x_BCD, TokenInfo) -> (y_BCD, (kept, made)).
+        `made` are the keys that the first loop makes for others, which they get as `first`.
+      sizes_of: returns the static sizes of a Loop.
+
+    Returns:
+      x_BTD after the loops, and a Section of each.
+    """
+    sections, first, candidates = [], None, tokens
+    choice = TokenChoice.of(hparams, routing, each, x_BTD)
+    for loop, (router, args) in zip(loops_of(hparams, routing), each, strict=True):
+        before_BTD, run = x_BTD, functools.partial(blocks, loop, first)
+        x_BTD, record, indices_BC, (kept, made) = loop.run(
+            run, router, args, x_BTD, candidates, sizes_of(loop), choice
+        )
+        first = made if loop.makes_keys else first
+        sections.append(Section(kept, loop, record, indices_BC, before_BTD))
+        candidates = mask_tokens(candidates, record.selected_BT)
+    return x_BTD, sections
+
+
 def run_recursions(hparams: Hparams, routing: str, params, tokens: TokenInfo, args, x_BTD):
     """Run the embedded tokens through all layers.
 
@@ -212,32 +250,28 @@ def run_recursions(hparams: Hparams, routing: str, params, tokens: TokenInfo, ar
 
     def run(layers, x_BTD, tokens):
         part, part_params = stack.section(params['stack'], layers)
-        return run_stack(part, part_params, tokens, LayerArgs(), x_BTD)[0], None
+        return run_stack(part, part_params, tokens, LayerArgs(), x_BTD)[0]
 
-    def run_shared(first, x_BTD, tokens):
+    def run_loop(loop, first, x_BCD, tokens):
+        if hparams.model.routing.loop_keys != 'first':
+            return run(looped, x_BCD, tokens), (None, None)
         part, part_params = stack.section(params['stack'], looped)
-        return run_with_keys(part, part_params, tokens, x_BTD, first)
+        y_BCD, made = run_with_keys(part, part_params, tokens, x_BCD, first)
+        return y_BCD, (None, made)
+
+    def sizes_of(loop):
+        return causal_sizes(hparams, x_BTD.shape[1], routing, loop.place)
 
     if looped.start:
-        x_BTD, _ = run(range(looped.start), x_BTD, tokens)
-    loops, records, candidates = loops_of(hparams, routing), [], tokens
+        x_BTD = run(range(looped.start), x_BTD, tokens)
     each = [
-        jax.tree.map(lambda leaf, n=loop.number: leaf[n], (params['loop_routers'], args))
-        for loop in loops
+        jax.tree.map(lambda leaf, n=number: leaf[n], (params['loop_routers'], args))
+        for number in range(len(hparams.model.routed_places))
     ]
-    choice = TokenChoice.of(hparams, routing, each, x_BTD)
-    first = None
-    for loop, (router, own) in zip(loops, each, strict=True):
-        sizes = causal_sizes(hparams, x_BTD.shape[1], routing, loop.place)
-        blocks = functools.partial(run, looped)
-        if hparams.model.routing.loop_keys == 'first':
-            blocks = functools.partial(run_shared, first)
-        x_BTD, record, _, made = loop.run(blocks, router, own, x_BTD, candidates, sizes, choice)
-        first = made if first is None else first
-        candidates = mask_tokens(candidates, record.selected_BT)
-        records.append(record)
+    x_BTD, sections = run_loops(hparams, routing, each, x_BTD, tokens, run_loop, sizes_of)
     if looped.stop < hparams.model.num_layers:
-        x_BTD, _ = run(range(looped.stop, hparams.model.num_layers), x_BTD, tokens)
+        x_BTD = run(range(looped.stop, hparams.model.num_layers), x_BTD, tokens)
+    records = [section.record for section in sections]
     return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *records)
 
 
@@ -272,16 +306,6 @@ def init_loop_routers(key, hparams: ModelHparams, length: int):
     return jax.vmap(init)(jax.random.split(key, hparams.loops))
 
 
-class Section(NamedTuple):
-    """The layers before the loops, those of one loop, or those after the loops."""
-
-    kept: list  # what `keep` returned for each layer; in a loop, arrays [B, C, ...]
-    loop: Loop | None = None
-    record: RoutingRecord | None = None
-    indices_BC: jax.Array | None = None
-    x_BTD: jax.Array | None = None  # before the loop, of all tokens
-
-
 class Recursions(NamedTuple):
     """The layers of a model with routed loops, unrolled."""
 
@@ -302,8 +326,9 @@ class Recursions(NamedTuple):
         """Run whole rows. Returns x_BTD after all layers, and a list of Section.
 
         keep(layer input, LayerOutput) returns the arrays of tokens to keep, and sizes_of(Loop) the
-        static sizes.
+        static sizes. `kept` of a Section is a list, with what `keep` returned for each layer.
         """
+        before, of_loops, after = self._sections()
 
         def run(layers, loop, first, x_BTD, tokens):
             reads = [None] * len(layers) if first is None else first
@@ -315,22 +340,15 @@ class Recursions(NamedTuple):
                 x_BTD = output.x_BTD
             return x_BTD, (kept, made if loop is not None and loop.makes_keys else None)
 
-        before, of_loops, after = self._sections()
-        x_BTD, (kept, first) = run(before, None, None, x_BTD, tokens)
-        sections, candidates = [Section(kept)], tokens
-        choice = TokenChoice.of(self.hparams, self.routing, self.loops, x_BTD)
-        for loop, (router, args), layers in zip(
-            loops_of(self.hparams, self.routing), self.loops, of_loops, strict=True
-        ):
-            blocks, before_BTD = functools.partial(run, layers, loop, first), x_BTD
-            x_BTD, record, indices_BC, (kept, made) = loop.run(
-                blocks, router, args, x_BTD, candidates, sizes_of(loop), choice
-            )
-            first = made if loop.makes_keys else first
-            sections.append(Section(kept, loop, record, indices_BC, before_BTD))
-            candidates = mask_tokens(candidates, record.selected_BT)
-        x_BTD, (kept, _) = run(after, None, None, x_BTD, tokens)
-        return x_BTD, [*sections, Section(kept)]
+        def run_loop(loop, first, x_BCD, tokens):
+            return run(of_loops[loop.number], loop, first, x_BCD, tokens)
+
+        x_BTD, (kept_before, _) = run(before, None, None, x_BTD, tokens)
+        x_BTD, sections = run_loops(
+            self.hparams, self.routing, self.loops, x_BTD, tokens, run_loop, sizes_of
+        )
+        x_BTD, (kept_after, _) = run(after, None, None, x_BTD, tokens)
+        return x_BTD, [Section(kept_before), *sections, Section(kept_after)]
 
     def prefill(self, x_BTD, tokens: TokenInfo, capacity: int, grows: bool):
         """Return x_BTD after all layers, the LayerCaches and dropped_B, as decoding.prefill."""
