@@ -69,8 +69,7 @@ def fastest(candidates, shapes, device) -> tuple:
         times = ', '.join(f'{name} {right[name]:.3g} ms' for name in ranked)
         return by_label[ranked[0]], f'the fastest of {times}', failed, new
     # The default candidate, with XLA for the sequence if it is known to be wrong.
-    reason = failed.get(candidates[0].label(shapes), OUT_OF_MEMORY)
-    broken = reason != OUT_OF_MEMORY and not reason.startswith(NOT_DONE)
+    broken = failed.get(candidates[0].label(shapes)) not in (None, OUT_OF_MEMORY)
     parts = candidates[0]._replace(sequence='xla') if broken else candidates[0]
     return parts, 'as no candidate was right', failed, True
 

@@ -13,8 +13,8 @@ import numpy as np
 from kernels_pallas.autotune_trial import (
     TIMED_BYTES,
     find_wrong,
-    in_turn,
     median_milliseconds,
+    on_cold_copies,
 )
 from kernels_pallas.backends import Parts, Shapes
 from kernels_pallas.decode import decode_attention
@@ -120,4 +120,4 @@ def milliseconds(parts: Parts, shapes: Shapes) -> float:
         for i, (name, size) in enumerate(sizes.items())
     }
     given |= jax.device_put(make_masks(shapes, [shapes.places] * rows))
-    return median_milliseconds(in_turn(program(parts.sequence), given))
+    return median_milliseconds(on_cold_copies(program(parts.sequence), given))

@@ -31,7 +31,7 @@ DOCUMENTS = 8  # in a row of packed documents
 TIMED_BYTES = 4 << 30
 # Calls that read few bytes take turns with copies of these: several times the L2 cache of a GPU,
 # because in a model each layer reads its own.
-COLD_BYTES, COPIES = 256 << 20, 32
+COLD_BYTES, COPIES = 256 << 20, 64
 
 
 def check_shapes(shapes: Shapes) -> Shapes:
@@ -211,10 +211,10 @@ def find_wrong(right, plain, first, second, hidden, dtype, unordered) -> str | N
     return None
 
 
-def in_turn(run, given):
-    """Return a function without arguments that calls run(given), each time with other arrays.
+def on_cold_copies(run, given):
+    """Return a function without arguments that calls run(given) with one copy after the other.
 
-    They hold COLD_BYTES together, at most COPIES of them.
+    There are as many as hold COLD_BYTES together: one of large arguments, at most COPIES.
     """
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(given))
     copies = [given] + [

@@ -204,8 +204,15 @@ def decode_forward(
     new = _NewTokens(q_CTNH, visible_CTS, visible_CTT)
     if slots is not None:
         # Rows first, as in the other arrays.
-        by_row = [None if side is None else jnp.moveaxis(side, 0, 1) for side in slots]
-        new = _NewTokens(*new[:3], q_CTNH if q_depth_CTNH is None else q_depth_CTNH, *by_row)
+        k_depth, v_depth, mask = (
+            None if side is None else jnp.moveaxis(side, 0, 1) for side in slots
+        )
+        new = new._replace(
+            q_depth_BTNH=q_CTNH if q_depth_CTNH is None else q_depth_CTNH,
+            k_depth_BLTKH=k_depth,
+            v_depth_BLTKH=v_depth,
+            slot_mask_BLT=mask,
+        )
     by_row = k_CKHT, v_CKHT, new
     if rows_C is None:
         return _attend(k_BKHS, v_BKHS, *by_row)

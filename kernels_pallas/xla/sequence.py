@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 QUERY_BLOCK = 128  # on two CPU cores 64 and 256 took up to 1.2 times as long
-MAX_BLOCKS = 16  # on a CPU
+CPU_MAX_BLOCKS = 16
 # Each static block has products of other shapes, which a GPU compiles and measures one by one: 112
 # in both passes of 16 blocks.
-GPU_MAX_BLOCKS = 4
+MAX_BLOCKS = 4
 MAX_SCORES = 2**26  # in a static block: 256 MiB in float32
 TILE_SIZES = (128, 512)  # smallest and largest; tiles are square, a power of two
 TILE_SCORES = 2**25  # at most: 128 MiB in float32
@@ -52,7 +52,7 @@ def is_long(q_shape, k_shape) -> bool:
     on_cpu = jax.default_backend() == 'cpu'
     at_once = heads // kv_heads if on_cpu else batch * heads
     scores = at_once * min(length, QUERY_BLOCK) * num_keys
-    too_long = length > QUERY_BLOCK * (MAX_BLOCKS if on_cpu else GPU_MAX_BLOCKS)
+    too_long = length > QUERY_BLOCK * (CPU_MAX_BLOCKS if on_cpu else MAX_BLOCKS)
     return (too_long or scores > MAX_SCORES) and not _static.get()
 
 

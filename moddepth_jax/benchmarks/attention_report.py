@@ -38,11 +38,14 @@ def _cell(row):
     return cell + (f', {row["over_plain"]:.3f}x' if 'over_plain' in row else '')
 
 
-def _line(row):
-    """The name of a form, with its backends if they are others."""
-    used = row.get('backends', row['implementation'])
-    others = '' if set(used.split('+')) == {row['implementation']} else f' ({used})'
-    return f'{row["implementation"]}{others}, {row["over"]}'
+def _titles(rows):
+    """The title of each line by (implementation, over), with the backends if they are others."""
+    found = {(row['implementation'], row['over']): '' for row in rows}
+    for row in rows:
+        name, used = row['implementation'], row.get('backends', '')
+        if used and {*used.split('+')} != {name}:
+            found[name, row['over']] = f' ({used})'
+    return {key: f'{key[0]}{others}, {key[1]}' for key, others in found.items()}
 
 
 def case_table(result: dict) -> Table:
@@ -52,10 +55,11 @@ def case_table(result: dict) -> Table:
     column with both passes, those of its backward pass.
     """
     case = Case(**{name: result[name] for name in Case._fields})
+    titles = _titles(result['rows'])
     return pivot(
         f'attention, {case}; x: relative to {result["baseline"]} without slots',
         result['rows'],
-        line=_line,
+        line=lambda row: titles[row['implementation'], row['over']],
         column=lambda row: DIRECTIONS[row['direction']],
         text=_cell,
     )

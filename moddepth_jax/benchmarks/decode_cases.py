@@ -6,7 +6,7 @@ import numpy as np
 
 from kernels_pallas import decode_attention
 from kernels_pallas.autotune_decoding import hidden_number
-from kernels_pallas.autotune_trial import in_turn
+from kernels_pallas.autotune_trial import on_cold_copies
 from moddepth_jax.benchmarks.attention_check import allowed_errors, errors_of
 from moddepth_jax.benchmarks.kernel_cases import exact
 from moddepth_jax.benchmarks.timing import time_interleaved
@@ -165,7 +165,7 @@ def time_one(implementation: str, sizes: dict, toy: bool = False) -> dict:
     seen = np.arange(case['S']) < case['length']
     given['visible_CTS'] = jnp.asarray(np.tile(seen, (batch, tokens, 1)))
     given['visible_CTT'] = jnp.asarray(np.tile(np.tri(tokens, dtype=bool), (batch, 1, 1)))
-    calls = {name: in_turn(program(name), given) for name in (implementation, 'xla')}
+    calls = {name: on_cold_copies(program(name), given) for name in (implementation, 'xla')}
     # Several calls per sample, so that clock resolution and launch overhead do not matter.
     counts = dict.fromkeys(calls, 1 if toy else 20)
     seconds = time_interleaved(calls, 2 if toy else 21, counts=counts)

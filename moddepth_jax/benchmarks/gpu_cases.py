@@ -10,7 +10,7 @@ from moddepth_jax.benchmarks.runner import Case
 
 FUSED, CUDNN = 'mosaic_gpu_fused', 'cudnn'
 _PLAIN, _PACKED = tuple(CASES), tuple(PACKED_CASES)
-# The cases that check an implementation: those that it supports on a Hopper GPU.
+# The cases that check an implementation. It supports each of them on a Hopper GPU.
 _CHECKED = {
     'mosaic_gpu': tuple(name for name in _PLAIN if name not in ('float32', 'width_256')),
     FUSED: ('group_of_8', 'group_of_2', 'rows', 'window', 'own_query', 'group_of_1', 'group_of_3')
@@ -133,6 +133,8 @@ def _times():
         (FUSED, 'packed_', PACKED),
     ):
         found += _at_lengths(name, prefix, sizes, 9.0)
+    # At this length cuDNN takes the documents.
+    found += _at_lengths('mosaic_gpu', 'packed_no_slots_', PACKED | NO_SLOTS, 9.0, ('4k',))
     for shape, sizes in SHAPES.items():
         found += _at_lengths('mosaic_gpu', shape, sizes, 8.0, ('4k',))
     return found

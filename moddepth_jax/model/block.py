@@ -46,7 +46,7 @@ class BlockAux(NamedTuple):
     expert_state: ExpertState  # for later tokens; unchanged if the block has no experts
 
 
-class Attended(NamedTuple):
+class AttentionOutput(NamedTuple):
     """What the attention of a block returns."""
 
     output_BTD: jax.Array  # what it adds to the stream
@@ -57,7 +57,7 @@ class Attended(NamedTuple):
     depth: DepthSlots | None
 
 
-class FedForward(NamedTuple):
+class MlpOutput(NamedTuple):
     """What the mlp or the experts of a block return."""
 
     output_BTD: jax.Array  # what they add to the stream
@@ -180,11 +180,11 @@ class Block(nn.Module):
         fed = self._feed_forward(attended.stream_BTD, tokens, attended.depth, expert_state)
         return attended, fed
 
-    def _aux(self, attended: Attended, fed: FedForward) -> BlockAux:
+    def _aux(self, attended: AttentionOutput, fed: MlpOutput) -> BlockAux:
         slots = self._slot_inputs(attended.slot, attended.value_input_BTD, fed.input_BTD)
         return BlockAux(attended.keys, slots, fed.depth, fed.experts, fed.expert_state)
 
-    def _attend(self, x_BTD, tokens, view, depth, first=None) -> Attended:
+    def _attend(self, x_BTD, tokens, view, depth, first=None) -> AttentionOutput:
         """Run attention with its residual and norm."""
         placement = self.hparams.norm_placement
         inputs, depth = self.read(x_BTD, depth)
@@ -198,10 +198,10 @@ class Block(nn.Module):
         stream_BTD = _add(self.attention_connection, x_BTD, output_BTD)
         if placement == 'post':
             stream_BTD = self.attention_norm(stream_BTD)
-        return Attended(output_BTD, stream_BTD, inputs.value_BTD, keys, slot, depth)
+        return AttentionOutput(output_BTD, stream_BTD, inputs.value_BTD, keys, slot, depth)
 
-    def _feed_forward(self, x_BTD, tokens, depth, expert_state) -> FedForward:
-        """Run the mlp or the experts with their norm, but not the residual."""
+    def _feed_forward(self, x_BTD, tokens, depth, expert_state) -> MlpOutput:
+        """Run the mlp or the experts, without their residual and what follows it."""
         placement = self.hparams.norm_placement
         input_BTD, depth = _read(self.mlp_connection, x_BTD, depth)
         input_BTD = self.mlp_norm(input_BTD) if placement == 'pre' else input_BTD
@@ -212,7 +212,7 @@ class Block(nn.Module):
             output_BTD, record = self.mlp(input_BTD), None
         if placement == 'reordered':
             output_BTD = self.mlp_norm(output_BTD)
-        return FedForward(output_BTD, input_BTD, depth, record, expert_state)
+        return MlpOutput(output_BTD, input_BTD, depth, record, expert_state)
 
     def _slot_inputs(self, slot, attention_input_BTD, mlp_input_BTD):
         every = SlotInputs(slot, attention_input_BTD, mlp_input_BTD)

@@ -209,13 +209,13 @@ def _sum_over(micro_batches, function):
     return jax.lax.scan(add, zeros, micro_batches)[0]
 
 
-def _update_average(state, begin, average, lowest, decay):
+def _update_average(state, average, lowest, decay, begin=0):
     """Update a moving average of the lowest selected scores.
 
-    The first steps after `begin`, where the capacity began, use a smaller decay: scores of another
-    capacity are soon forgotten.
+    The first steps after `begin` use a smaller decay, so that older scores are soon forgotten.
     """
-    taken = jnp.maximum(state.step - state.skipped - begin, 0).astype(jnp.float32)
+    taken = state.step - (begin or state.skipped)
+    taken = jnp.maximum(taken, 0).astype(jnp.float32)
     decay = jnp.minimum(decay, (taken + 1) / (taken + 10))
     moved = decay * average + (1 - decay) * lowest
     return jnp.where(jnp.isfinite(moved), moved, average)
@@ -259,20 +259,20 @@ def train_step(
     )
     params = merge_params(optax.apply_updates(trainable, updates), frozen)
     good = jnp.isfinite(optax.tree.norm(gradients)) & jnp.isfinite(metrics['loss'])
-    averaged = {}  # for each moving average by name: this step's value, and the decay
+    averaged = {}  # for each moving average by name: this step's value, the decay, the first step
     if 'routing' in metrics:
         metrics['dead_tokens'] = dead_tokens(metrics['routing'])
         ratios = metrics['routing'] = routing_ratios(metrics['routing'])
         decay = hparams.model.routing.threshold_decay
-        averaged['thresholds_R'] = ratios['lowest_selected_score'], decay
+        begin = hparams.first_step_of_capacity(stage, num_steps)
+        averaged['thresholds_R'] = ratios['lowest_selected_score'], decay, begin
     if 'experts' in metrics:
         experts = hparams.model.experts
         ratios = expert_ratios(metrics['experts'], experts.top_k, experts.num_routed)
         metrics['experts'] = ratios
         averaged['expert_thresholds_XE'] = ratios.get('lowest_taken'), experts.threshold_decay
-    begin = hparams.first_step_of_capacity(stage, num_steps)
     averages = {
-        name: _update_average(state, begin, average, *averaged[name])
+        name: _update_average(state, average, *averaged[name])
         for name, average in state.averages.items()
     }
     params, averages, optimizer_state = jax.tree.map(

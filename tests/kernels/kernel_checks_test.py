@@ -27,7 +27,6 @@ def test_what_is_right_passes():
     assert check('xla', 'sums', toy=True)['errors']['dk_depth'] > 0
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason='cuDNN: no grouped documents')
 def test_each_check_of_the_list_is_supported_on_an_h200(monkeypatch):
     """None would be skipped there. Only described: this checks the list, not the kernels."""
     monkeypatch.setattr(kernel_checks, 'exact', lambda *_: (0, 0, [0] * 6))
@@ -40,8 +39,10 @@ def test_each_check_of_the_list_is_supported_on_an_h200(monkeypatch):
         with recorded() as calls:
             jax.eval_shape(kernel_checks.program('xla', static, toy=True), inputs)
         for c in checks:
-            if c.arguments['case'] == name:
-                implementation = c.arguments['implementation']
+            implementation = c.arguments['implementation']
+            # Before JAX 0.11.2 cuDNN misplaces grouped keys of documents.
+            known = jax.__version_info__ >= (0, 11, 2) or not (implementation == 'cudnn' and packed)
+            if c.arguments['case'] == name and known:
                 choose(PARTS.get(implementation, implementation), calls[0], HOPPER)
 
 

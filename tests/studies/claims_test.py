@@ -593,7 +593,7 @@ def test_links_to_a_claim_show_the_numbers_of_its_row():
     """
     own, _, table = (ROOT / 'docs/claims.md').read_text().partition(claims.BEGIN)
     rows = dict(re.findall(r'^\| \[.*?\]\(#(\w+)\)(.*)$', table, re.MULTILINE))
-    pages = {path.name: path.read_text() for path in (ROOT / 'docs').glob('*.md')}
+    pages = {path.name: path.read_text() for path in (ROOT / 'docs').rglob('*.md')}
     pages |= {'README.md': (ROOT / 'README.md').read_text(), 'claims.md': own}
     linked = collections.Counter()
     for page, content in pages.items():

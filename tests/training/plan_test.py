@@ -40,6 +40,16 @@ def test_stages_begin_at_whole_steps(num_steps, starts, tiny_config):
     assert stage_at(hparams, num_steps, num_steps).capacity == 0.125
 
 
+@pytest.mark.parametrize('first_capacity', [1.0, 0.125])
+def test_a_capacity_begins_where_it_changes(first_capacity, tiny_config):
+    """Not where only the rule changes, and again if an earlier capacity returns."""
+    stages = {'model.routing.capacity_stages': f'{first_capacity}:0.2,0.5:0.3'}
+    hparams = from_config(tiny_config(**STAGED | BY_THRESHOLD | stages))
+    assert [first for first, _ in stage_starts(hparams, 10)] == [0, 2, 4, 5]
+    begun = [hparams.first_step_of_capacity(stage, 10) for stage in hparams.stages]
+    assert begun == [0, 2, 2, 5]
+
+
 @pytest.mark.parametrize('knobs', [STAGED, STAGED | BY_THRESHOLD, LOOPED])
 def test_a_run_costs_the_sum_of_its_steps(knobs, tiny_config):
     hparams = from_config(tiny_config(**knobs))
