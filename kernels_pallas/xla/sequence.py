@@ -1,8 +1,7 @@
 """The sequence part by XLA, in blocks, so that memory grows with T and not with T x S.
 
 Short sequences use static blocks. Longer ones run loops over tiles, with an online softmax. The
-docstrings of sequence_forward and sequence_backward are the contract of every
-sequence part.
+docstrings of sequence_forward and sequence_backward are the contract of every sequence part.
 """
 
 import contextlib

@@ -8,7 +8,7 @@ import jax
 from kernels_pallas.depth_attention import IMPLEMENTATIONS
 from moddepth_jax.benchmarks.attention import bench_case, device_ceilings
 from moddepth_jax.benchmarks.attention_cases import LENGTHS, NO_SLOTS, PACKED, Case
-from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PARTS, PLAIN, RIVALS
+from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PARTS, PLAIN, RIVALS, SEQUENCE
 from moddepth_jax.benchmarks.models import Dtype
 from moddepth_jax.hparams.checks import one_of
 from moddepth_jax.studies.plot_style import new_figure
@@ -98,9 +98,9 @@ def targets_table(results: list[dict], copy_bytes_per_second: float) -> Table:
         shape = {name: result[name] for name in TARGET_SHAPE}
         if shape == PACKED_SHAPE:
             rates = find(result, 'flops_per_second', PLAIN, 'fresh')
-            if cudnn := rates.pop('cudnn', None):
-                shares = {name: rate / cudnn for name, rate in rates.items()}
-                add(f'{start}, packed documents, of the rate of cuDNN', PACKED_TARGET, shares, max)
+            if {SEQUENCE, 'cudnn'} <= rates.keys():  # the others may run cuDNN themselves
+                share = {SEQUENCE: rates[SEQUENCE] / rates['cudnn']}
+                add(f'{start}, packed documents, of the rate of cuDNN', PACKED_TARGET, share, max)
         if shape != TARGET_SHAPE:
             continue
         if result['baseline'] == 'cudnn' and result['length'] in TARGETS:
