@@ -72,7 +72,8 @@ class LayerMoments(NamedTuple):
 def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -> list:
     """Return LayerMoments of each block of the dense model `source`, over some batches.
 
-    Those of a looped block are sums over its loops. `batches` are of `make_dataset`.
+    Those of a looped block are sums over its loops. `batches` are of `make_dataset`, which have
+    no padding.
     """
     # On the host, so that no program compiles for each shape.
     stacked = merge_adapters(jax.tree.map(np.asarray, params['stack']), source)
@@ -113,21 +114,20 @@ def _layer(params, x_BTD, embedded_BTD, tokens, *, model, kind):
     q_BTNH = recorded['intermediates']['attention']['sequence'][0][0]
     if model.depth.slot_keys != 'unrotated':  # relative to a key of their own position
         q_BTNH = apply_rope(q_BTNH, -tokens.positions_BT, model.rope_theta, model.scaled_rope)
-    real_BT = (tokens.segment_ids_BT > 0).astype(jnp.float32)
     inputs, slot_BTD = aux.slot_inputs, y_BTD if model.depth.slots == 'block' else None
     read = (x_BTD, inputs.attention_input_BTD, inputs.mlp_input_BTD, slot_BTD)
-    sums = (None if of_BTD is None else _sums(of_BTD, real_BT) for of_BTD in read)
+    sums = (None if of_BTD is None else _sums(of_BTD) for of_BTD in read)
     shape = (*q_BTNH.shape[:2], model.num_kv_heads, -1, model.head_dim)
     q_BTKGH = q_BTNH.astype(jnp.float32).reshape(shape) * model.head_dim**-0.5
-    return y_BTD, LayerMoments(*sums, _sums(q_BTKGH, real_BT, 'kg'))
+    return y_BTD, LayerMoments(*sums, _sums(q_BTKGH, 'kg'))
 
 
-def _sums(x, real_BT, heads=''):
+def _sums(x, heads=''):
     """Return Moments of x [B, T, *heads, D] over tokens; if `heads` is 'kg', also over g."""
     x, kept = x.astype(jnp.float32), heads[:1]
-    outer = jnp.einsum(f'bt{heads}d,bt{heads}e,bt->{kept}de', x, x, real_BT, precision='highest')
-    first = jnp.einsum(f'bt{heads}d,bt->{kept}d', x, real_BT, precision='highest')
-    return Moments(outer, first, jnp.sum(real_BT) * (x.shape[3] if heads else 1))
+    outer = jnp.einsum(f'bt{heads}d,bt{heads}e->{kept}de', x, x, precision='highest')
+    first = jnp.einsum(f'bt{heads}d->{kept}d', x)
+    return Moments(outer, first, x.size // first.size)
 
 
 def fit_routers(params: dict, target: ModelHparams, moments: list[LayerMoments]):

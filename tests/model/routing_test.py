@@ -14,6 +14,7 @@ from moddepth_jax.model.routing import (
     segment_top_c,
     select_top_c,
     static_sizes,
+    update_tokens,
 )
 from tests.model.oracle import best_of_segments
 
@@ -169,3 +170,15 @@ def test_tokens_without_an_update_keep_their_bits():
     y_BTD = jax.jit(scatter_add_tokens)(x_BTD, indices_BC, jnp.ones((1, 2, 3)))
     same = np.asarray(y_BTD).view(np.uint32) == x_BTD.view(np.uint32)
     np.testing.assert_array_equal(same.all(-1), [[True, False, True, True]])
+
+
+def test_a_gate_is_not_rounded_before_it_scales():
+    """A gate of 1.003, which bfloat16 rounds to 1, has an effect on a bfloat16 stream."""
+    change_BTD = jnp.linspace(50, 200, 64, dtype=jnp.bfloat16).reshape(1, 4, 16)
+    indices_BC, gates_BT = jnp.arange(4)[None], jnp.full((1, 4), 1.003, jnp.float32)
+    found_BTD, _ = update_tokens(
+        lambda x, _: (change_BTD, None), 0 * change_BTD, None, gates_BT, indices_BC
+    )
+    wide_BTD = np.asarray(change_BTD, np.float32) * np.float32(1.003)
+    np.testing.assert_array_equal(found_BTD, wide_BTD.astype(jnp.bfloat16))
+    assert (found_BTD != change_BTD).any()
