@@ -371,7 +371,7 @@ def _losses(evidence, name):
     budget, reference, rows = study['budgets'][-1], fit.reference(study), []
     for variant, differences in fit.paired_differences(study, budget).items():
         of_variant = fit.select(study, variant, budget)
-        losses = fit.judging(study, of_variant)
+        losses = fit.judging(of_variant)
         if not losses:
             continue
         size, mean = fit.best(of_variant).size, np.mean([*losses.values()])

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Size(NamedTuple):
-    """All seeds of one variant at one budget and one size."""
+    """The seeds of one variant at one budget and one size: those that judge, if any of them ran."""
 
     size: str  # LAYERSxWIDTH, such as '6x64'
     parameters: int
@@ -33,9 +33,15 @@ class Fit(NamedTuple):
 
 
 def select(study: dict, variant: str, budget: float) -> list[dict]:
-    """Return the rows of a variant at a budget that have a finite loss."""
+    """Return the rows of a variant at a budget that have a finite loss.
+
+    Each gets the field `judges`: whether its seed chose neither a size nor a learning rate. The
+    loss of the best of several sizes is too low by chance for the seed that chose it.
+    """
     rows = [r for r in study['runs'] if (r['variant'], r['budget']) == (variant, budget)]
-    return [row for row in rows if row['loss'] is not None and math.isfinite(row['loss'])]
+    rows = [row for row in rows if row['loss'] is not None and math.isfinite(row['loss'])]
+    chose = choosing_seeds(study)
+    return [row | {'judges': row['seed'] not in chose} for row in rows]
 
 
 def found(study: dict, budget: float) -> list[tuple[str, list[dict]]]:
@@ -69,7 +75,7 @@ def sizes(rows: list[dict]) -> list[Size]:
         by_size.setdefault(row['size'], []).append(row)
     result = []
     for name, mine in by_size.items():
-        losses = tuple(row['loss'] for row in mine)
+        losses = tuple(row['loss'] for row in _judging_or_all(mine))
         mean = math.fsum(losses) / len(losses)
         result.append(Size(name, mine[0]['parameters'], mine[0]['flops_per_forward'], losses, mean))
     return result
@@ -86,9 +92,19 @@ def choosing(rows: list[dict]) -> list[dict]:
 
 
 def best(rows: list[dict]) -> Size:
-    """Return the size at which the choosing seed has the lowest loss, with all its seeds."""
+    """Return the size at which the choosing seed has the lowest loss."""
+    (size,) = sizes(at_best_size(rows))
+    return size
+
+
+def at_best_size(rows: list[dict]) -> list[dict]:
+    """Return the rows of the best size: of the seeds that judge, or else of the choosing seed."""
     size = min(sizes(choosing(rows)), key=lambda size: size.loss).size
-    return next(found for found in sizes(rows) if found.size == size)
+    return _judging_or_all([row for row in rows if row['size'] == size])
+
+
+def _judging_or_all(rows):
+    return [row for row in rows if row['judges']] or rows
 
 
 def choosing_seeds(study: dict) -> list[int]:
@@ -96,12 +112,9 @@ def choosing_seeds(study: dict) -> list[int]:
     return study['seeds'][: len(study['sizes']) > 1 or bool(study['tuning'])]
 
 
-def judging(study: dict, rows: list[dict]) -> dict[int, float]:
+def judging(rows: list[dict]) -> dict[int, float]:
     """Return {seed: bits/byte} at the best size of a variant, without the seed that chose it."""
-    chose = choosing_seeds(study)
-    size = best(rows).size
-    mine = [row for row in rows if row['size'] == size and row['seed'] not in chose]
-    return {row['seed']: row['bits_per_byte'] for row in mine}
+    return {row['seed']: row['bits_per_byte'] for row in at_best_size(rows) if row['judges']}
 
 
 def paired_differences(study: dict, budget: float) -> dict[str, list[float]]:
@@ -109,7 +122,7 @@ def paired_differences(study: dict, budget: float) -> dict[str, list[float]]:
 
     Each variant is taken at its best size at the budget.
     """
-    by_variant = {name: judging(study, rows) for name, rows in found(study, budget)}
+    by_variant = {name: judging(rows) for name, rows in found(study, budget)}
     others = by_variant.get(reference(study), {})
     return {
         name: [bits - others[seed] for seed, bits in mine.items() if seed in others]
@@ -121,21 +134,21 @@ def fit(rows: list[dict]) -> Fit | None:
     """Fit the losses of the choosing seed by least squares; None for fewer than three sizes.
 
     If the width of the best size has three sizes or more, the others are left out: their losses
-    depend on how well the learning rate suits each width. The parabola is then shifted by the
-    difference between the mean over seeds and the choosing seed at the best size.
+    depend on how well the learning rate suits each width. The parabola is then shifted to the loss
+    of the best size.
     """
     found = fitted_sizes(rows)
     if len({size.parameters for size in found}) < 3:
         return None
-    above = best(rows).loss - best(choosing(rows)).loss
     logs = np.log([size.parameters for size in found])
     # Polynomial.fit maps the logarithms to [-1, 1], which keeps the problem well conditioned.
     parabola = np.polynomial.Polynomial.fit(logs, [size.loss for size in found], 2)
-    a, b, c = map(float, (parabola + above).convert().coef)
+    lowest = best(rows)
+    parabola += lowest.loss - parabola(math.log(lowest.parameters))
+    a, b, c = map(float, parabola.convert().coef)
     vertex = -b / (2 * c) if c > 0 else math.inf
     if logs[0] <= vertex <= logs[-1]:
-        return Fit(a, b, c, math.exp(vertex), float(parabola(vertex)) + above, True)
-    lowest = best(rows)
+        return Fit(a, b, c, math.exp(vertex), float(parabola(vertex)), True)
     return Fit(a, b, c, lowest.parameters, lowest.loss, False)
 
 

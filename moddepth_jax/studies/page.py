@@ -83,8 +83,8 @@ def _budgets(study):
             if budget == budgets[-1] and len(best.losses) < MIN_SEEDS:
                 lacking = f'{len(best.losses)} of the {MIN_SEEDS} seeds that a comparison needs'
                 yield f'{where} "{labels[name]}" has {lacking}.'
-        dense, shallow = (fit.optimum(fit.select(study, v, budget)) for v in (base, 'shallow'))
-        if dense and shallow and shallow.loss < dense.loss:
+        found = {name: fit.best(rows).loss for name, rows in fit.found(study, budget)}
+        if found.get('shallow', math.inf) < found.get(base, -math.inf):
             better = f'the shallower dense control is better than "{labels[base]}"'
             yield f'{where} {better}: the gain of a routed model may come from fewer layers.'
 
@@ -139,12 +139,13 @@ def _best_tables(study):
 
 
 def _best_rows(study, budget):
-    optimum = fit.optimum(fit.select(study, fit.reference(study), budget))
+    rows = fit.select(study, fit.reference(study), budget)
+    base = fit.best(rows) if rows else None
     bits, paired = fit.bits_per_nat(study), fit.paired_differences(study, budget)
     for name, runs in fit.found(study, budget):
         best, parabola = fit.best(runs), fit.fit(runs)
         steps = next(run['steps'] for run in runs if run['size'] == best.size)
-        cost = best.flops_per_forward / optimum.flops_per_forward if optimum else None
+        cost = best.flops_per_forward / base.flops_per_forward if base else None
         spread = f' ± {statistics.stdev(best.losses):.4f}' if len(best.losses) > 1 else ''
         loss = f'{best.loss:.4f}{spread} ({_count(len(best.losses), "seed")})'
         vertex = '–'
@@ -161,7 +162,7 @@ def _best_rows(study, budget):
             'causal loss, nats': (loss, best.loss, ''),
             'bits/byte': _number(best.loss * bits, '.4f'),
             'bits/byte minus the reference, in pairs': _paired(paired[name]),
-            'loss, relative': _number(best.loss / optimum.loss if optimum else None, '.4f'),
+            'loss, relative': _number(best.loss / base.loss if base else None, '.4f'),
             'optimum': vertex,
         }
 

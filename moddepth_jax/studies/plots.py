@@ -157,7 +157,7 @@ def _by_flops(study):
     found = [pair for budget in budgets for pair in fit.found(study, budget)]
     lined = _of_several_sizes(found)
     for budget, (axes, *_) in panels.items():
-        base = fit.optimum(fit.select(study, reference, budget))
+        base = fit.best(fit.select(study, reference, budget))
         marks = [
             (name, size.flops_per_forward / base.flops_per_forward, losses)
             for name, rows in fit.found(study, budget)
@@ -176,10 +176,9 @@ def _by_flops(study):
         plot_style.set_y_limits(axes, [v for *_, ls in marks for v in ls if np.mean(ls) <= top])
         for name, x, losses in marks:
             _draw_or_name(axes, x, losses, style(name))
-    best = 'its best size' if study['kind'] == 'steps' else 'its isoFLOP optimum'
     line = Line2D([], [], color=INK, linewidth=0.9, linestyle='--')
     shown = {name for name, _ in found}
-    plot_style.legend(figure, study, shown, [(line, f'"{label}" at {best} = 1')])
+    plot_style.legend(figure, study, shown, [(line, f'"{label}" at its best size = 1')])
     return figure
 
 
@@ -226,9 +225,8 @@ def _by_steps(study):
 
 
 def _curve(rows, kind):
-    """Steps [P], steps or FLOPs spent [P], and losses [S, P] of all seeds at the best size."""
-    size = fit.best(rows).size
-    rows = [row for row in rows if row['size'] == size]
+    """Steps [P], steps or FLOPs spent [P], and losses [S, P] of the seeds at the best size."""
+    rows = fit.at_best_size(rows)
     known = [[point for point in row['curve'] if point[1] is not None] for row in rows]
     arrays = [np.array(points, float) for points in known if points]
     if not arrays:
@@ -280,8 +278,8 @@ def _seeds(study):
             if name in far:
                 text = {'ha': 'right', 'va': 'center', 'color': colour, 'fontsize': 8}
                 axes.text(right, row, f'mean {size.loss * bits:.3f} →', **text)
-        if optimum := fit.optimum(fit.select(study, base, budget)):
-            axes.axvline(optimum.loss * bits, color=INK, linewidth=0.9, linestyle='--', zorder=1)
+        if (reference := dict(best).get(base)) is not None:
+            axes.axvline(reference.loss * bits, color=INK, linewidth=0.9, linestyle='--', zorder=1)
         names = [f'{labels[name]["label"]} · {size.size}' for name, size in best]
         axes.set_yticks(range(len(best)), names, fontsize=8)
         axes.set_ylim(-0.6, len(best) - 0.4)
@@ -294,7 +292,7 @@ def _seeds(study):
         'a seed': {'marker': '.', 'linewidth': 0},
         'mean': {'marker': '|', 'markersize': 12, 'markeredgewidth': 2, 'linewidth': 0},
         'range of the seeds': {'linewidth': 7, 'alpha': 0.25},
-        f'"{labels[base]["label"]}", best or optimum': {'linewidth': 0.9, 'linestyle': '--'},
+        f'mean of "{labels[base]["label"]}"': {'linewidth': 0.9, 'linestyle': '--'},
     }
     more = [(Line2D([], [], color=INK, **look), label) for label, look in looks.items()]
     plot_style.legend(figure, study, (), more)

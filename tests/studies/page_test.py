@@ -34,7 +34,7 @@ class _Reader(html.parser.HTMLParser):
 
 
 def _sound():
-    """More than 500 steps, optima inside the sizes, three seeds, and a weak shallow control."""
+    """More than 500 steps, optima inside the sizes, three seeds judge, and weak shallow models."""
     names = ('dense', 'shallow', 'mod', 'random')
     study = made_up(budgets=(2e13,), variants=names, optimum=420_000)
     for row in study['runs']:
@@ -105,7 +105,7 @@ def _change(rows, **values):
         ('not finished: 1 run is', lambda s: s.update(missing=['mod-4x64'])),
         ('no optimum', lambda s: _change(s['runs'][:1], loss=1.0)),
         ('fewer layers', lambda s: _change((r for r in s['runs'] if 'size_of_mod' in r), loss=0.9)),
-        ('of the 3 seeds', lambda s: s.update(runs=[r for r in s['runs'] if r['seed'] < 2])),
+        ('of the 3 seeds', lambda s: s.update(runs=[r for r in s['runs'] if r['seed'] < 3])),
         ('largest of those', lambda s: s.update(learning_rates={'64': 0.006})),
     ],
 )
@@ -119,9 +119,10 @@ def test_each_flaw_of_a_study_is_a_warning_at_the_top_of_the_page(warning, spoil
 
 
 def test_means_are_shown_with_their_spread(page_of):
+    """Seed 0 chose the learning rates, and is left out."""
     study = made_up(budgets=(6e11,), sizes=('4x64',), variants=('dense', 'mod'))
     for row in study['runs']:
-        row['loss'] = {'dense': 1.6, 'mod': 1.5}[row['variant']] + 0.01 * (row['seed'] - 1)
+        row['loss'] = {'dense': 1.6, 'mod': 1.5}[row['variant']] + 0.01 * (row['seed'] - 2)
         row['bits_per_byte'] = row['loss'] * 1.5
     page = page_of(study)
     assert '1.5000 ± 0.0100 (3 seeds)' in page and '>0.9375<' in page and '>2.2500<' in page
