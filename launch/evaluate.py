@@ -39,7 +39,7 @@ NUM_BATCHES = flags.DEFINE_integer(
     'num_batches', None, '0: all. Default: evaluation.final_batches of the run.', lower_bound=0
 )
 PER_LAYER = flags.DEFINE_boolean('per_layer', False, 'Also the routing gap of each routed block.')
-MESH = cli.define_mesh('As in launch.train. Default: data=N, where N divides the rows.', default='')
+MESH = cli.define_mesh('As in launch.train. Default: data=N; N divides a micro-batch.', default='')
 JSON = flags.DEFINE_string('json', None, 'File for the result; -: only the result, on stdout.')
 
 
@@ -73,12 +73,16 @@ def _load_data(run):
 
 
 def _mesh(hparams):
-    """The mesh of --mesh; batches are as large as in training, without micro-batches."""
+    """The mesh of --mesh, which must divide a micro-batch, as in training."""
     import jax
 
-    size = hparams.data.batch_size
-    default = f'data={math.gcd(size, jax.device_count())}' if jax.process_count() == 1 else ''
-    return cli.checked_mesh(hparams, MESH.value or default, size)
+    from moddepth_jax.training.mesh import check_mesh, make_mesh
+
+    rows = hparams.data.batch_size // hparams.training.accumulate_steps
+    default = f'data={math.gcd(rows, jax.device_count())}' if jax.process_count() == 1 else ''
+    mesh = make_mesh(MESH.value or default)
+    check_mesh(hparams, mesh)
+    return mesh
 
 
 def _measure(run, dataset, most):
@@ -150,8 +154,7 @@ def _print_report(report, experts):
         title = 'by domain (above: means weighted by share)'
         cli.show(domain_table(report['domains'], title))
     if 'routing_gap' in report:
-        gap = report['routing_gap']
-        cli.show(f'routing gap {gap:+.4f} nats: {routing_gap.describe(gap)}')
+        cli.show(routing_gap.describe(report['routing_gap'], report['loss']))
     if layers := report['routing'].values():
         columns = {'selected_fraction': 3, 'precision': 3, 'recall': 3}
         refused = any(layer['refused_fraction'] > 0 for layer in layers)

@@ -109,8 +109,7 @@ def loss_table(evaluation: dict, rule: str | None, title: str | None = None) -> 
 def _lines(run):
     summary, evaluation = run.summary, run.summary['eval']
     if 'routing_gap' in evaluation:
-        gap = evaluation['routing_gap']
-        yield f'routing gap {gap:+.4f} nats: {routing_gap.describe(gap)}'
+        yield routing_gap.describe(evaluation['routing_gap'], evaluation['loss'])
         for layer, values in summary['routing'].items():
             names = ('selected_fraction', 'precision', 'recall')
             shown = ', '.join(f'{name} {values[name]:.3f}' for name in names)

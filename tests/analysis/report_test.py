@@ -134,7 +134,7 @@ def test_report_of_a_routed_run(printed):
     (top_c,) = (line for line in out.splitlines() if 'sees the future' in line)
     assert re.search(r'predictor.*1\.4000.*2\.1000', causal)
     assert re.search(r'top-C.*1\.3960.*2\.0940', top_c)
-    assert 'routing gap +0.0040 nats: negligible' in out
+    assert 'routing gap +0.0040 nats (+0.29% of the loss): negligible' in out
     assert 'selected fraction 0.121, precision 0.912, recall nan' in out
     for text in ('123 steps', '1.99e+09 FLOPs', '99.50% of the budget', '34.6k', '1m 23s'):
         assert text in out
@@ -236,7 +236,7 @@ def test_run_of_experts_that_choose_has_a_gap(printed):
     """These experts look ahead in training: both losses and the experts per token are printed."""
     out, _ = printed('none', **expert_knobs(choice='expert', num_routed=4, num_noop=0))
     assert 'threshold (causal: the honest one)' in out and 'sees the future' in out
-    assert 'routing gap +0.0040 nats: negligible' in out and 'A sample (threshold' in out
+    assert 'nats (+0.29% of the loss): negligible' in out and 'A sample (threshold' in out
     assert '2.00 experts per token, 2 in training, 1 without a token\n' in out
 
 
