@@ -366,15 +366,15 @@ def define_routing(*others: str, more: str = '') -> flags.FlagHolder:
     return flags.DEFINE_string('routing', None, text)
 
 
-def checked_mesh(hparams, text: str, batch_size: int | None = None):
-    """Return the mesh of --mesh. Raises ValueError if it does not divide `batch_size` rows.
+def checked_mesh(hparams, text: str):
+    """Return the mesh of --mesh, for batches of any size.
 
-    The default batch size is the number of devices.
+    Raises ValueError if it does not divide a size of the model.
     """
     from moddepth_jax.training.mesh import check_mesh, make_mesh
 
     mesh = make_mesh(text)
-    data = dataclasses.replace(hparams.data, batch_size=batch_size or mesh.size)
+    data = dataclasses.replace(hparams.data, batch_size=mesh.size)
     training = dataclasses.replace(hparams.training, accumulate_steps=1)
     check_mesh(dataclasses.replace(hparams, data=data, training=training), mesh)
     return mesh

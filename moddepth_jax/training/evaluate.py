@@ -22,11 +22,24 @@ from moddepth_jax.training.losses import (
     routing_ratios,
 )
 from moddepth_jax.training.mesh import replicated, shard_batch
+from moddepth_jax.training.train_step import sum_micro_batches
 
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing', 'mesh'))
 def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: str, mesh):
-    """Sum nats, targets, routing and expert counts over a batch; replicated over the mesh."""
+    """Sum nats, targets, routing and expert counts over a batch; replicated over the mesh.
+
+    The batch is split into micro-batches as in training, so that it fits the same memory.
+    """
+
+    def sums_of(micro_batch):
+        return _sums_of(variables, micro_batch, causal_layers_R, hparams, routing)
+
+    sums = sum_micro_batches(sums_of, batch, hparams.training.accumulate_steps)
+    return jax.lax.with_sharding_constraint(sums, replicated(mesh))
+
+
+def _sums_of(variables, batch, causal_layers_R, hparams, routing):
     x_BTD, records = Transformer(hparams).apply(
         variables,
         batch['tokens_BT'],
@@ -48,7 +61,7 @@ def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: s
         real_BT = batch['segment_ids_BT'] > 0
         sums['loops'] = jnp.sum(records.loops_BT * real_BT, dtype=jnp.float32)
         sums['real'] = jnp.sum(real_BT, dtype=jnp.float32)
-    return jax.lax.with_sharding_constraint(sums, replicated(mesh))
+    return sums
 
 
 def evaluate(

@@ -97,7 +97,7 @@ class StepCounts(NamedTuple):
       experts: sum of `expert_counts` over the micro-batches, if there are several and the experts
         have losses.
       ends_N: sum of `count_ends` over the micro-batches, if there are several and tokens choose
-        their last loop.
+        their last loop with a balance loss.
     """
 
     targets: jax.Array
@@ -176,15 +176,10 @@ def _gradients(state, hparams, routing, batch, teacher):
         return loss_and_metrics(params, state, hparams, routing, batch, counts, teacher)
 
     differentiate = jax.grad(loss, has_aux=True)
-    parts = hparams.training.accumulate_steps
-    if parts == 1:
-        return differentiate(trainable, batch, counts)
-    # Row i goes to micro-batch i % parts, so that each micro-batch is sharded like the batch.
-    micro_batches = jax.tree.map(
-        lambda rows: jnp.moveaxis(rows.reshape(-1, parts, *rows.shape[1:]), 1, 0), batch
-    )
-    experts, ends = hparams.model.experts.has_loss, hparams.model.routing.traits.assigns_depth
-    if experts or ends:
+    parts, routing_knobs = hparams.training.accumulate_steps, hparams.model.routing
+    experts = hparams.model.experts.has_loss
+    ends = routing_knobs.traits.assigns_depth and routing_knobs.balance_weight > 0
+    if parts > 1 and (experts or ends):
 
         def count(micro_batch):
             _, records = _forward(state.params, state, hparams, routing, micro_batch)
@@ -193,13 +188,23 @@ def _gradients(state, hparams, routing, batch, teacher):
 
         # The balance losses multiply loads and scores of the whole step, and the experts' losses
         # are means over their tokens. These counts are needed before the first gradient.
-        counts_of_step = _sum_over(micro_batches, count)
+        counts_of_step = sum_micro_batches(count, batch, parts)
         counts = counts._replace(experts=counts_of_step[0], ends_N=counts_of_step[1])
-    return _sum_over(micro_batches, lambda batch: differentiate(trainable, batch, counts))
+    return sum_micro_batches(lambda batch: differentiate(trainable, batch, counts), batch, parts)
 
 
-def _sum_over(micro_batches, function):
-    """Sum `function(micro_batch)`, a pytree, over the micro-batches, one at a time."""
+def sum_micro_batches(function, batch, parts: int):
+    """Sum `function(micro_batch)`, a pytree, over `parts` micro-batches, one at a time.
+
+    `batch` is a pytree of arrays [B, ...]; `parts` divides B. With one part, it is
+    `function(batch)`.
+    """
+    if parts == 1:
+        return function(batch)
+    # Row i goes to micro-batch i % parts, so that each micro-batch is sharded like the batch.
+    micro_batches = jax.tree.map(
+        lambda rows: jnp.moveaxis(rows.reshape(-1, parts, *rows.shape[1:]), 1, 0), batch
+    )
 
     def add(total, micro_batch):
         return jax.tree.map(jnp.add, total, function(micro_batch)), None

@@ -10,6 +10,7 @@ import pytest
 
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
+from moddepth_jax.model.cross_entropy import cross_entropy
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.evaluate import evaluate, evaluate_causal, num_passes, perplexity
 from moddepth_jax.training.mesh import make_mesh
@@ -137,14 +138,27 @@ def test_fewer_batches_than_domains_are_refused(variables, hparams, mesh):
     assert perplexity(1e4) == math.inf and math.isnan(perplexity(math.nan))
 
 
-@pytest.mark.parametrize(('num_batches', 'used', 'chunk'), [(1, 1, 0), (99, 3, 10)])
-def test_loss_is_the_sum_by_hand(variables, hparams, held_out, mesh, num_batches, used, chunk):
-    training = dataclasses.replace(hparams.training, loss_chunk=chunk)
+@pytest.mark.parametrize(
+    ('num_batches', 'used', 'chunk', 'parts'), [(1, 1, 0, 1), (99, 3, 10, 1), (99, 3, 10, 4)]
+)
+def test_loss_is_the_sum_by_hand(
+    variables, hparams, held_out, mesh, num_batches, used, chunk, parts, monkeypatch
+):
+    """Regression: a run in micro-batches evaluated a batch in one piece, and ran out of memory."""
+    rows_traced = set()
+
+    def loss_of(x_BTD, *rest):
+        rows_traced.add(len(x_BTD))
+        return cross_entropy(x_BTD, *rest)
+
+    monkeypatch.setattr('moddepth_jax.training.evaluate.cross_entropy', loss_of)
+    training = dataclasses.replace(hparams.training, loss_chunk=chunk, accumulate_steps=parts)
     hparams = dataclasses.replace(hparams, training=training)
     batches = held_out.batches[:used]
     sums = by_hand(variables, hparams, batches, 'predictor')
     nats, targets, num_bytes, real, *selected_R = sums
     result = evaluate(variables, hparams, held_out, mesh, num_batches, 'predictor')
+    assert parts == 1 or rows_traced == {1}
     assert result['targets'] == targets == {1: 63, 3: 63 * 2 + 31}[used]
     assert num_bytes < targets
     assert result['loss'] == pytest.approx(nats / targets, rel=1e-5)
