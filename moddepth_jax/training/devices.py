@@ -36,10 +36,10 @@ def peak_flops(device_kind: str) -> float | None:
     return found[0] if found else None
 
 
-def mfu(flops_per_second: float) -> dict[str, float]:
-    """Return {'mfu': counted FLOP/s over the peak of all devices}; empty if that is not known."""
+def mfu(flops_per_second: float, num_devices: int) -> dict[str, float]:
+    """Return {'mfu': counted FLOP/s over the peak of the devices}; empty if that is not known."""
     peak = peak_flops(jax.devices()[0].device_kind)
-    return {'mfu': flops_per_second / (peak * jax.device_count())} if peak else {}
+    return {'mfu': flops_per_second / (peak * num_devices)} if peak else {}
 
 
 def usable_cpus() -> int:

@@ -257,7 +257,9 @@ def summarize(
         'total_flops': total_flops,
         'flop_budget': hparams.flop_budget,
         'seconds': metadata['seconds'],
-        **devices.mfu(total_flops / max(metadata['seconds'], 1e-9)),
+        **devices.mfu(
+            total_flops / max(metadata['seconds'], 1e-9), state.step.sharding.mesh.size
+        ),
         'peak_memory': metadata.get('peak_memory'),
         'stages': stages,
         'extended': metadata['extended'],

@@ -292,8 +292,9 @@ class Trainer:
         tokens = self.hparams.data.batch_size * self.hparams.data.sequence_length
         row = {name: np.asarray(x).tolist() for name, x in self._named(metrics).items()}
         rates = self.stopwatch.rates(tokens, after - before)
+        mfu = devices.mfu(rates['flops_per_second'], self.mesh.size)
         memory = {'peak_memory_bytes': devices.peak_memory()[0]}
-        return row | rates | devices.mfu(rates['flops_per_second']) | memory
+        return row | rates | mfu | memory
 
     def _named(self, metrics):
         """Flatten metrics into one dict, with names such as routing/layer_01/recall."""

@@ -106,10 +106,10 @@ def test_counts_have_three_digits_and_seconds_two_units(value, count, seconds):
     ],
 )  # fmt: skip
 def test_the_peak_is_that_of_the_device(kind, peak, monkeypatch):
-    """MFU is counted FLOP/s over it, of all devices; there is none where it is not known."""
+    """MFU is counted FLOP/s over it, of the devices that the run uses; none if it is not known."""
     assert devices.peak_flops(kind) == peak
     monkeypatch.setattr(devices, 'jax', FakeJax(kind))
-    assert devices.mfu(1e12) == ({'mfu': 1e12 / (2 * peak)} if peak else {})
+    assert devices.mfu(1e12, 1) == ({'mfu': 1e12 / peak} if peak else {})  # it has two
     assert devices.peak_memory() == (7, 'a device')
 
 
@@ -126,9 +126,6 @@ class FakeJax:
         return self.found
 
     local_devices = devices
-
-    def device_count(self):
-        return 2
 
 
 def time_steps(watch, clock, steps, waited, computed):

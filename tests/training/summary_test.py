@@ -11,6 +11,7 @@ import pytest
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import forward_flops
 from moddepth_jax.training import summary
+from moddepth_jax.training.mesh import make_mesh, replicated
 from moddepth_jax.training.summary import step_flops_report
 from moddepth_jax.training.train_step import init_state
 
@@ -28,7 +29,8 @@ def test_routed_layers_and_layers_with_experts_have_separate_groups(tiny_config,
     hparams = from_config(tiny_config(**changes))
     for name in ('step_flops_report', 'state_sha256'):
         monkeypatch.setattr(summary, name, lambda *_: {})
-    state = types.SimpleNamespace(step=4, num_steps=4, skipped=0, params={})
+    step = jax.device_put(4, replicated(make_mesh('data=1')))
+    state = types.SimpleNamespace(step=step, num_steps=4, skipped=0, params={})
     dataset = types.SimpleNamespace(
         epochs=lambda step: 1.0, corpus=types.SimpleNamespace(sha256='')
     )
