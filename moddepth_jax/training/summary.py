@@ -134,7 +134,7 @@ def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
 
 def _describe_model(hparams):
     """Return phrases such as ['12 layers of width 256', '6 routed (learned)']."""
-    model, depth = hparams.model, hparams.model.depth
+    model = hparams.model
     parts = [f'{model.num_layers} layers of width {model.d_model}']
     if model.looped:
         parts.append(f'{model.num_blocks} blocks run in {model.loops} loops ({model.loop_order})')
@@ -149,10 +149,8 @@ def _describe_model(hparams):
         parts.append('dense')
     if model.expert_layers:
         parts.append(_describe_experts(model))
-    if depth.stream != 'residual':
-        slots = f' with {depth.slots} slots' if depth.slots != 'none' else ''
-        skipped = f' ({depth.skipped_slots} where skipped)' if model.routed_layers and slots else ''
-        parts.append(f'{depth.stream} depth stream{slots}{skipped}')
+    if words := model.depth.stream_class.describe(model):
+        parts.append(words)
     if model.embedding_residual != 'none':
         parts.append(f'{model.embedding_residual} embedding residual')
     if model.value_embeddings != 'none':
@@ -257,9 +255,7 @@ def summarize(
         'total_flops': total_flops,
         'flop_budget': hparams.flop_budget,
         'seconds': metadata['seconds'],
-        **devices.mfu(
-            total_flops / max(metadata['seconds'], 1e-9), state.step.sharding.mesh.size
-        ),
+        **devices.mfu(total_flops / max(metadata['seconds'], 1e-9), state.step.sharding.mesh.size),
         'peak_memory': metadata.get('peak_memory'),
         'stages': stages,
         'extended': metadata['extended'],

@@ -44,6 +44,21 @@ def test_routed_layers_and_layers_with_experts_have_separate_groups(tiny_config,
     assert found['experts'] == {'layer_00': {'unused': 0.0}, 'layer_01': {'unused': 3.0}}
 
 
+@pytest.mark.parametrize(
+    ('stream', 'words'),
+    [
+        ('residual', None),
+        ('moda', 'MoDA with attention+ffn slots (projected where skipped)'),
+        ('hyper_connections', 'dynamic hyper-connections of 4 streams'),
+    ],
+)
+def test_a_run_names_its_stream(stream, words, tiny_config):
+    """In the words of the class. A sum of blocks needs none."""
+    changes = {'model.depth.stream': stream, 'model.routing.router': 'learned'}
+    *_, last = summary._describe_model(from_config(tiny_config(**changes)))
+    assert last == words if words else ' of 32 tokens by ' in last
+
+
 def test_numbers_that_are_not_finite_are_null(tmp_path):
     values = {'loss': math.nan, 'routing': {'layer_01': {'precision': [-math.inf]}}, 'steps': 3}
     summary.write_summary(tmp_path, values)

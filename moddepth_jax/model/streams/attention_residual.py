@@ -160,4 +160,4 @@ class AttentionResidual(Stream):
     @classmethod
     def describe(cls, hparams: ModelHparams) -> str:
         size = hparams.depth.sublayers_per_source or 1
-        return 'full attention residuals' if size == 1 else f'attention residuals, blocks of {size}'
+        return 'attention residuals' + (f' of {size} sublayers each' if size > 1 else '')

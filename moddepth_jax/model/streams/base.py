@@ -157,7 +157,7 @@ class Stream(nn.Module):
 
     @classmethod
     def describe(cls, hparams: ModelHparams) -> str:
-        """Return words for the line in a run's output that describes the model."""
+        """Return a phrase for the line of a run that describes the model; without commas, or ''."""
         return f'{hparams.depth.stream} depth stream'
 
 

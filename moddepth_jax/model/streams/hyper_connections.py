@@ -236,4 +236,4 @@ class HyperConnections(Stream):
 
     @classmethod
     def describe(cls, hparams: ModelHparams) -> str:
-        return f'{num_streams(hparams)} streams, {hparams.depth.hyper_form} hyper-connections'
+        return f'{hparams.depth.hyper_form} hyper-connections of {num_streams(hparams)} streams'

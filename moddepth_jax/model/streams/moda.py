@@ -94,5 +94,5 @@ class Moda(Stream):
     @classmethod
     def describe(cls, hparams: ModelHparams) -> str:
         depth = hparams.depth
-        skipped = f' {depth.skipped_slots}' if hparams.routed_layers else ''
-        return f'moda slots {depth.slots}{skipped}'
+        skipped = f' ({depth.skipped_slots} where skipped)' if hparams.routed_layers else ''
+        return f'MoDA with {depth.slots} slots{skipped}'

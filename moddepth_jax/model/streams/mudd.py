@@ -153,8 +153,7 @@ class Mudd(Stream):
     @classmethod
     def describe(cls, hparams: ModelHparams) -> str:
         depth = hparams.depth
-        ways = 'one way' if depth.mudd_ways == 'one' else f'ways {depth.mudd_ways}'
-        return f'{depth.mudd_weights} MUDD connections, {ways}'
+        return f'{depth.mudd_weights} MUDD connections (ways: {depth.mudd_ways})'
 
 
 def num_ages(hparams: ModelHparams) -> int:

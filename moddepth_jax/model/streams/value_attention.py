@@ -135,5 +135,5 @@ class ValueAttention(Stream):
     @classmethod
     def describe(cls, hparams: ModelHparams) -> str:
         recent = hparams.depth.recent_layers
-        newest = f' and the newest {recent}' if recent else ''
-        return f'value attention, sources at stride {stride_of(hparams)}{newest}'
+        newest = f' and to the newest {recent}' if recent else ''
+        return f'value attention to layers at stride {stride_of(hparams)}{newest}'

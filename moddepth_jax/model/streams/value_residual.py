@@ -114,4 +114,4 @@ class ValueResidual(Stream):
 
     @classmethod
     def describe(cls, hparams: ModelHparams) -> str:
-        return f'value residual, {hparams.depth.value_mix}'
+        return f'{hparams.depth.value_mix} value residual'
