@@ -157,10 +157,13 @@ def train(
             update_config(workdir, config, metadata['extended'])
             save_source(workdir, source)
             save_tokenizer(workdir, hparams, dataset.tokenizer)
-            return '' if first_step else keep_earlier(workdir, SUMMARY_FILE)
+            # A run that goes on is not finished, also if it was before its extension.
+            goes_on = first_step < num_steps
+            return keep_earlier(workdir, SUMMARY_FILE, first_step) if goes_on else ''
 
         if kept := multihost.run_on_leader(write_files):
-            notes.append(f'no checkpoint after step 0 in {folder}: starts there; kept: {kept}')
+            again = '' if first_step else f'no checkpoint after step 0 in {folder}: starts there; '
+            notes.append(f'{again}kept: {kept}')
 
         profile = multihost.run_on_all(lambda: Profile(workdir, profiled, num_steps, first_step))
         with jax.set_mesh(mesh), contextlib.ExitStack() as outputs:

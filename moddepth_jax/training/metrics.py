@@ -139,14 +139,16 @@ class MetricsWriter(contextlib.AbstractContextManager):
         self.close()
 
 
-def keep_earlier(workdir: str | os.PathLike, summary: str) -> str:
-    """Renames the metrics and the summary of an earlier start, before a run starts again at step 0.
+def keep_earlier(workdir: str | os.PathLike, summary: str, first_step: int = 0) -> str:
+    """Renames the summary of an earlier start, before a run goes on after `first_step`.
 
-    Metrics are renamed if they have rows after step 0. `summary` is the name of the summary's file.
-    A new name is used each time. Returns a phrase that says what is kept where, or ''.
+    Before step 0 it also renames metrics with rows after step 0. `summary` is the name of the
+    summary's file. A new name is used each time. Returns a phrase that says what is kept where, or
+    ''.
     """
     path, kept = pathlib.Path(workdir, METRICS_FILE), []
-    if count := sum(row['step'] > 0 for row in filter(None, _parse_all(path))):
+    rows = [] if first_step else _parse_all(path)
+    if count := sum(row['step'] > 0 for row in filter(None, rows)):
         kept.append(f'{count} rows of metrics in {_set_aside(path)}')
     if (path := path.with_name(summary)).is_file():
         kept.append(f'the summary in {_set_aside(path)}')

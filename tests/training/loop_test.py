@@ -19,6 +19,7 @@ from moddepth_jax.training.checkpoint import state_sha256
 from moddepth_jax.training.evaluate import evaluate_causal
 from moddepth_jax.training.metrics import read_metrics
 from moddepth_jax.training.plan import loops_at, run_flops
+from moddepth_jax.training.run_dir import read_finished
 from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.summary import describe
 from tests.data.prepared_text import prepare, write_texts
@@ -202,6 +203,10 @@ def test_an_extended_run_goes_on_under_the_new_schedule(
     assert "compiling a picture ahead of its use failed: 'TrainState' object has no attr" in out
     signals[8] = 'SIGTERM'
     assert loop.train(longer, broken).state.step == 9
+    # Regression: an unfinished extension still counted as finished, with the result of step 7.
+    assert 'kept: the summary in summary.json.before' in capsys.readouterr().out
+    with pytest.raises(ValueError, match='has not finished'):
+        read_finished(broken)
     resumed = loop.train(longer, broken)
     assert 'extended from' not in capsys.readouterr().out.rpartition('resuming')[2]
     assert resumed.summary['state_sha256'] == whole.summary['state_sha256']
