@@ -35,7 +35,9 @@ PROMPTS = flags.DEFINE_string(
 )
 TEXT_FIELD = flags.DEFINE_string('text_field', 'prompt', 'Field of the prompt in --prompts rows.')
 ENCODING = flags.DEFINE_string('encoding', 'utf-8', 'Encoding of --prompts or stdin.')
-MAX_TOKENS = flags.DEFINE_integer('max_tokens', None, 'New tokens. Default: 200.', lower_bound=1)
+MAX_TOKENS = flags.DEFINE_integer(
+    'max_tokens', None, 'New tokens of a text. Default: 200, or fewer to fit it.', lower_bound=1
+)
 TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Of sampling; 0 is greedy decoding.')
 TOP_K = flags.DEFINE_integer('top_k', 0, 'Sample from the most likely K tokens; 0: all.')
 TOP_P = flags.DEFINE_float('top_p', 1.0, 'Sample from the most likely tokens with total mass P.')
@@ -156,25 +158,27 @@ def _read_prompts():
     return texts
 
 
-def _request(run, tokenizer, texts, cut=False):
+def _encode(tokenizer, text):
+    """The ids of a text, bytes."""
+    try:
+        return tokenizer.encode(text).tolist()
+    except ValueError as error:
+        raise ValueError(f'prompt {os.fsdecode(text[:60])!r}: {error}') from None
+
+
+def _request(run, prompts, cut=False):
     """The arguments of `generate` except the model; raises its errors, or cuts prompts' left."""
     from moddepth_jax.hparams.rules import causal_routing, check_causal
     from moddepth_jax.inference.generate import check_request
 
-    prompts = []
-    for text in texts:
-        try:
-            prompts.append([tokenizer.separator, *tokenizer.encode(text).tolist()])
-        except ValueError as error:
-            raise ValueError(f'prompt {os.fsdecode(text[:60])!r}: {error}') from None
     context = run.hparams.data.sequence_length
     if cut:
         most = context - (MAX_TOKENS.value or min(DEFAULT_TOKENS, context // 2))
         prompts = [prompt[-max(1, most) :] for prompt in prompts]
-    room = context - max(map(len, prompts))
+    rooms = (context - len(prompt) for prompt in prompts)
     request = {
         'prompts': prompts,
-        'num_tokens': MAX_TOKENS.value or max(1, min(DEFAULT_TOKENS, room)),
+        'num_tokens': [MAX_TOKENS.value or max(1, min(DEFAULT_TOKENS, room)) for room in rooms],
         'temperature': TEMPERATURE.value,
         'top_p': TOP_P.value,
         'top_k': TOP_K.value,
@@ -189,8 +193,8 @@ def _request(run, tokenizer, texts, cut=False):
     return request | {'routing': routing}
 
 
-def _write(run, tokenizer, shown=False, *, prompts, **request):
-    """Continue the prompts in batches; process 0 prints. Returns the texts of the last batch.
+def _write(run, tokenizer, shown=False, *, prompts, num_tokens, **request):
+    """Continue the prompts in batches; process 0 prints. Returns the ids of the last batch.
 
     `shown` means that a single prompt is already on the terminal.
     """
@@ -203,44 +207,45 @@ def _write(run, tokenizer, shown=False, *, prompts, **request):
     size = -(-len(prompts) // -(-len(prompts) // size))
     progress, parts = _Progress(tokenizer, prompts[0], single and leader, shown), []
     for first in range(0, len(prompts), size):
-        batch = prompts[first : first + size]
+        batch, most = prompts[first : first + size], num_tokens[first : first + size]
         progress.num_rows = len(batch) * samples
-        total = progress.num_rows * request['num_tokens']
+        total = sum(most) * samples
         # All batches have one size, so that one program serves them: the last is filled up.
-        batch = batch + batch[:1] * (size - len(batch))
+        missing = size - len(batch)
+        batch, most = batch + batch[:1] * missing, most + most[:1] * missing
         with cli.progress_bar('writing', total, hidden=single) as progress.advance:
             how = {'tokenizer': tokenizer, 'on_tokens': progress, **request}
-            result = generate(run.state.variables, run.hparams_of_stage, batch, **how)
+            result = generate(run.state.variables, run.hparams_of_stage, batch, most, **how)
         parts.append(result.first_rows(progress.num_rows))
-        texts = [tokenizer.decode(row) for row in parts[-1].tokens] if leader else []
         if single and leader:
             progress.show(final=True)
-        else:
-            _print_rows(texts, first, len(prompts))
+        elif leader:
+            _print_rows(map(tokenizer.decode, parts[-1].tokens), first, len(prompts))
     if leader:
         stopped = [row for part in parts for row in part.stopped]
         print(progress.describe(stopped, describe(parts)), file=sys.stderr)
-    return texts
+    return parts[-1].tokens
 
 
 def _converse(run, tokenizer):
     """Continue each line that the user types; each line has another seed."""
     from moddepth_jax.inference.prompt_cache import PromptCache
 
-    _request(run, tokenizer, [b''], CHAT.value)
-    text, kept = b'', {'prompt_cache': PromptCache()} if CHAT.value else {}
+    begin = so_far = [tokenizer.separator]
+    _request(run, [begin], CHAT.value)
+    kept = {'prompt_cache': PromptCache()} if CHAT.value else {}
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  gives input() a history and arrow keys
     print('Type the start of a text. Ctrl-D ends.', file=sys.stderr)
     for count in itertools.count(SEED.value):
         try:
             line = os.fsencode(input('> '))
-            if CHAT.value and text:
-                line = text + b'\n' * (not text.endswith(b'\n')) + line
-            request = _request(run, tokenizer, [line], CHAT.value)
+            if tokenizer.decode(so_far)[-1:] not in (b'', b'\n'):
+                line = b'\n' + line
+            request = _request(run, [[*so_far, *_encode(tokenizer, line)]], CHAT.value)
             request |= {'seed': count % 2**32, **kept}
-            new, *_ = _write(run, tokenizer, CHAT.value, **request)
-            text = line + new[len(tokenizer.decode(request['prompts'][0])) :]
+            row, *_ = _write(run, tokenizer, CHAT.value, **request)
+            so_far = row.tolist() if CHAT.value else begin
         except EOFError:
             return print()
         except ValueError as error:
@@ -254,7 +259,8 @@ def _start(run, texts):
 
     def prepare():
         tokenizer = tokenizer_of(run.hparams.data, WORKDIR.value)
-        return tokenizer, texts and _request(run, tokenizer, texts)
+        prompts = [[tokenizer.separator, *_encode(tokenizer, text)] for text in texts or ()]
+        return tokenizer, texts and _request(run, prompts)
 
     tokenizer, request = multihost.run_on_all(prepare)
     _write(run, tokenizer, **request) if request else _converse(run, tokenizer)

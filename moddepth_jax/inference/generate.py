@@ -77,7 +77,6 @@ def _check_prompt(hparams, prompt, num_tokens, name):
     """Raise ValueError if a prompt (token ids) and `num_tokens` more do not fit the context."""
     context, size = hparams.data.sequence_length, hparams.model.vocab_size
     _check_integers('prompt', prompt)
-    _check_integers('num_tokens', [num_tokens])
     if len(prompt) == 0:
         raise ValueError('the prompt has no token: start it with the separator')
     for token in prompt:
@@ -100,21 +99,17 @@ def check_request(
     """Raise ValueError like `generate` for the same arguments; `draw` as in `check_sampling`."""
     if not len(prompts):
         raise ValueError('prompts=[]: must hold at least one')
-    for number, prompt in enumerate(prompts, 1):
+    lengths = _of_each('num_tokens', num_tokens, prompts)
+    for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True), 1):
         name = f'prompt {number}' if len(prompts) > 1 else 'a prompt'
-        _check_prompt(hparams, prompt, num_tokens, name)
+        _check_prompt(hparams, prompt, length, name)
     _check_integers('num_samples', [num_samples])
     _check_integers('top_k', [draw['top_k']])
     if num_samples < 1:
         raise ValueError(f'num_samples={num_samples}: must be 1 or more')
-    seeds = [seed] if np.ndim(seed) == 0 else list(seed)
-    _check_integers('seed', seeds)
-    for one in seeds:
+    for one in _of_each('seed', seed, prompts):
         if not 0 <= one < 2**32:
             raise ValueError(f'seed={one}: must lie in [0, 2**32)')
-    if len(seeds) not in (1, len(prompts)):
-        right = f'must be one, or one for each of the {len(prompts)} prompts'
-        raise ValueError(f'seed={str(seed)[:60]}: holds {len(seeds)}; {right}')
     check_sampling(**draw)
     _check_integers('prefill_chunk', [prefill_chunk])
     if prefill_chunk < 0:
@@ -134,6 +129,16 @@ def _check_integers(name, values):
         raise ValueError(f'{name}={str(values)[:60]}: must hold integers only') from None
 
 
+def _of_each(name, value, prompts):
+    """Return the integer of each prompt; raises ValueError unless `value` is one, or one each."""
+    values = [value] if np.ndim(value) == 0 else list(value)
+    _check_integers(name, values)
+    if len(values) not in (1, len(prompts)):
+        right = f'must be one, or one for each of the {len(prompts)} prompts'
+        raise ValueError(f'{name}={str(value)[:60]}: holds {len(values)}; {right}')
+    return values * len(prompts) if len(values) == 1 else values
+
+
 def _replicate(tree):
     """Replicates arrays that the host will read over the mesh of the context."""
     if jax.sharding.get_abstract_mesh().empty:
@@ -147,6 +152,11 @@ def _row_keys(seed_P, num_samples):
     sample_B = jnp.tile(jnp.arange(num_samples), len(seed_P))
     keys_B = jax.vmap(jax.random.key)(jnp.repeat(seed_P, num_samples))
     return _replicate(jax.vmap(jax.random.fold_in)(keys_B, sample_B))
+
+
+def _separator(tokenizer, hparams):
+    """Return the id before which a token sees nothing, as in training; -1: there is none."""
+    return -1 if tokenizer is None or hparams.model.across_documents else tokenizer.separator
 
 
 def _draw(logits_BV, keys_B, lengths_B, tokenizer, **how):
@@ -209,9 +219,9 @@ def _in_chunks(unrolled, cache, batch, size, *, hparams, routing):
     """
     tokens_BT, segment_ids_BT = batch
     rows, lengths_B = len(tokens_BT), (segment_ids_BT > 0).sum(axis=1)
+    size = min(size, tokens_BT.shape[1])
     tokens_BT, segment_ids_BT = (np.pad(side, ((0, 0), (0, size))) for side in batch)
     begins_BT = np.diff(segment_ids_BT, axis=1, prepend=1) > 0
-    begins_BT &= not hparams.model.across_documents
     how = {'hparams': hparams, 'routing': routing}
     x_B1D = np.zeros((rows, 1, hparams.model.d_model), hparams.model.dtype)
     for first in range(0, lengths_B.max(), size):
@@ -226,10 +236,10 @@ def _in_chunks(unrolled, cache, batch, size, *, hparams, routing):
 def _read(unrolled, prompts, chunk, kept, *, tokenizer, hparams, routing, **sizes):
     """Return the batch for `prefill`, or the result of `_in_chunks`; and the reused tokens."""
     how = {'hparams': hparams, 'routing': routing}
-    separate = tokenizer is not None and not hparams.model.across_documents
-    cache, reused_B = kept.take(routing, prompts, tokenizer.separator if separate else None)
+    separator = _separator(tokenizer, hparams)
+    cache, reused_B = kept.take(routing, prompts, separator)
     if cache is None:
-        batch = _pad(prompts, tokenizer, sizes['capacity'])
+        batch = _pad(prompts, separator, sizes['capacity'])
         if not chunk:
             return batch, 0
         cache = ahead.call(_empty, unrolled, len(prompts), **how, **sizes)
@@ -237,7 +247,7 @@ def _read(unrolled, prompts, chunk, kept, *, tokenizer, hparams, routing, **size
     if sizes['routed_capacity'] is None:
         cache = resize_cache(cache, sizes['capacity'])
     rests = [prompt[num:] for prompt, num in zip(prompts, reused_B, strict=True)]
-    batch = _pad(rests, tokenizer, sizes['capacity'])
+    batch = _pad(rests, separator, sizes['capacity'])
     read = _in_chunks(unrolled, cache, batch, chunk or batch[0].shape[1], **how)
     return read, int(sum(reused_B))
 
@@ -250,8 +260,7 @@ def _step(unrolled, cache, tokens_BT, active_BT, keys_B, *, hparams, routing, to
     to the first that differs from the drawn token are held. Returns the drawn tokens, which of
     `tokens_BT` are held, and the arguments of `_write`.
     """
-    separate = tokenizer is not None and not hparams.model.across_documents
-    begins_BT = tokens_BT == (tokenizer.separator if separate else -1)
+    begins_BT = tokens_BT == _separator(tokenizer, hparams)
     inputs = unrolled, cache, tokens_BT, begins_BT, active_BT
     x_BTD, updates, dropped_BT = extend(*inputs, hparams=hparams, routing=routing)
     after_BT = cache.lengths_B[:, None] + 1 + jnp.arange(tokens_BT.shape[1])[None]
@@ -309,7 +318,7 @@ class _Texts:
 
     def __init__(self, prompts, num_samples, num_tokens, stops, on_tokens):
         self.rows = [list(prompt) for prompt in prompts for _ in range(num_samples)]
-        self.left_B = np.full(len(self.rows), num_tokens)
+        self.left_B = np.repeat(num_tokens, num_samples)
         self.stopped_B = np.zeros(len(self.rows), bool)
         self._stops, self._on_tokens = stops, on_tokens
 
@@ -330,18 +339,18 @@ class _Texts:
                 self._on_tokens(drawn_B, new_B)
 
 
-def _pad(prompts, tokenizer, most):
-    """Return tokens_BT and segment_ids_BT of prompts, padded to a power of two or `most`."""
+def _pad(prompts, separator, most):
+    """Return tokens_BT and segment_ids_BT of prompts, padded to a power of two or `most`.
+
+    A segment begins at each `separator`.
+    """
     longest = max(map(len, prompts))
     length = min(most, max(_MIN_LENGTH, 1 << (longest - 1).bit_length()))
     tokens_BT = np.zeros((len(prompts), length), np.int32)
     segment_ids_BT = np.zeros_like(tokens_BT)
     for row, prompt in enumerate(prompts):
         tokens_BT[row, : len(prompt)] = prompt
-        begins = np.zeros(len(prompt), int)
-        if tokenizer is not None:  # as in training, a document does not see the one before it
-            begins = np.asarray(prompt) == tokenizer.separator
-        segment_ids_BT[row, : len(prompt)] = 1 + np.cumsum(begins)
+        segment_ids_BT[row, : len(prompt)] = 1 + np.cumsum(np.asarray(prompt) == separator)
     return tokens_BT, segment_ids_BT
 
 
@@ -349,7 +358,7 @@ def generate(
     variables,
     hparams: Hparams,
     prompts,
-    num_tokens: int,
+    num_tokens,
     *,
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -364,7 +373,7 @@ def generate(
     prompt_cache: PromptCache | None = None,
     on_tokens=None,
 ) -> Generation | None:
-    """Continues prompts by up to `num_tokens` tokens each.
+    """Continues prompts by up to `num_tokens` tokens.
 
     First the prompts are computed, in a single causally routed pass or in chunks. Then each token
     costs one step, in which a routed block computes and caches only the rows that it selects. All
@@ -374,9 +383,9 @@ def generate(
     Args:
       variables: Linen variables of the model. With abstract ones, this only compiles.
       hparams: hyper-parameters of the model and its stage.
-      prompts: sequences of one or more token ids; the longest must fit the context with
-        `num_tokens`.
-      num_tokens: number of new tokens per row.
+      prompts: sequences of one or more token ids.
+      num_tokens: most new tokens of a row: an integer, or one for each prompt. They must fit the
+        context with the prompt.
       temperature, top_p, top_k: as in `sample`.
       seed: an integer, or one for each prompt. A row's draws depend on it, on the number of its
         sample, and on the position.
@@ -409,7 +418,8 @@ def generate(
 
     # Sizes of the caches: those of routed blocks begin small and grow if they may.
     context, model = hparams.data.sequence_length, hparams.model
-    length = max(map(len, prompts)) + num_tokens
+    num_tokens = _of_each('num_tokens', num_tokens, prompts)
+    length = max(map(operator.add, map(len, prompts), num_tokens))
     capacity = min(context, -(-length // _CAPACITY_STEP) * _CAPACITY_STEP)
     kept = PromptCache() if prompt_cache is None else prompt_cache
     unroll_once = functools.partial(ahead.call, unrolled_variables)

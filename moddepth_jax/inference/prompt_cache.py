@@ -43,11 +43,11 @@ class PromptCache:
                 self._capacity = min(most, max(least, 2 * self._capacity))
         return self._capacity
 
-    def take(self, routing: str, prompts, separator: int | None):
+    def take(self, routing: str, prompts, separator: int):
         """Remove and return (Cache, number of tokens of each prompt in it), or (None, None).
 
         The last token of a prompt is never in it, because its logits are needed. `separator` begins
-        a document; None if no token does.
+        a document; -1 if no token does.
         """
         cache = self._caches.pop(routing, None)
         if cache is None or len(prompts) != len(self._texts):

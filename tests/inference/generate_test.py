@@ -143,13 +143,19 @@ def test_a_chunk_in_which_no_prompt_ends_leaves_out_the_mlp_of_the_last_block(ti
 
 
 def test_chunks_know_whether_a_prompt_ends_in_them(hparams, monkeypatch):
-    """Prompts of 4, 1 and 9 tokens, by 4 at a time."""
-    seen = []
-    monkeypatch.setattr(generate_module, '_chunk', lambda *_, ends, **how: (seen.append(ends), ()))
+    """Prompts of 4, 1 and 9 tokens, by 4 at a time; no chunk is longer than the padded prompts."""
+
+    def chunk(*inputs, ends, **how):
+        seen.append((inputs[3].shape[1], ends))
+        return None, ()
+
+    monkeypatch.setattr(generate_module, '_chunk', chunk)
     monkeypatch.setattr(generate_module, '_write', lambda cache: cache)
-    batch = generate_module._pad([[1] * 4, [1], [1] * 9], None, LENGTH)
-    generate_module._in_chunks(None, None, batch, 4, hparams=hparams, routing='predictor')
-    assert seen == [True, False, True]
+    batch = generate_module._pad([[1] * 4, [1], [1] * 9], -1, LENGTH)
+    for size, expected in ((4, [(4, True), (4, False), (4, True)]), (512, [(16, True)])):
+        seen = []
+        generate_module._in_chunks(None, None, batch, size, hparams=hparams, routing='predictor')
+        assert seen == expected
 
 
 # The static arguments of most tests below, so that they share one compiled program.
@@ -175,10 +181,13 @@ def test_the_seed_decides_and_samples_differ(variables, hparams):
 
 
 def test_other_rows_of_a_batch_do_not_change_a_draw(variables, hparams):
+    """Nor does the number of their new tokens, which each prompt may have of its own."""
     expected = generate(variables, hparams, [PROMPT, [256, 9, 8, 7], [256]], 12, seed=5, **DRAWN)
-    among = generate(variables, hparams, PROMPTS[::-1], 12, seed=5, **DRAWN)
-    for text, same in zip(expected.tokens[:2], among.tokens[4:], strict=True):
+    prompts, lengths = [PROMPTS[2], PROMPT, PROMPT], [LENGTH - 5, 12, 3]
+    among = generate(variables, hparams, prompts, lengths, seed=5, **DRAWN).tokens
+    for text, same, begin in zip(expected.tokens[:2], among[2:4], among[4:], strict=True):
         np.testing.assert_array_equal(text, same)
+        np.testing.assert_array_equal(text[: len(PROMPT) + 3], begin)
 
 
 def test_a_text_goes_on_from_its_cache_as_from_the_whole_prompt(variables, hparams):
@@ -292,6 +301,8 @@ def test_top_c_is_the_causal_rule_of_a_model_that_does_not_look_ahead(knobs, tin
         ({'num_samples': 0}, ['num_samples=0']),
         ({'seed': 2**32}, ['seed=4294967296']),
         ({'seed': [1, 2]}, ['seed=[1, 2]: holds 2']),
+        ({'num_tokens': [4, 4]}, ['num_tokens=[4, 4]: holds 2']),
+        ({'prompts': [[1], [1] * 4], 'num_tokens': [23, 21]}, ['prompt 2 of 4 tokens and 21 to']),
         ({'temperature': -1.0}, ['temperature=-1.0']),
         ({'top_p': 0.0}, ['top_p=0.0']),
         ({'routing': 'top_c'}, ["routing='top_c'", 'later tokens']),
@@ -377,8 +388,8 @@ def test_guesses_change_no_text_and_are_those_of_the_model_that_skips(tiny_confi
     prompts = [[3, 1, 2], [3], [3, 2, 3, 1, 2, 2]]
     shared = {'tokenizer': Few(), 'temperature': 2.0, 'num_samples': 2}
     for how in ({'stop': False}, {'seed': 1}):
-        plain = generate(variables, hparams, prompts, LENGTH - 6, **shared, **how)
-        fast = generate(variables, hparams, prompts, LENGTH - 6, draft_tokens=3, **shared, **how)
+        plain = generate(variables, hparams, prompts, [18, 5, 18], **shared, **how)
+        fast = generate(variables, hparams, prompts, [18, 5, 18], draft_tokens=3, **shared, **how)
         assert list(map(list, fast.tokens)) == list(map(list, plain.tokens))
         assert fast.stopped == plain.stopped
         assert fast.dropped_B.tolist() == plain.dropped_B.tolist()

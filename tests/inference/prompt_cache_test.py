@@ -134,7 +134,7 @@ def test_only_the_common_start_of_prompt_and_text_is_reused():
     assert held_B.tolist() == [5, 6] == cache.lengths_B.tolist()
     cache, held_B = take(same)
     assert held_B.tolist() == [5, 5] == cache.lengths_B.tolist()
-    for separator, documents in ((7, [0, 3]), (None, [0, 0])):
+    for separator, documents in ((7, [0, 3]), (-1, [0, 0])):
         cache, held_B = take(other, separator)
         assert held_B.tolist() == [3, 5] == cache.lengths_B.tolist()
         assert cache.layers[1].lengths_B.tolist() == [2, 3]

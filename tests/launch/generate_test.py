@@ -7,11 +7,15 @@ import sys
 
 import pytest
 
-from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
+from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
+from moddepth_jax.hparams import from_config
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.training.progress import printable
 from moddepth_jax.training.saved_run import load_run
 from tests.forked_commands import ROOT, run_commands
+from tests.launch.commands import write_words
+from tests.saved_run import save_run
 
 
 @pytest.fixture(scope='module')
@@ -84,11 +88,14 @@ def test_several_texts_are_printed_under_headings(trained, hasty, run, tmp_path)
 def test_lines_are_continued_one_by_one_on_a_terminal_and_together_from_a_pipe(
     trained, hasty, run, tmp_path
 ):
-    """A line that is too long is refused and asked again; Ctrl-D ends; lines have other seeds."""
+    """A line that is too long is refused and asked again; Ctrl-D ends; lines have other seeds.
+
+    Regression: without --max_tokens, the longest line cut the texts of all.
+    """
     line = [sys.executable, '-m', 'launch.generate', f'--workdir={trained}/run', '--max_tokens=9']
     how = {'cwd': trained, 'env': {**os.environ, **hasty, 'PYTHONPATH': str(ROOT)}}
-    piped = subprocess.run(line, input=b'a\nbcd\n', capture_output=True, timeout=120, **how)
-    _, texts = written(run, ['a', 'bcd'], 9)
+    piped = subprocess.run(line[:-1], input=b'a\nbcd\n', capture_output=True, timeout=120, **how)
+    _, texts = written(run, ['a', 'bcd'], [30, 28])
     assert piped.stdout.decode() == ''.join(
         f'--- prompt {n} of 2 ---\n{text}\n' for n, text in enumerate(texts, 1)
     )
@@ -106,14 +113,17 @@ def test_lines_are_continued_one_by_one_on_a_terminal_and_together_from_a_pipe(
 
 
 @pytest.mark.slow
-def test_lines_of_a_chat_continue_the_text_so_far(trained, hasty, run, tmp_path):
-    """Each line follows all before it, cut on the left to fit; only new text is printed.
+def test_lines_of_a_chat_continue_the_text_so_far(tiny_config, hasty, tmp_path):
+    """Each line follows the tokens so far, cut on the left to fit; only new text is printed.
 
-    The last token of the text before and the line are read, until the text is cut.
+    The last token of the text before and the line are read, until the text is cut. Regression: an
+    answer that was not UTF-8 ended the chat, since its text was encoded again.
     """
-    line = [sys.executable, '-m', 'launch.generate', f'--workdir={trained}/run', '--max_tokens=9']
-    line += ['--chat', '--temperature=0']
-    how = {'cwd': trained, 'env': {**os.environ, **hasty, 'PYTHONPATH': str(ROOT)}}
+    made = {'model.vocab_size': 260, 'data.tokenizer': 'tokenizer.json'}
+    save_run(tmp_path / 'run', from_config(tiny_config(**made)))
+    train_bpe(iter(write_words(tmp_path)), 260).save(tmp_path / 'run' / 'tokenizer')
+    line = [sys.executable, '-m', 'launch.generate', '--workdir=run', '--max_tokens=9', '--chat']
+    how = {'cwd': tmp_path, 'env': {**os.environ, **hasty, 'PYTHONPATH': str(ROOT)}}
     ours, its = os.openpty()
     with (tmp_path / 'said').open('w+b') as said:
         with subprocess.Popen(line, stdin=its, stdout=said, stderr=said, **how) as process:
@@ -121,17 +131,18 @@ def test_lines_of_a_chat_continue_the_text_so_far(trained, hasty, run, tmp_path)
             assert process.wait(120) == 0
         said.seek(0)
         text = said.read().decode()
-    tokenizer, so_far, num_read = make_tokenizer('bytes'), b'', []
-    most = run.hparams.data.sequence_length - 9
-    for typed in (b'a', b'bcd', b'efgh'):
-        so_far += b'\n' * bool(so_far and not so_far.endswith(b'\n')) + typed
-        prompt = [tokenizer.separator, *so_far][-most:]
-        how = {'tokenizer': tokenizer, 'temperature': 0.0}
+    run, num_read = load_run(tmp_path / 'run'), []
+    tokenizer = tokenizer_of(run.hparams.data, tmp_path / 'run')
+    so_far, most = [tokenizer.separator], run.hparams.data.sequence_length - 9
+    for seed, typed in enumerate((b'a', b'bcd', b'efgh')):
+        typed = b'\n' * (tokenizer.decode(so_far)[-1:] not in (b'', b'\n')) + typed
+        prompt = [*so_far, *tokenizer.encode(typed)][-most:]
+        how = {'tokenizer': tokenizer, 'seed': seed}
         result = generate(run.state.variables, run.hparams, [prompt], 9, **how)
         num_read.append(len(result.tokens[0]) - 1 + result.stopped[0])
-        new = tokenizer.decode(result.tokens[0][len(prompt) :])
-        so_far += new
-        assert printable(new.decode('utf-8', 'replace')) in text, typed
-    assert len(so_far) - 9 >= most and 'error' not in text
+        so_far = result.tokens[0].tolist()
+        new = tokenizer.decode(so_far[len(prompt) :]).decode('utf-8', 'replace')
+        assert printable(new) in text and '\N{REPLACEMENT CHARACTER}' in new, typed
+    assert len(prompt) == most and 'error' not in text
     held = re.findall(r', (\d+) tokens of the prompt were in the cache\n', text.replace('\r', ''))
     assert held == [str(num_read[0])]
