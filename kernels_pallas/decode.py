@@ -29,11 +29,12 @@ def check_arrays(arrays: dict, equal: dict) -> dict[str, int]:
         letters = name.rpartition('_')[2]
         for letter, other in equal.items():
             letters = letters.replace(letter, other)
-        found = dict(zip(letters, array.shape, strict=False))
-        if array.ndim != len(letters) or sizes | found != found | sizes:
+        found, axes = dict(sizes), zip(letters, array.shape, strict=False)
+        fits = all(found.setdefault(letter, size) == size for letter, size in axes)
+        if array.ndim != len(letters) or not fits:
             right = ', '.join(str(sizes.get(letter, letter)) for letter in letters)
             raise ValueError(f'{name} of shape {array.shape} must be [{right}]')
-        sizes |= found
+        sizes = found
         kind = next((kind for word, kind in _KINDS.items() if word in name), jnp.floating)
         if not jnp.issubdtype(array.dtype, kind):
             raise ValueError(f'{name} of dtype {array.dtype} must be {_KIND_NAMES[kind]}')

@@ -117,15 +117,15 @@ class HarnessLM(TemplateLM):
             sample = seen[context, key] = seen.get((context, key), -1) + 1
             batches.setdefault((key, sample), []).append(i)
         texts = [''] * len(requests)
+        settings_of = {key: self._settings(json.loads(key)) for key, _ in batches}
         with self._bar(self.title, len(requests)) as advance:
             for (key, sample), indices in batches.items():
-                settings = self._settings(json.loads(key))
                 # Prompts of similar length need the least padding.
                 indices.sort(key=lambda i: len(requests[i].args[0]), reverse=True)
                 for begin in range(0, len(indices), self.batch_size):
                     batch = indices[begin : begin + self.batch_size]
                     contexts = [requests[i].args[0] for i in batch]
-                    written = self._write(contexts, sample, **settings)
+                    written = self._write(contexts, sample, **settings_of[key])
                     for i, text in zip(batch, written, strict=True):
                         texts[i] = text
                     advance(len(batch))
@@ -134,7 +134,8 @@ class HarnessLM(TemplateLM):
     def _settings(self, given):
         """Return the arguments of `_write`; raises ValueError for unsupported settings."""
         default = min(_DEFAULT_TOKENS, self.max_length // 2)
-        if 'do_sample' in given and given['do_sample'] and 'temperature' not in given:
+        given = {name: value for name, value in given.items() if value is not None}
+        if given.get('do_sample') and 'temperature' not in given:
             given = given | {'temperature': 1.0}  # as in transformers; the harness would use 0
         settings = dict(normalize_gen_kwargs(given, default))
         if unknown := sorted(settings.keys() - _GENERATION):
@@ -149,7 +150,7 @@ class HarnessLM(TemplateLM):
             'num_tokens': num_tokens,
             'temperature': float(settings['temperature'] if settings['do_sample'] else 0),
             'top_p': float(settings.get('top_p', 1.0)),
-            'top_k': int(settings.get('top_k') or 0),
+            'top_k': int(settings.get('top_k', 0)),
         }
 
     def _write(self, contexts, sample, stops, num_tokens, **how):
@@ -193,8 +194,8 @@ class HarnessLM(TemplateLM):
         return [codecs.getincrementaldecoder('utf-8')('replace').decode(text) for text in texts]
 
     def _seed_of(self, context, sample):
-        text = f'{self._seed} {sample} {context}'.encode('utf-8', 'surrogatepass')
-        return int.from_bytes(hashlib.sha256(text).digest()[:4], 'big')
+        text = f'{self._seed} {sample} {context}'
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], 'big')
 
 
 def _before_first(stops, text):

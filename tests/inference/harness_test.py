@@ -156,6 +156,21 @@ def test_settings_of_generation(make_lm, monkeypatch):
         assert len(prompts) == 3
     # Not the harness's 0, which draws nothing.
     assert calls('a', do_sample=True)[0][2]['temperature'] == 1.0
+    ((_, _, plain),) = calls('a')
+    # Regression: a null top_p was a traceback.
+    assert calls('a', top_p=None, top_k=None, temperature=None)[0][2] == plain
+
+
+def test_settings_are_checked_before_any_text_is_generated(make_lm, monkeypatch):
+    """Regression: those of a later request were checked after the texts of earlier ones."""
+    from moddepth_jax.inference import harness
+
+    script = Script('abc')
+    monkeypatch.setattr(harness, 'generate', script)
+    requests = asked('generate_until', ('a', {'max_gen_toks': 4}), ('b', {'max_gen_toks': CONTEXT}))
+    with pytest.raises(ValueError, match=f'max_gen_toks={CONTEXT}'):
+        make_lm().generate_until(requests)
+    assert not script.calls
 
 
 @pytest.mark.slow

@@ -139,6 +139,7 @@ def test_slots_join_the_softmax(kv_heads, slot_window, num_slots, masked):
             r'visible_CTS of shape .* must be \[5, 1, 11\]',
         ),
         ({'visible_CTS': np.ones((5, 1, 11))}, r'visible_CTS of dtype float64 must be bool'),
+        ({'visible_CTT': np.ones((5, 3, 1), bool)}, r'visible_CTT of shape .* must be \[5, 1, 1\]'),
         ({'k_BKHS': np.zeros((5, 11, 3, 4))}, r'k_BKHS of shape .* must be \[5, 3, 4, S\]'),
         ({'k_BKHS': np.zeros((4, 3, 4, 11))}, r'k_BKHS of shape .* must be \[5, 3, 4, S\]'),
         (
