@@ -16,6 +16,7 @@ _CURVES = ('dense', 'shallow', 'mod', 'random')  # training curves of a study at
 _MAX_CURVES = 6  # training curves of other studies
 _SMOOTH = 5  # points of a curve that are averaged; fewer at its ends
 _FAR = 4  # variants further from the median than this times (median - best) are only named
+_SMALL = 3.5  # size of the marks of the seed that chose a size
 _EARLY = 0.2  # share of a run that may lie above the y axis
 
 
@@ -63,6 +64,18 @@ def _of_several_sizes(found):
     return [name for name, rows in found if len({row['size'] for row in rows}) > 1]
 
 
+def _marks(rows):
+    """Return [(size, how to draw it)]: small marks for the seed that chose the best size.
+
+    The best size has a full mark, of the seeds that judge. Without such seeds all marks are full.
+    """
+    chose = fit.sizes(fit.choosing(rows))
+    if not fit.judging(rows):
+        return [(size, {}) for size in chose]
+    small = {'markersize': _SMALL}
+    return [*((size, small) for size in chose if len(chose) > 1), (fit.best(rows), {})]
+
+
 def _by_parameters(study):
     """Loss and parabola by size (Raposo et al., figure 3), and a strip of one-size variants."""
     budgets = fit.budgets(study)
@@ -78,18 +91,18 @@ def _by_parameters(study):
         found = fit.found(study, budget)
         in_panel = [(name, rows) for name, rows in found if name in lined]
         in_strip = {name: fit.best(rows) for name, rows in found if name not in lined}
-        sizes = [(name, size) for name, rows in in_panel for size in fit.sizes(rows)]
-        parameters = [size.parameters for _, size in sizes]
+        marks = [(name, *mark) for name, rows in in_panel for mark in _marks(rows)]
+        parameters = [size.parameters for _, size, _ in marks]
         plot_style.log_axis(axes, parameters, EngFormatter(sep=''))
         for name, rows in in_panel:
             inside |= _draw_parabola(axes, rows, bits, style(name))
-        values = [loss * bits for _, size in sizes for loss in size.losses]
+        values = [loss * bits for _, size, _ in marks for loss in size.losses]
         top = max(values) + _ROOM_ABOVE * np.ptp(values)
         more = [loss * bits for size in in_strip.values() for loss in size.losses]
         plot_style.set_y_limits(axes, [*values, *more], top)
-        for name, size in sizes:
+        for name, size, how in marks:
             losses = np.multiply(size.losses, bits)
-            plot_style.draw_point(axes, size.parameters, losses, style(name))
+            plot_style.draw_point(axes, size.parameters, losses, style(name) | how)
         for strip_axes in strips:
             _draw_strip(strip_axes, axes, in_strip, bits)
     hollow = {'color': INK, 'markerfacecolor': 'none', 'markersize': 11, 'linewidth': 0}
@@ -98,8 +111,18 @@ def _by_parameters(study):
         more.append((Line2D([], [], marker='*', **hollow), 'optimum of the parabola'))
     if False in inside:
         more.append((Line2D([], [], marker='o', **hollow), 'at an edge: no optimum'))
+    more += _small_marks(study)
     plot_style.legend(figure, study, shown, more)
     return figure
+
+
+def _small_marks(study):
+    """The entry of a legend for the small marks of `_marks`, if there are any."""
+    rows = [rows for budget in fit.budgets(study) for _, rows in fit.found(study, budget)]
+    if not any(how for each in rows for _, how in _marks(each)):
+        return []
+    small = Line2D([], [], marker='o', color=INK, markersize=_SMALL, linewidth=0)
+    return [(small, 'small: the seed that chose the size')]
 
 
 def _draw_strip(strip, axes, best_sizes, bits):
@@ -159,26 +182,29 @@ def _by_flops(study):
     for budget, (axes, *_) in panels.items():
         base = fit.best(fit.select(study, reference, budget))
         marks = [
-            (name, size.flops_per_forward / base.flops_per_forward, losses)
+            (name, size.flops_per_forward / base.flops_per_forward, losses, how)
             for name, rows in fit.found(study, budget)
-            for size in fit.sizes(rows)
+            for size, how in _marks(rows)
             for losses in [np.divide(size.losses, base.loss)]
         ]
-        main = [v for name, _, losses in marks for v in losses if name in lined or not lined]
+        main = [v for name, _, losses, _ in marks for v in losses if name in lined or not lined]
         top = max(main) + 0.1 * np.ptp(main)
-        plot_style.log_axis(axes, [x for _, x, _ in marks], '{x:g}')
+        plot_style.log_axis(axes, [x for _, x, *_ in marks], '{x:g}')
         for draw_line in (axes.axhline, axes.axvline):
             draw_line(1, color=INK, linewidth=0.9, linestyle='--', alpha=0.8)
         for name in lined:
-            points = [(x, np.mean(losses)) for other, x, losses in marks if other == name]
+            mine = [(x, np.mean(losses), how) for other, x, losses, how in marks if other == name]
+            points = [point for *point, how in mine if how or not mine[0][-1]]  # of one seed
             colour = style(name)['color']
             axes.plot(*np.reshape(points, (-1, 2)).T, linewidth=1, color=colour, alpha=0.6)
-        plot_style.set_y_limits(axes, [v for *_, ls in marks for v in ls if np.mean(ls) <= top])
-        for name, x, losses in marks:
-            _draw_or_name(axes, x, losses, style(name))
+        near = [v for _, _, losses, _ in marks for v in losses if np.mean(losses) <= top]
+        plot_style.set_y_limits(axes, near)
+        for name, x, losses, how in marks:
+            _draw_or_name(axes, x, losses, style(name) | how)
     line = Line2D([], [], color=INK, linewidth=0.9, linestyle='--')
     shown = {name for name, _ in found}
-    plot_style.legend(figure, study, shown, [(line, f'"{label}" at its best size = 1')])
+    more = [(line, f'"{label}" at its best size = 1'), *_small_marks(study)]
+    plot_style.legend(figure, study, shown, more)
     return figure
 
 

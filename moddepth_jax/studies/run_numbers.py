@@ -29,8 +29,8 @@ def _mean(values):
 
 def accuracy(run: dict) -> float:
     """Return the share of tokens on which the causal rule agrees with top-C, mean over layers."""
-    wrong = [  # false positives plus false negatives
-        layer['selected_fraction'] * (1 - (layer['precision'] or 0.0))
+    wrong = [  # false positives plus false negatives, before a cap refuses some
+        layer['rule_fraction'] * (1 - (layer['precision'] or 0.0))
         + run['capacity'] * (1 - (layer['recall'] or 0.0))
         for layer in run['routing'].values()
     ]
@@ -96,9 +96,9 @@ NUMBERS = {
     'accuracy': Number(accuracy, '.1%', 'accuracy {}', False),
     'precision': Number(_of_routing('precision'), '.2f', 'precision {}', False),
     'recall': Number(_of_routing('recall'), '.2f', 'recall {}', False),
-    'selected fraction': Number(_of_routing('selected_fraction'), '.1%', '{}', False),
+    'rule fraction': Number(_of_routing('rule_fraction'), '.1%', '{}', False),
     'in every block': Number(
-        _difference('blocks_entered', 'every', 'every_by_chance'), '+.1%', 'every block {}'
+        _difference('blocks_entered', 'every', 'every_by_chance'), '+.3%', 'every block {}'
     ),
     'in no block': Number(
         _difference('blocks_entered', 'none', 'none_by_chance'), '+.1%', 'no block {}'

@@ -68,8 +68,10 @@ def a_study(spec, losses, seeds=None, noise=NOISE, steps=600, draw=0, **of_rows)
     return study | {'batch_tokens': 1024, 'sequence_length': 128}
 
 
-def routing(selected, precision, recall, layers=2):
-    layer = {'selected_fraction': selected, 'precision': precision, 'recall': recall}
+def routing(wanted, precision, recall, layers=2):
+    """The rule wants this share of the tokens, and the cap refuses a tenth of them."""
+    layer = {'rule_fraction': wanted, 'selected_fraction': 0.9 * wanted}
+    layer |= {'precision': precision, 'recall': recall}
     return {f'layer_{number:02}': layer for number in range(layers)}
 
 
