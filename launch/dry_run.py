@@ -26,20 +26,17 @@ MOST_DEVICES = 1024
 def run(hparams, mesh_spec: str):
     """Compile the train step for the fake devices of --mesh, print its cost, and write --json.
 
-    Only the CPU is used. Raises ValueError if the vocabulary or the mesh does not fit.
+    Only the CPU is used. Raises ValueError like `check_model`.
     """
     _fake_devices(mesh_spec)
     from moddepth_jax.compiled.dry_run import dry_run
     from moddepth_jax.compiled.dry_run_tables import print_result
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
-    from moddepth_jax.model.transformer import check_dtype
-    from moddepth_jax.training.mesh import check_mesh, make_mesh
-    from moddepth_jax.training.plan import check_vocabulary
+    from moddepth_jax.training.mesh import make_mesh
+    from moddepth_jax.training.plan import check_model
 
-    check_vocabulary(hparams, tokenizer_of(hparams.data))
-    check_dtype(hparams.model)
     mesh = make_mesh(mesh_spec)
-    check_mesh(hparams, mesh)
+    check_model(hparams, tokenizer_of(hparams.data), mesh)
     with cli.open_json(JSON.value) as file:
         what = f'compiling the train step for {mesh.size} fake devices; a minute for large models'
         print(what, file=sys.stderr, flush=True)

@@ -30,15 +30,23 @@ def prepare_run(
     """
     num_steps = resolve_steps(hparams)
     tokenizer = tokenizer_of(hparams.data, workdir)
+    mesh = make_mesh(mesh_spec)
+    check_model(hparams, tokenizer, mesh)
+    dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
+    return num_steps, dataset, mesh
+
+
+def check_model(hparams: Hparams, tokenizer: Tokenizer, mesh: jax.sharding.Mesh):
+    """Raise ValueError, one line, if the model does not fit its tokenizer, teacher, or the mesh.
+
+    Also for a dtype or attention that the devices lack, and globs that match no parameter.
+    """
     check_vocabulary(hparams, tokenizer)
     check_teacher(hparams, tokenizer)
-    dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     check_dtype(hparams.model)
     check_attention(hparams)
     check_trainable(hparams)
-    mesh = make_mesh(mesh_spec)
     check_mesh(hparams, mesh)
-    return num_steps, dataset, mesh
 
 
 def check_vocabulary(hparams: Hparams, tokenizer: Tokenizer):

@@ -50,6 +50,13 @@ def test_state_and_work_are_split_over_fake_devices(tmp_path):
         assert word in done.stdout
 
 
+def test_what_training_refuses_is_refused(tmp_path):
+    """Regression: globs were not checked, although training refuses one that fits nothing."""
+    flags = ('--dry_run', '--config.optimizer.rate_factors=*/nothing:0.5')
+    done = call('train', f'--config={ROOT}/configs/tiny.py', *flags, cwd=tmp_path)
+    assert done.status == 2 and 'matches no parameter' in done.stderr
+
+
 def test_page_has_the_table_of_the_committed_files(tmp_path):
     found = [json.loads(path.read_text()) for path in KEPT]
     assert {one['devices'] for one in found} == {8, 64, 256}
