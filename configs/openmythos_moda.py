@@ -1,6 +1,6 @@
 """MoDA with experts at 7.3B: 24 layers of width 2048, 2 shared and 6 of 64 experts per token.
 
-python -m launch.train --config=configs/openmythos_moda.py --mesh=data=8,expert=8
+python -m launch.train --config=configs/openmythos_moda.py --mesh=data=4,expert=8
 python -m launch.train --config=configs/openmythos_moda.py:size=tiny
 
 The model is post-norm, with one slot per layer that is projected from the block's output. It has

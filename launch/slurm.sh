@@ -7,7 +7,7 @@
 # Edit: the #SBATCH lines and the four lines below them. One task is one process. For one GPU per
 # task, give --ntasks-per-node and --gpus-per-node the same number. The working directory and
 # WORKDIR must be on a file system that all nodes share. The product of the sizes in MESH is the
-# total number of GPUs.
+# total number of GPUs; data x fsdp x expert must divide the rows of a micro-batch.
 #SBATCH --job-name=moddepth
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -17,8 +17,8 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=TERM@120
-CONFIG=configs/moda.py
-WORKDIR=runs/moda
+CONFIG=configs/moda_700m.py
+WORKDIR=runs/moda_700m
 MESH=data=2,fsdp=8
 PYTHON=.venv/bin/python
 
@@ -30,7 +30,7 @@ srun --kill-on-bad-exit=1 "$PYTHON" -m launch.train \
     --config="$CONFIG" --workdir="$WORKDIR" --mesh="$MESH"
 status=$?
 case "$status" in
-75 | 134 | 137 | 143)
+75 | 129 | 13[1-9] | 14[0-9]) # a lost task, or any signal but Ctrl-C
     if [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
     ;;
 esac

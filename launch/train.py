@@ -3,7 +3,7 @@
 python -m launch.train --config=configs/mod_isoflop.py
 python -m launch.train --config=configs/mod_isoflop.py:size=8x192,budget=1e14 --workdir=runs/big
 python -m launch.train --config=configs/mod_isoflop.py --mesh=data=2,fsdp=2,tensor=2
-python -m launch.train --config=configs/moda_1b5.py --mesh=data=8,fsdp=32 --dry_run
+python -m launch.train --config=configs/moda_1b5.py --mesh=data=4,fsdp=8 --dry_run
 python -m launch.train --config=configs/tiny.py --workdir=runs/traced --profile=20:25
 
 Several processes with the same command form one run. Start them with SLURM, with launch.local, or

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib
 import json
 import math
 import os
@@ -13,10 +14,13 @@ import sys
 
 import pytest
 import yaml
+from jax.sharding import AbstractMesh
 
 from configs import tiny
-from moddepth_jax.hparams import from_config
+from moddepth_jax.hparams import flag_values, from_config
+from moddepth_jax.hparams.flag_values import AXES
 from moddepth_jax.training import run_dir
+from moddepth_jax.training.mesh import check_batch
 from tests import documented
 from tests.documented import PAGES, ROOT, SCRIPTS
 from tests.forked_commands import run_commands
@@ -148,8 +152,29 @@ def test_paths_in_templates_exist():
     path = re.compile(r'(?<![\w./])(?:configs|docs|launch|moddepth_jax|tests)/[\w/-]+\.[a-z]+')
     templates = [file for end in ('sh', 'yaml') for file in (ROOT / 'launch').rglob(f'*.{end}')]
     found = {name for file in templates for name in path.findall(file.read_text(encoding='utf-8'))}
-    assert {'launch/slurm.sh', 'configs/moda.py'} <= found
+    assert {'launch/slurm.sh', 'configs/moda_700m.py'} <= found
     assert not [name for name in found if not (ROOT / name).exists()]
+
+
+def test_meshes_divide_the_batches_of_their_configs():
+    """Regression: four shipped commands for several devices were refused as they stood."""
+    texts = [command.text for command in COMMANDS if command.launched]
+    texts += [(ROOT / 'launch' / name).read_text() for name in ('slurm.sh', 'jobset.yaml')]
+    num_checked = 0
+    for text in texts:
+        named = re.search(r'(?:CONFIG|--config)=configs/(\w+)\.py(?::(\S+))?', text)
+        sizes = re.search(r'(?:MESH|--mesh)=(\w[\w=,]+)', text)
+        if not named or not sizes:
+            continue
+        module = importlib.import_module(f'configs.{named[1]}')
+        config = module.get_config(named[2]) if named[2] else module.get_config()
+        for name, value in re.findall(r'--config\.([\w.]+\.(?:batch_size|\w+_steps))=(\d+)', text):
+            config.update_from_flattened_dict({name: int(value)})
+        sizes = flag_values.mesh_sizes(sizes[1])
+        mesh = AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
+        check_batch(mesh, config.data.batch_size, config.training.accumulate_steps)
+        num_checked += 1
+    assert num_checked >= 10
 
 
 def test_every_command_and_page_is_documented():
@@ -239,8 +264,8 @@ PARSED_ONLY = (
     ('/shared/', 'needs several hosts; tests/launch/isoflop_test.py shares runs'),
     ('moda_700m.py --mesh=data=8', 'needs GPUs for weeks; tests/configs_test.py traces its step'),
     ('moda_1b5.py --mesh=data=8', 'needs GPUs for weeks; tests/configs_test.py traces its step'),
+    ('moda_1b5.py --mesh=data=4,fsdp=8', 'minutes; docs/scale.md has a smaller batch'),
     ('mod_isoflop_paper.py --budgets=', 'needs a pod: even its plan times a step of 24x1536'),
-    ('launch.train --mesh=data=8,fsdp=32', 'ten minutes; docs/scale.md has what it prints'),
 )
 
 
