@@ -96,7 +96,7 @@ AT_OPTIMUM := $(AT_BUDGET) --variants=dense,shallow,mod
 study-budgets: .venv/installed
 	$(call isoflop,/6e11) $(AT_OPTIMUM) --budgets=6e11 --sizes=1x64,2x64,4x64,6x64 --seeds=$(NINE)
 	$(call isoflop,/2e12) $(AT_OPTIMUM) --budgets=2e12 --sizes=1x64,2x64,4x64,6x64,8x64 --seeds=$(NINE)
-	$(call isoflop,/6e12) $(AT_OPTIMUM) --budgets=6e12 --sizes=2x64,4x64,6x64,2x128,4x128 --seeds=$(NINE)
+	$(call isoflop,/6e12) $(AT_OPTIMUM) --budgets=6e12 --sizes=2x64,4x64,6x64,8x64,10x64 --seeds=$(NINE)
 	$(call isoflop,/2e13) $(AT_OPTIMUM) --budgets=2e13 --sizes=4x64,6x64,8x64,10x64,12x64,16x64 --seeds=$(SEVEN)
 
 ROUTERS := $(AT_BUDGET) --variants=mod,random,position,norm
