@@ -25,6 +25,7 @@ can continue in another way, such as a decay of the learning rate (docs/configs.
 launch.evaluate and launch.train --config=WORKDIR/config.json.
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -78,10 +79,9 @@ def _import():
     from moddepth_jax.conversion.hugging_face import import_params
     from moddepth_jax.data.pipeline import make_dataset
     from moddepth_jax.training.summary import num_parameters
-    from moddepth_jax.training.trainable import check_trainable
 
+    first_checkpoint.check_new_run(hparams)
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
-    check_trainable(hparams)
     if own:
         params, averages, dtype = torch_folder.import_model(folder, hparams)
     else:
@@ -99,7 +99,9 @@ def _import():
     begin = f'id {tokenizer.separator}'
     if tokenizer.separator_text:
         begin = f'{tokenizer.separator_text} ({begin})'
-    print(f'tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} ids; documents begin with {begin}')
+    ends = ', '.join(map(str, tokenizer.stops))
+    print(f'tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} ids')
+    print(f'documents begin with {begin}; a generated text ends before id {ends}')
     print(f'data {dataset.corpus.name}')
 
 
@@ -154,6 +156,8 @@ def _hparams_and_tokenizer(folder, knobs, context):
     if SEPARATOR.value is not None and not found:
         raise ValueError(f'--separator={SEPARATOR.value}: {folder} has no tokenizer')
     tokenizer = make_tokenizer(found, SEPARATOR.value) if found else tokenizer_of(hparams.data)
+    if found:
+        special_tokens.add_stops(tokenizer, folder)
     if tokenizer.vocab_size > model.vocab_size:
         file = found or f'data.tokenizer={hparams.data.tokenizer!r}'
         has = f'has ids up to {tokenizer.vocab_size - 1}, and the model has {model.vocab_size}'
@@ -174,7 +178,7 @@ def _export():
     run = cli.load_saved_run(WORKDIR.value, say_remaining=False).merged
     model, data = run.hparams.model, run.hparams.data
     note = first_checkpoint.read_note(workdir)
-    dtype = DTYPE.value or exact_dtype(run.state.variables, note.get('dtype', 'float32'))
+    dtype = DTYPE.value or exact_dtype(run.state.params, note.get('dtype', 'float32'))
     source_files, original = workdir / first_checkpoint.SOURCE_FILES, None
     if (source_files / CONFIG_FILE).exists():
         original = read_config(source_files)
@@ -192,8 +196,12 @@ def _export():
             shutil.copy(file, folder)
         special_tokens.name_separator(folder, tokenizer, replace=other)
         if no_family:
-            variables, hparams = run.state.variables, run.hparams_of_stage
-            torch_folder.export_model(folder, hparams, variables, dtype, ids)
+            hparams, train_rule = run.hparams_of_stage, model.routing.train_rule
+            # PyTorch does not use the rule of training, but --from_hf reads it.
+            routing = dataclasses.replace(hparams.model.routing, train_rule=train_rule)
+            exported = dataclasses.replace(hparams.model, routing=routing)
+            hparams = dataclasses.replace(hparams, model=exported)
+            torch_folder.export_model(folder, hparams, run.state.variables, dtype, ids)
         else:
             config = config_of(model, dtype, data.sequence_length, ids, original)
             export_params(folder, run.hparams, run.state.params, dtype)
@@ -218,11 +226,10 @@ def _from_run():
     from moddepth_jax.hparams import from_config
     from moddepth_jax.training.run_dir import read_hparams
     from moddepth_jax.training.teacher import check_teacher
-    from moddepth_jax.training.trainable import check_trainable
 
     source, hparams = FROM_WORKDIR.value, from_config(CONFIG.value)
     before = read_hparams(source)[0]
-    check_trainable(hparams)
+    first_checkpoint.check_new_run(hparams)
     keeps = keeps_adapters(before, hparams)
     given = before if keeps else before.without_adapters
     if LAYERS.value is not None:
@@ -233,9 +240,9 @@ def _from_run():
     if hparams.data.tokenizer not in ('prepared', before.data.tokenizer, tokenizer.name):
         right = f'the run that is converted has {before.data.tokenizer!r}'
         raise ValueError(f'data.tokenizer={hparams.data.tokenizer!r}: {right}')
+    dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     run = cli.load_saved_run(source)
     run = run if keeps else run.merged
-    dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     trained_on = first_checkpoint.trained_on(source, run.fingerprint)
     check_held_out(dataset.fingerprint, trained_on)
     params, averages, note = upcycle(run, hparams, dataset, measure_loss, LAYERS.value)

@@ -121,6 +121,23 @@ def branch_run(source: str, step: int | None, workdir: str) -> tuple[int, int]:
     return step, content['metadata']['num_steps']
 
 
+def check_new_run(hparams):
+    """Raise ValueError if `launch.train` would refuse these hyper-parameters on this machine."""
+    from moddepth_jax.model.transformer import check_dtype
+    from moddepth_jax.training.plan import resolve_steps
+    from moddepth_jax.training.trainable import check_trainable
+
+    resolve_steps(_not_extended(hparams))
+    check_dtype(hparams.model)
+    check_trainable(hparams)
+
+
+def _not_extended(hparams):
+    """These hyper-parameters for a run that extends no other."""
+    training = dataclasses.replace(hparams.training, extended_from=0)
+    return dataclasses.replace(hparams, training=training)
+
+
 def write_new_run(
     workdir: str, hparams, params, averages, dataset, note: dict, source_files=(), config=None
 ):
@@ -144,8 +161,7 @@ def write_new_run(
     from moddepth_jax.training.summary import initial_metadata
     from moddepth_jax.training.train_step import TrainState, init_optimizer
 
-    training = dataclasses.replace(hparams.training, extended_from=0)
-    hparams = dataclasses.replace(hparams, training=training)
+    hparams = _not_extended(hparams)
     num_steps, zero = resolve_steps(hparams), jax.numpy.zeros((), 'int32')
     optimizer_state = jax.jit(lambda params: init_optimizer(hparams, num_steps, params))(params)
     state = TrainState(zero, params, averages, optimizer_state, zero, zero, hparams, num_steps)

@@ -53,6 +53,7 @@ class Tensor(NamedTuple):
     path: tuple[str, ...]
     repeat: int | types.EllipsisType = ...  # index on the leaf's leading axis, if it has one
     transposed: bool = False  # for a matrix that is not an embedding
+    dtype: str | None = None  # in every export; None: the dtype that is exported
 
 
 def all_tensors(model: ModelHparams, params: dict, modules: dict[str, str]) -> list[Tensor]:
@@ -121,7 +122,7 @@ def import_params(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, st
                 right = 'although tie_word_embeddings is true; set it to false in config.json'
                 raise ValueError(f'{folder}: {HEAD} differs from {TABLE}, {right}')
         params = read_leaves(files, tensors, wanted)
-        return with_new_adapters(params, hparams), common_dtype(files)
+        return with_new_adapters(params, hparams), common_dtype(files, tensors)
 
 
 def read_leaves(files: TensorFiles, tensors: list[Tensor], wanted):
@@ -144,9 +145,9 @@ def read_leaves(files: TensorFiles, tensors: list[Tensor], wanted):
     return traverse_util.path_aware_map(leaf, wanted)
 
 
-def common_dtype(files: TensorFiles) -> str:
-    """Return the dtype of all tensors, or float32 if they differ."""
-    dtypes = set(files.dtypes.values())
+def common_dtype(files: TensorFiles, tensors: list[Tensor]) -> str:
+    """Return the dtype of all tensors that have no fixed one, or float32 if they differ."""
+    dtypes = {files.dtypes[tensor.name] for tensor in tensors if tensor.dtype is None}
     return dtypes.pop() if len(dtypes) == 1 else 'float32'
 
 
@@ -210,4 +211,5 @@ def write_leaves(
         return array.copy()  # contiguous; np.ascontiguousarray would make a scalar 1-d
 
     shapes = {name: tensor.shape for name, tensor in by_name.items()}
-    write_tensors(pathlib.Path(folder), shapes, read, dtype, **shards)
+    dtypes = {name: tensor.dtype or dtype for name, tensor in by_name.items()}
+    write_tensors(pathlib.Path(folder), shapes, read, dtypes, **shards)

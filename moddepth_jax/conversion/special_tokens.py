@@ -13,6 +13,7 @@ GENERATION_FILE = 'generation_config.json'
 TOKENIZERS = ('tokenizer.json', 'tokenizer.model')
 _NAMING_FILES = ('tokenizer_config.json', 'special_tokens_map.json')
 _DAMAGED = 'remove it from the run'
+_AGAIN = 'download it again'
 
 
 def ids_of(config: dict) -> dict:
@@ -27,6 +28,14 @@ def with_token_ids(config: dict, tokenizer: Tokenizer) -> dict:
     ids = {'bos_token_id': tokenizer.separator}
     ids |= {'eos_token_id': [*stops, *missing]} if missing else {}
     return config | ids
+
+
+def add_stops(tokenizer: Tokenizer, folder: pathlib.Path):
+    """Add the ids in eos_token_id of an imported folder to the stops, as `generate` has them."""
+    configs = [read_json(folder / name, _AGAIN) or {} for name in ('config.json', GENERATION_FILE)]
+    ids = [stop for config in configs for stop in _stops(config) if type(stop) is int]
+    known = [stop for stop in ids if stop in range(tokenizer.vocab_size)]
+    tokenizer.stops = tuple(dict.fromkeys([*tokenizer.stops, *known]))
 
 
 def _stops(config):

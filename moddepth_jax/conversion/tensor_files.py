@@ -91,17 +91,17 @@ def write_tensors(
     folder: pathlib.Path,
     shapes: dict[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
-    dtype: str,
+    dtypes: dict[str, str],
     max_bytes: int = 5 * 10**9,  # of a file, which is in memory while it is written
 ) -> None:
     """Write tensors to one file, or to several of at most `max_bytes` or one tensor each.
 
-    `read` returns a tensor by its name. Raises ValueError for a value that `dtype` cannot hold.
+    `read` returns a tensor by its name. Raises ValueError for a value that its dtype cannot hold.
     """
     from safetensors.numpy import save_file
 
-    wanted = jnp.dtype(dtype)
-    sizes = {name: int(np.prod(shape)) * wanted.itemsize for name, shape in shapes.items()}
+    wanted = {name: jnp.dtype(dtype) for name, dtype in dtypes.items()}
+    sizes = {name: int(np.prod(shapes[name])) * wanted[name].itemsize for name in shapes}
     shards, places = [[]], {}
     for name, size in sizes.items():
         if shards[-1] and size + sum(map(sizes.get, shards[-1])) > max_bytes:
@@ -110,7 +110,7 @@ def write_tensors(
     for i, names in enumerate(shards, 1):
         file = f'model-{i:05d}-of-{len(shards):05d}.safetensors' if shards[1:] else ONE_FILE
         places |= dict.fromkeys(names, file)
-        arrays = {name: _rounded(name, read(name), wanted) for name in names}
+        arrays = {name: _rounded(name, read(name), wanted[name]) for name in names}
         save_file(arrays, folder / file, metadata={'format': 'pt'})
     if len(shards) > 1:
         index = {'metadata': {'total_size': sum(sizes.values())}, 'weight_map': places}

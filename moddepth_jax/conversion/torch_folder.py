@@ -78,10 +78,13 @@ def check_expressible(model: ModelHparams):
 
 
 def tensors_of(model: ModelHparams, params: dict, averages) -> list[Tensor]:
-    """List the tensors of a model and of these averages; paths are those of its variables."""
+    """List the tensors of a model and of these averages; paths are those of its variables.
+
+    Averages are thresholds of float32 scores, so they keep their dtype in every export.
+    """
     tensors = [one._replace(path=('params', *one.path)) for one in all_tensors(model, params, {})]
-    shapes = average_shapes(model)
-    return tensors + [Tensor(name, shapes[name], ('averages', name)) for name in averages]
+    shapes, fixed = average_shapes(model), {'dtype': 'float32'}
+    return tensors + [Tensor(name, shapes[name], ('averages', name), **fixed) for name in averages]
 
 
 def config_of(hparams: Hparams, averages, dtype: str, ids: dict) -> dict:
@@ -162,4 +165,4 @@ def import_model(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, dic
         layer_args(model, variables['averages'], causal_routing(hparams))
         new = {name: jnp.zeros(shape) for name, shape in shapes.items()}
         params = with_new_adapters(variables['params'], hparams)
-        return params, new | variables['averages'], common_dtype(files)
+        return params, new | variables['averages'], common_dtype(files, tensors)

@@ -23,7 +23,7 @@ SHAPES = {name: array.shape for name, array in ARRAYS.items()}
 
 
 def write(folder, dtype='float32', **how):
-    write_tensors(folder, SHAPES, ARRAYS.__getitem__, dtype, **how)
+    write_tensors(folder, SHAPES, ARRAYS.__getitem__, dict.fromkeys(SHAPES, dtype), **how)
 
 
 @pytest.mark.parametrize('max_bytes', [10**9, 60, 1])
@@ -49,7 +49,7 @@ def test_what_is_written_is_read(tmp_path, dtype, max_bytes):
 
 def test_a_value_beyond_the_dtype_is_refused(tmp_path):
     with pytest.raises(ValueError, match='big: has a value outside the range of float16'):
-        write_tensors(tmp_path, {'big': (1,)}, lambda _: np.full(1, 1e6, np.float32), 'float16')
+        write_tensors(tmp_path, {'big': (1,)}, lambda _: np.float32([1e6]), {'big': 'float16'})
 
 
 def test_a_truncated_file_is_named(tmp_path):

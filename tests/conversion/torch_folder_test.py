@@ -66,7 +66,10 @@ def export(folder, hparams, variables):
 
 @pytest.mark.parametrize('name', cases.parameters(FAST, STORED))
 def test_each_parameter_is_stored_once_and_comes_back(name, tiny_config, tmp_path):
-    """The folder has all numbers of the run once; knobs and bits are restored from it."""
+    """The folder has all numbers of the run once; knobs and bits are restored from it.
+
+    An export in another dtype rounds parameters, but not averages.
+    """
     hparams = cases.small_hparams(tiny_config, cases.SIZES, cases.CASES[name][0])
     variables = cases.random_variables(hparams, cases.TOKENS_BT)
     export(tmp_path, hparams, variables)
@@ -87,6 +90,10 @@ def test_each_parameter_is_stored_once_and_comes_back(name, tiny_config, tmp_pat
     params, averages, dtype = torch_folder.import_model(tmp_path, again)
     assert state_sha256(params) == state_sha256(variables['params']) and dtype == 'float32'
     assert state_sha256(averages) == state_sha256(variables.get('averages', {}))
+    torch_folder.export_model(tmp_path, hparams, variables, 'bfloat16', IDS)
+    _, averages, dtype = torch_folder.import_model(tmp_path, again)
+    assert state_sha256(averages) == state_sha256(variables.get('averages', {}))
+    assert dtype == 'bfloat16'
 
 
 def test_an_import_may_have_new_adapters(tiny_config, tmp_path):
@@ -163,10 +170,10 @@ def test_adapters_that_are_not_merged_are_refused(tiny_config, tmp_path):
 
 @pytest.fixture(scope='module')
 def in_pytorch():
-    """in_pytorch(folder) returns the model that transformers loads from it."""
+    """in_pytorch(folder, ...) returns the model that transformers loads from it."""
     pytest.importorskip('torch')
     auto = pytest.importorskip('transformers').AutoModelForCausalLM
-    return lambda folder: auto.from_pretrained(folder, trust_remote_code=True)
+    return lambda folder, **how: auto.from_pretrained(folder, trust_remote_code=True, **how)
 
 
 @pytest.mark.slow
@@ -248,3 +255,22 @@ def test_pytorch_refuses_unsupported_arguments(tiny_config, in_pytorch, tmp_path
     loss = there(row_1T, labels=row_1T).loss
     loss.backward()
     assert there.layers[0].attention.query.weight.grad.abs().max() > 0 and np.isfinite(loss.item())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings('ignore')
+def test_pytorch_trains_a_straight_through_router_and_does_not_round_thresholds(
+    tiny_config, in_pytorch, tmp_path
+):
+    import torch
+
+    model = cases.build(tiny_config, 'straight through, threshold')
+    torch_folder.export_model(tmp_path, model.hparams, model.variables, 'bfloat16', IDS)
+    there = in_pytorch(tmp_path, dtype='auto')
+    averages = model.variables['averages']['thresholds_R']
+    np.testing.assert_array_equal(there.thresholds_R.numpy(), averages)
+    tokens_BT = torch.tensor(cases.TOKENS_BT)
+    there(tokens_BT, labels=tokens_BT).loss.backward()
+    layer = next(layer for layer in there.layers if layer.kind.routed)
+    assert layer.mlp.w1.weight.dtype == torch.bfloat16
+    assert layer.router.w.grad.abs().max() > 0

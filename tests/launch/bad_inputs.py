@@ -176,8 +176,12 @@ COMMANDS = {
         ('--config.model.num_layers=1', ['blocks from layers of a dense run by --from_layers']),
         ('--config.training.distill_from=gone', ["distill_from='gone': holds no config.json"]),
         ('--config.model.adapters.rank=2 --config.model.adapters.params=x', ['no matrix has such']),
+        # Before anything is computed or loaded.
+        ('--config.flop_budget=1 --config.training.num_steps=0', ['flop_budget=1: pays for no st']),
+        ('--config.model.dtype=float64', ['needs JAX_ENABLE_X64=1']),
     ],
     'convert --from_hf=hf --workdir=new': [
+        ('--config.flop_budget=1 --config.training.num_steps=0', ['flop_budget=1: pays for no st']),
         ('--dtype=float32', ['belongs to --to_hf']),
         ('--from_layers=first', ['--from_layers=first: belongs to --from_workdir']),
         ('--config.model.d_model=32', ['d_model=32: is 16 in', 'leave it out']),

@@ -45,6 +45,7 @@ def folder(tmp_path_factory):
     shutil.copytree(GOLDEN / 'olmo2', folder / 'hf')
     train_bpe(iter(texts), 262).save(folder / 'trained')
     shutil.copy(folder / 'trained' / 'tokenizer.json', folder / 'hf')
+    (folder / 'hf' / 'generation_config.json').write_text('{"eos_token_id": [258, 999, null]}')
     named = {'eos_token': '<|endoftext|>', 'model_max_length': 64}
     (folder / 'hf' / 'tokenizer_config.json').write_text(json.dumps(named))
     knobs = KNOBS | {'data.source': f'{folder}/text/*.txt', 'report.sample_tokens': 4}
@@ -52,7 +53,7 @@ def folder(tmp_path_factory):
     done = call('convert', '--from_hf=hf', '--workdir=W', *knobs, cwd=folder)
     assert done.status == 0, done.stderr
     assert 'olmo2' in done.stdout and 'launch.train --config=W/config.json' in done.stdout
-    assert 'documents begin with <|endoftext|> (id ' in done.stdout
+    assert 'with <|endoftext|> (id 0); a generated text ends before id 0, 257, 258\n' in done.stdout
     (folder / 'hf').rename(folder / 'gone')
     return folder
 
@@ -79,8 +80,10 @@ def test_an_import_is_a_run_before_its_first_step(folder, imported):
 
 
 def test_the_imported_tokenizer_is_that_of_the_files(folder, imported):
+    """Its stops include those of both configs. Regression: such ids could not be drawn."""
     tokenizer = tokenizer_of(imported.hparams.data, folder / 'W')
     assert tokenizer.vocab_size == 262 and tokenizer.decode(tokenizer.encode(b'to be')) == b'to be'
+    assert tokenizer.stops == (0, 257, 258)
 
 
 def test_training_starts_from_an_import(folder, imported):
@@ -214,8 +217,12 @@ def test_an_output_folder_is_complete_or_absent(fails, tmp_path):
 
 @pytest.mark.slow
 def test_a_routed_run_is_unchanged_by_export_and_import(tiny_config, tmp_path):
-    """With a modelling file, knobs and averages; both exported folders have the same bytes."""
+    """With a modelling file, knobs and averages; both exported folders have the same bytes.
+
+    Regression: an export forgot the rule of training.
+    """
     routed = {'model.routing.router': 'learned', 'model.depth.stream': 'moda'}
+    routed['model.routing.train_rule'] = 'threshold'
     save_run(tmp_path / 'run', from_config(tiny_config(**routed, **{'model.vocab_size': 260})))
     done = call('convert', '--workdir=run', '--to_hf=out', cwd=tmp_path)
     assert (done.status, done.stderr) == (0, '')

@@ -136,7 +136,9 @@ class Layer(nn.Module):
         wanted_BT = wanted_BT & tokens.valid_BT
         count_TB = cache.num_selected_B + wanted_BT.cumsum(1).T
         selected_BT = wanted_BT & (count_TB.T <= self.config.max_selected)
-        gates = {'raw': scores_BT, 'sigmoid': scores_BT.sigmoid(), 'tanh': scores_BT.tanh()}
+        sigmoid_BT = scores_BT.sigmoid()
+        gates = {'raw': scores_BT, 'sigmoid': sigmoid_BT, 'tanh': scores_BT.tanh()}
+        gates['straight_through'] = 1 + (sigmoid_BT - sigmoid_BT.detach())
         gates_BT = gates.get(gate, torch.ones_like(scores_BT))
         return selected_BT, self.knobs.routing.gate_scale * gates_BT
 
@@ -188,6 +190,8 @@ class ModDepthForCausalLM(PreTrainedModel, GenerationMixin):
     _is_stateful = True  # a cache cannot be cut back, as assisted generation would have to
     _no_split_modules = ['Layer']
     accepts_loss_kwargs = False
+    # Thresholds of float32 scores.
+    _keep_in_fp32_modules_strict = {'thresholds_R', 'expert_thresholds_XE'}
 
     def __init__(self, config):
         super().__init__(config)
