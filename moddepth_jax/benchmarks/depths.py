@@ -5,7 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 
-from moddepth_jax.benchmarks.models import TITLES, check_variants, make_model
+from moddepth_jax.benchmarks.models import LOOPED, TITLES, check_variants, make_model
 from moddepth_jax.benchmarks.steps import compare_steps, steps_table, with_model
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.hparams.checks import one_of
@@ -13,7 +13,7 @@ from moddepth_jax.training.summary import versions
 from moddepth_jax.training.tables import pivot
 
 REMAT = ('block', 'elementwise', 'none')
-LOOPED_VARIANTS = ('looped', 'mor', 'mor_first')
+TRAINED = tuple(name for name in LOOPED if name != 'exits')  # only decoding has exits
 
 
 def compare_depths(models: dict[str, Hparams], depths, unrolled_up_to: int, repeats: int) -> dict:
@@ -70,7 +70,7 @@ def depth_tables(result: dict, shape: str) -> list:
 
 def loops(
     *,
-    variants: list[str] = LOOPED_VARIANTS,
+    variants: list[str] = TRAINED,
     size: str = '2x64',
     counts: list[int] = (2, 3, 6),
     length: int = 256,
@@ -91,7 +91,7 @@ def loops(
       repeats: timed rounds.
     """
     for variant in variants:
-        one_of('--variants', variant, LOOPED_VARIANTS)
+        one_of('--variants', variant, TRAINED)
     jax.config.update('jax_enable_compilation_cache', False)
     found = []
     for variant, count in itertools.product(variants, counts):

@@ -33,7 +33,7 @@ DECODE_SHAPES = {
 _BATCHES = {'124m': (2048, 16), '700m': (4096, 4)}
 _MAIN_CHECKS = ('group_of_8', 'group_of_2', 'three')  # of each implementation
 # Expected seconds of a training step case: compilation, and the measurements of `auto`.
-_STEPS = {'dense': 60.0, 'moda': 85.0, 'mod': 60.0, 'both': 110.0}
+_STEPS = {'dense': 60.0, 'moda': 85.0, 'mod': 60.0, 'mod_moda': 110.0}
 _MAIN_STEPS = tuple(f'step/124m/{model}' for model in _STEPS)
 # Cases of a rehearsal on a CPU, where kernels are interpreted: some of each kind.
 _TOYS = ('machine/*', 'right/mosaic_gpu/depth_alone')

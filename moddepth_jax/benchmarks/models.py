@@ -5,11 +5,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from configs import dense_isoflop, mod_isoflop, moda_700m, mode_integrated, moe, mor
+from configs import dense_isoflop, moda_700m, mode_integrated, moe, mor
 from moddepth_jax.hparams import Hparams, from_config
 from moddepth_jax.hparams.checks import did_you_mean
 from moddepth_jax.model.transformer import Transformer
-from moddepth_jax.studies.plan import STREAM_VARIANTS
+from moddepth_jax.studies.plan import STREAM_VARIANTS, VARIANTS
 
 Dtype = Literal['float32', 'bfloat16']
 # Name of each variant in tables: variants of this module, and depth streams of the studies.
@@ -18,7 +18,6 @@ TITLES = {
     'dense': 'dense',
     'mod': 'MoD',
     'moda': 'MoDA',
-    'both': 'MoD and MoDA',
     'looped': 'looped',
     'exits': 'looped, exits',
     'mor': 'MoR',
@@ -71,7 +70,7 @@ def make_model(
 ) -> Hparams:
     """Return the Hparams of a variant.
 
-    Depth streams have the knobs of the studies. mod, both and staged route an eighth of the tokens
+    Variants of the studies have their knobs: mod, staged and mod_moda route an eighth of the tokens
     through every other block. moe, staged and integrated have the experts of configs/moe.py instead
     of the mlp. looped, exits, mor and mor_first run all blocks `loops` times; mor and mor_first
     have the routing of configs/mor.py, and mor_first reads the keys of the first loop.
@@ -81,17 +80,14 @@ def make_model(
       size: LAYERSxWIDTH, or a key of NAMED_SIZES.
       length: sequence length.
       batch: rows of a batch.
-      router: of mod, both and staged; None: learned.
+      router: of mod, staged and mod_moda; None: learned.
       loops: of looped variants.
       **knobs: of `config.model`; None keeps the value of the size.
     """
     config = _dense_config(size)
-    if variant in STREAM_VARIANTS:
-        config.update_from_flattened_dict(STREAM_VARIANTS[variant].changes)
-    if variant == 'both':
-        config.model.depth.stream = 'moda'
-    if variant in ('mod', 'both', 'staged'):
-        config.model.routing = mod_isoflop.get_config().model.routing
+    if variant in VARIANTS:
+        config.update_from_flattened_dict(VARIANTS[variant].changes)
+    if config.model.routing.router != 'none':
         config.model.routing.router = router or config.model.routing.router
     if variant in LOOPED:
         config.model.looped_layers, config.model.loops = 'all', loops
@@ -99,7 +95,7 @@ def make_model(
         config.model.routing = mor.get_config(f'loops={loops}').model.routing
     if variant == 'mor_first':
         config.model.routing.loop_keys, config.model.routing.overflow = 'first', 'grow'
-    if variant in ('moe', 'staged', 'integrated'):
+    if config.model.experts.choice != 'none':
         moe.apply_experts(config)
     if variant == 'integrated':
         mode_integrated.apply_noop(config)

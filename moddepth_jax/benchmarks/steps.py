@@ -158,7 +158,7 @@ def step(
 
     Args:
       size: LAYERSxWIDTH, 124m or 700m.
-      variants: models, dense first: dense, mod, moda, both, moe, mode (staged and integrated),
+      variants: models, dense first: dense, mod, moda, mod_moda, moe, mode (staged and integrated),
         staged, integrated, or a depth stream by its name in the studies, such as attnres.
       lengths: sequence lengths. Default: 512,2048; of a named size, lengths that fit one GPU.
       tokens: tokens of a batch. Default: 4096; of a named size, as many as fit one GPU.

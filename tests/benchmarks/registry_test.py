@@ -103,9 +103,9 @@ def test_a_looped_model_needs_only_the_memory_of_its_activations_and_one_program
 def test_step(tmp_path):
     """All models are compared with the dense one; `mode` stands for both forms of MoDE."""
     flags = ['--size=2x64', '--lengths=32', '--tokens=64', '--repeats=1', '--dtype=bfloat16']
-    (result,), *_ = bench(tmp_path, 'step', *flags, '--variants=dense,mod,both,moe,mode,mhc')
+    (result,), *_ = bench(tmp_path, 'step', *flags, '--variants=dense,mod,mod_moda,moe,mode,mhc')
     rows = {row['model']: row for row in result['rows']}
-    assert list(rows) == ['dense', 'mod', 'both', 'moe', 'staged', 'integrated', 'mhc']
+    assert list(rows) == ['dense', 'mod', 'mod_moda', 'moe', 'staged', 'integrated', 'mhc']
     assert (result['batch'], result['size']) == (2, '2x64')
     assert all(row['realised_saving'] > 0 for row in rows.values())
 
