@@ -22,7 +22,6 @@ from moddepth_jax.model.routing import (
     mask_tokens,
     pad_tokens,
     run_on_rows,
-    scatter_add_tokens,
     scatter_tokens,
     select_first,
     select_highest,
@@ -118,25 +117,15 @@ class Loop(NamedTuple):
             logits_BT = jnp.full_like(scores_BT, CERTAIN)
         return scores_BT, jnp.where(real_BT, logits_BT, -CERTAIN), Update(gates_BT)
 
-    def change(self, x_BTD, y_BTD, update: Update):
-        """Return what is added to the tokens x, given the output y of the looped blocks.
-
-        Under token choice, return the new x: x + (new - x) would be rounded at the size of x.
-        """
+    def new_x(self, x_BTD, y_BTD, update: Update):
+        """Return x after the loop for tokens that it processes, given the output y."""
         gates_BT1 = update.gates_BT[..., None]
-        if update.last_BT is not None:
+        if update.last_BT is not None:  # x + (new - x) would be rounded at the size of x
             first_BTD = jnp.where(update.last_BT[..., None], update.first_BTD, 0)
             return (gates_BT1 * y_BTD + first_BTD).astype(x_BTD.dtype)
         if self.hparams.model.routing.loop_update == 'change':
             y_BTD = y_BTD - x_BTD
-        return (gates_BT1 * y_BTD).astype(x_BTD.dtype)
-
-    def new_x(self, x_BTD, y_BTD, update: Update, selected_BT1=True):
-        """Return x after the loop, given the output y of the looped blocks for the selected."""
-        change_BTD = self.change(x_BTD, y_BTD, update)
-        if update.last_BT is not None:
-            return jnp.where(selected_BT1, change_BTD, x_BTD)
-        return x_BTD + jnp.where(selected_BT1, change_BTD, 0)
+        return x_BTD + (gates_BT1 * y_BTD).astype(x_BTD.dtype)
 
     def run(self, blocks, router, args: RoutingArgs, x_BTD, tokens: TokenInfo, sizes, choice=None):
         """Run the loop on whole rows.
@@ -174,9 +163,8 @@ class Loop(NamedTuple):
                 lambda side: gather_tokens(side, indices_BC), (x_BTD, update, tokens)
             )
             y_BCD, aux = blocks(x_BCD, tokens_BC)
-            change_BCD = self.change(x_BCD, y_BCD, picked_update)
-            put = scatter_add_tokens if choice is None else scatter_tokens
-            return put(x_BTD, indices_BC, change_BCD), aux
+            new_BCD = self.new_x(x_BCD, y_BCD, picked_update)
+            return scatter_tokens(x_BTD, indices_BC, new_BCD), aux
 
         if self.makes_keys:  # for all tokens
             sizes = ()
@@ -440,7 +428,8 @@ def _extend_selected(loop, blocks, rows, selected_BT, caches):
     def run(sides, rows_C):
         selected_CT, (x_CTD, picked_update, inputs) = sides
         y_CTD, keys = blocks(x_CTD, *inputs, rows_C)
-        return loop.new_x(x_CTD, y_CTD, picked_update, selected_CT[..., None]), keys
+        new_CTD = loop.new_x(x_CTD, y_CTD, picked_update)
+        return jnp.where(selected_CT[..., None], new_CTD, x_CTD), keys
 
     def skip(sides):
         return sides[1][0], nothing
