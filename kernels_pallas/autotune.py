@@ -47,7 +47,7 @@ def fastest(candidates, shapes, device) -> tuple:
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     name = f'{re.sub(r"[^0-9A-Za-z_]+", "_", device.kind)}-{digest}.json'
     if name not in _known:
-        path = cache_folder() / 'attention' / name
+        path = (cache_folder() or pathlib.Path(os.devnull)) / 'attention' / name
         try:
             with _exclusive(path):
                 kept = _read(path, key)
@@ -110,10 +110,10 @@ def _versions():
     return found
 
 
-def cache_folder() -> pathlib.Path:
-    """Return this project's folder under XDG_CACHE_HOME, or under ~/.cache."""
+def cache_folder() -> pathlib.Path | None:
+    """Return this project's folder under XDG_CACHE_HOME or ~/.cache; None for a relative path."""
     cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
-    return pathlib.Path(cache, 'moddepth_jax')
+    return pathlib.Path(cache, 'moddepth_jax') if os.path.isabs(cache) else None
 
 
 def _read(path, key):
@@ -210,7 +210,8 @@ def run_trial(parts, shapes, device, limit: float) -> dict:
 def _environment(device):
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get('PYTHONPATH')])]
     # One child compiles the reference and XLA's form, and the others read them.
-    default = {'JAX_COMPILATION_CACHE_DIR': str(cache_folder() / 'xla')}
+    folder = cache_folder()
+    default = {'JAX_COMPILATION_CACHE_DIR': str(folder / 'xla')} if folder else {}
     child = {
         'PYTHONPATH': os.pathsep.join(paths),
         'JAX_PLATFORMS': 'cuda,cpu' if device.platform == 'gpu' else 'cpu',

@@ -219,13 +219,18 @@ def test_a_damaged_file_is_measured_again(machine, damage):
     assert [p.suffix for p in path.parent.iterdir() if p != path] == ['.lock']
 
 
-def test_a_directory_that_cannot_be_written_costs_one_warning(machine):
-    """The measured result is used."""
-    machine.cache.write_text('a file, where a directory would be')
+@pytest.mark.parametrize('relative', [False, True])
+def test_a_directory_that_cannot_be_written_costs_one_warning(machine, relative, monkeypatch):
+    """The measured result is used. A relative XDG_CACHE_HOME is no directory of the user."""
+    if relative:
+        monkeypatch.chdir(machine.cache.parent)
+        monkeypatch.setenv('XDG_CACHE_HOME', machine.cache.name)
+    else:
+        machine.cache.write_text('a file, where a directory would be')
     parts, lines, started = machine()
     assert parts == Parts('cudnn', 'mosaic_gpu') and started
     assert sum('each start will measure again' in line for line in lines) == 1
-    assert machine()[2]
+    assert machine()[2] and not machine.cache.is_dir()
 
 
 def test_a_machine_that_cannot_start_a_child_runs_what_is_proven(machine, monkeypatch):
