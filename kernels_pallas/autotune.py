@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 from absl import logging
 
@@ -33,16 +34,48 @@ class UnavailableError(RuntimeError):
     """No child process can use the device; the candidates are not at fault."""
 
 
-_known = {}  # by file name: (results or the reason why there are none, whether they are new)
+_known = {}  # Measured by file name
 _spent = 0.0  # seconds
 
 
-def fastest(candidates, shapes, device) -> tuple:
-    """Return the fastest of the candidates (`backends.Parts`), from the file or measured now.
+class Measured(NamedTuple):
+    """What is known of the candidates of one key."""
 
-    Returns:
-      (candidate, text for the log, {name: reason} of those that fail, whether to warn).
-    """
+    results: dict  # by label, as of `run_trial`; {} if nothing can be measured
+    problem: str = ''  # why nothing can be measured
+    new: bool = True  # measured by this process, not read from the file
+
+
+class Choice(NamedTuple):
+    """The candidate to use."""
+
+    parts: tuple  # backends.Parts
+    how: str  # text for the log
+    failed: dict[str, str]  # reasons, by label of the candidate
+    warn: bool  # log it as a warning
+
+
+def fastest(candidates, shapes, device) -> Choice:
+    """Choose the fastest of the candidates (`backends.Parts`), from the file or measured now."""
+    default, measured = candidates[0], _measured(candidates, shapes, device)
+    if measured.problem:
+        return Choice(default, f'not measured: {measured.problem}', {}, True)
+    by_label = {parts.label(shapes): parts for parts in candidates + _without_first(candidates)}
+    results = {name: r for name, r in measured.results.items() if name in by_label}
+    failed = {name: r['failed'] for name, r in results.items() if 'failed' in r}
+    right = {name: r['milliseconds'] for name, r in results.items() if name not in failed}
+    if right:
+        ranked = sorted(right, key=right.get)
+        times = ', '.join(f'{name} {right[name]:.3g} ms' for name in ranked)
+        return Choice(by_label[ranked[0]], f'the fastest of {times}', failed, measured.new)
+    # The default candidate, with XLA for the sequence if it is known to be wrong.
+    if failed.get(default.label(shapes)) not in (None, OUT_OF_MEMORY):
+        default = default._replace(sequence='xla')
+    return Choice(default, 'as no candidate was right', failed, True)
+
+
+def _measured(candidates, shapes, device) -> Measured:
+    """Return what this process knows, or the results in the file, or those measured now."""
     key = key_of(shapes, device)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     name = f'{re.sub(r"[^0-9A-Za-z_]+", "_", device.kind)}-{digest}.json'
@@ -52,26 +85,11 @@ def fastest(candidates, shapes, device) -> tuple:
             with _exclusive(path):
                 kept = _read(path, key)
                 found = kept or _measure(path, key, candidates, shapes, device)
-            _known[name] = found, kept is None
+            _known[name] = Measured(found, new=kept is None)
         except UnavailableError as error:
             logging.warning('depth_attention: nothing can be measured: %s', error)
-            _known[name] = str(error), True
-    results, new = _known[name]
-    if isinstance(results, str):
-        return candidates[0], f'not measured: {results}', {}, True
-    _known[name] = results, False
-    by_label = {p.label(shapes): p for p in candidates + _without_first(candidates)}
-    results = {name: result for name, result in results.items() if name in by_label}
-    failed = {name: r['failed'] for name, r in results.items() if 'failed' in r}
-    right = {name: r['milliseconds'] for name, r in results.items() if name not in failed}
-    if right:
-        ranked = sorted(right, key=right.get)
-        times = ', '.join(f'{name} {right[name]:.3g} ms' for name in ranked)
-        return by_label[ranked[0]], f'the fastest of {times}', failed, new
-    # The default candidate, with XLA for the sequence if it is known to be wrong.
-    broken = failed.get(candidates[0].label(shapes)) not in (None, OUT_OF_MEMORY)
-    parts = candidates[0]._replace(sequence='xla') if broken else candidates[0]
-    return parts, 'as no candidate was right', failed, True
+            _known[name] = Measured({}, str(error))
+    return _known[name]
 
 
 def _without_first(candidates):
