@@ -40,8 +40,7 @@ def skip_parts(params: dict, kept_L2, *, model: ModelHparams) -> dict:
         parts = names[-3:-1] == ['attention', 'out'], 'mlp' in names and names[-2] == 'w2'
         if not any(parts):
             return leaf
-        layers = numbers[int(run.removeprefix('run_'))][:, int(layer.removeprefix('layer_'))]
-        kept = kept_L2[layers, parts.index(True)].reshape(-1, *(1,) * (leaf.ndim - 1))
+        kept = kept_L2[numbers[run, layer], parts.index(True)].reshape(-1, *(1,) * (leaf.ndim - 1))
         return jnp.where(kept, leaf, 0)
 
     return params | {'stack': jax.tree_util.tree_map_with_path(skip, params['stack'])}

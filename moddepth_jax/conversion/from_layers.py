@@ -50,17 +50,14 @@ def take_layers(source: Hparams, params: dict, target: Hparams, how: str) -> dic
     on_host = jax.tree.map(np.asarray, params['stack'])
     layers = [layer for _, layer in unstack_layers(Stack(source.model, 'top_c'), on_host)]
     stack, blocks, runs = Stack(result.model, 'top_c'), [], {}
-    each = zip(layers_of_block, _places(result.model), stack.stored_kinds, strict=True)
+    each = zip(layers_of_block, _places(result.model), stack.stored.kinds, strict=True)
     for some, places, kind in each:
         block = jax.tree.map(_mean, *(layers[n] for n in some))
         visits = places if how in HOW else some * len(places)
         blocks.append(_with_norms(block, kind, [layers[n] for n in visits]))
-    for i, numbers in enumerate(stack.layer_numbers):
-        of_run = [[blocks[n] for n in of_place] for of_place in numbers.T]
-        runs[f'run_{i}'] = {
-            f'layer_{j}': jax.tree.map(lambda *leaves: np.stack(leaves), *repeats)
-            for j, repeats in enumerate(of_run)
-        }
+    for (run, layer), numbers in stack.layer_numbers.items():
+        repeats = [blocks[n] for n in numbers]
+        runs.setdefault(run, {})[layer] = jax.tree.map(lambda *x: np.stack(x), *repeats)
     params = params | {'stack': runs}
     if result.model.loop_embeddings != 'none':
         shape = (result.model.loops, result.model.d_model)
@@ -122,7 +119,7 @@ def _check_kinds(source, result, layers_of_block, how):
     if source.experts.choice != 'none' and how == 'average':
         right = 'must pick layers: experts of different layers cannot be averaged'
         _refuse(how, right)
-    given, wanted = layer_kinds(source), Stack(result, 'top_c').stored_kinds
+    given, wanted = layer_kinds(source), Stack(result, 'top_c').stored.kinds
     for block, layers in enumerate(layers_of_block):
         for layer in layers:
             pairs = zip(wanted[block]._asdict().items(), given[layer], strict=True)

@@ -15,11 +15,11 @@ from moddepth_jax.conversion.tensor_files import TensorFiles, write_tensors
 from moddepth_jax.conversion.transfer_params import (
     abstract_params,
     in_layer,
-    layer_numbers,
     with_new_adapters,
 )
 from moddepth_jax.data.directory import short_repr
 from moddepth_jax.hparams import Hparams, ModelHparams
+from moddepth_jax.model.stack import Stack
 
 HEAD, TABLE = 'lm_head.weight', 'model.embed_tokens.weight'
 _TOP = {  # leaves outside of the layers
@@ -62,17 +62,17 @@ def all_tensors(model: ModelHparams, params: dict, modules: dict[str, str]) -> l
     `params` may be abstract. `modules` is {our name of a module in a layer, such as mlp.w1: the
     name in the checkpoint} where they differ.
     """
-    numbers, tensors = layer_numbers(model), []
+    numbers, tensors = Stack(model, 'top_c').layer_numbers, []
     for keys, leaf in sorted(traverse_util.flatten_dict(params).items()):
         if keys[0] != 'stack':
             tensors.append(_tensor(keys, leaf.shape)._replace(name=_TOP[keys], path=keys))
             continue
-        run, index, name = in_layer(keys)
+        place, name = in_layer(keys)
         tensor = _tensor(name, leaf.shape[1:])
         module, dot, kind = tensor.name.rpartition('.')
         of_layer = modules.get(module, module) + dot + kind
-        for repeat in range(leaf.shape[0]):
-            name = f'layers.{numbers[run, repeat, index]}.{of_layer}'
+        for repeat, number in enumerate(numbers[place]):
+            name = f'layers.{number}.{of_layer}'
             tensors.append(tensor._replace(name=name, path=keys, repeat=repeat))
     return tensors
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from moddepth_jax.conversion.transfer_params import in_layer, layer_numbers
+from moddepth_jax.conversion.transfer_params import in_layer
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.attention import model_segment_ids
@@ -175,15 +175,15 @@ def fit_slots(params: dict, target: ModelHparams, moments: list[LayerMoments], s
 
 def _replace(params, target, changes):
     """Apply `changes`, {name of a leaf in a layer: function (leaf, layer)}, to parameters."""
-    numbers = layer_numbers(target)
+    numbers = Stack(target, 'top_c').layer_numbers
 
     def replace(keys, leaf):
         if keys[0] != 'stack':
             return leaf
-        i, j, name = in_layer(keys)
+        place, name = in_layer(keys)
         if (change := changes.get(name)) is None:
             return leaf
-        new = [change(leaf[repeat], numbers[i, repeat, j]) for repeat in range(len(leaf))]
+        new = [change(*pair) for pair in zip(leaf, numbers[place], strict=True)]
         return jnp.asarray(np.stack(new), leaf.dtype)
 
     return traverse_util.path_aware_map(replace, params)

@@ -85,20 +85,14 @@ def abstract_params(hparams: Hparams):
     return abstract_variables(hparams)['params']
 
 
-def layer_numbers(model: ModelHparams) -> dict[tuple[int, int, int], int]:
-    """Return {(run, repeat, index in the group): number of the layer}."""
-    numbers = enumerate(Stack(model, 'top_c').layer_numbers)
-    return {(i, *place): int(n) for i, run in numbers for place, n in np.ndenumerate(run)}
-
-
-def in_layer(keys: tuple) -> tuple[int, int, tuple]:
-    """Return (run, index in the group, name in the layer) of a leaf of the stack.
+def in_layer(keys: tuple) -> tuple[tuple[str, str], tuple]:
+    """Return (run, layer) and the name in the layer of a leaf of the stack.
 
     The name is without 'block', the additional level of routed blocks.
     """
-    run, index, *name = keys[1:]
+    run, layer, *name = keys[1:]
     name = name[1:] if name[0] == 'block' else name
-    return int(run.removeprefix('run_')), int(index.removeprefix('layer_')), tuple(name)
+    return (run, layer), tuple(name)
 
 
 def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tuple[dict, list[str]]:
@@ -107,16 +101,18 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
     `check_convertible` must accept the models, and the source has no adapters, or the target has
     the same. Also returns the names of new leaves, such as stack.run_1.layer_0.router.w.
     """
-    numbers, found = layer_numbers(source), {}
+    numbers, found = Stack(source, 'top_c').layer_numbers, {}
     for keys, leaf in traverse_util.flatten_dict(params).items():
         leaf = np.asarray(leaf)  # on the host, so that no program compiles
         if keys[0] != 'stack':
             found[keys] = leaf
             continue
-        i, j, name = in_layer(keys)
-        for repeat in range(len(leaf)):
-            found[numbers[i, repeat, j], name] = leaf[repeat]
-    numbers, runs = layer_numbers(target.model), Stack(target.model, 'top_c').stored_runs
+        place, name = in_layer(keys)
+        for number, of_layer in zip(numbers[place], leaf, strict=True):
+            found[int(number), name] = of_layer
+    stack = Stack(target.model, 'top_c').stored
+    numbers = stack.layer_numbers
+    kinds = {(place.run, place.layer): place.kind for place, _ in stack.visits}
     new, fresh, routers = [], {}, {}
     if target.model.routing.routes_loops:
         key, length = jax.random.key(target.seed), target.data.sequence_length
@@ -132,19 +128,18 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
             return routers[keys[1:]]
         if keys[0] != 'stack':
             return jnp.asarray(found[keys])
-        i, j, name = in_layer(keys)
-        places = [(i, repeat, j) for repeat in range(wanted.shape[0])]
-        if (numbers[places[0]], name) in found:
-            return jnp.asarray(np.stack([found[numbers[place], name] for place in places]))
+        place, name = in_layer(keys)
+        of_leaf = [int(number) for number in numbers[place]]
+        if (of_leaf[0], name) in found:
+            return jnp.asarray(np.stack([found[number, name] for number in of_leaf]))
         new.append('.'.join(keys))
         if keys[-2:] == ('value_embedding', 'embedding'):  # 0 changes no value and gets gradients
             return jnp.zeros(wanted.shape, wanted.dtype)
-        for place in (place for place in places if place not in fresh):
+        for number in (number for number in of_leaf if number not in fresh):
             key = jax.random.fold_in(jax.random.key(target.seed), len(fresh))
-            number = np.int32(numbers[place])
-            made = _new_leaves(key, number, model=target.model, kind=runs[i].group[j])
-            fresh[place] = jax.tree.map(np.asarray, made)
-        return jnp.asarray(np.stack([fresh[place][keys[3:]] for place in places]))
+            made = _new_leaves(key, np.int32(number), model=target.model, kind=kinds[place])
+            fresh[number] = jax.tree.map(np.asarray, made)
+        return jnp.asarray(np.stack([fresh[number][keys[3:]] for number in of_leaf]))
 
     made = traverse_util.path_aware_map(leaf, wanted)
     if not keeps:

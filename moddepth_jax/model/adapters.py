@@ -42,8 +42,7 @@ def add_adapters(key, stack: dict, model: ModelHparams, layer_numbers) -> dict:
         chosen.update(found)
     for name in sorted(chosen):
         _, run, layer, *rest = name.split('/')
-        numbers = layer_numbers[int(run.removeprefix('run_'))]
-        numbers = numbers[:, int(layer.removeprefix('layer_'))]
+        numbers = layer_numbers[run, layer]
         stem, in_layer = name.removesuffix('kernel'), '/'.join(r for r in rest if r != 'block')
         sides = _sides(name, leaves[name])
         a, b = _new(key, leaves[name], sides, numbers, in_layer, adapters.rank)

@@ -43,12 +43,12 @@ def with_embeddings(stack: dict, params: dict) -> dict:
     return stack | {EMBEDDINGS: params[EMBEDDINGS]} if EMBEDDINGS in params else stack
 
 
-def visit_params(stack: dict, place, visit: Visit, kind, take=operator.getitem) -> dict:
+def visit_params(stack: dict, place, visit: Visit, take=operator.getitem) -> dict:
     """Return the parameters of a visit without its embedding; `take(leaf, index)` picks a row."""
 
     def pick(path, leaf):
         leaf = take(leaf, visit.row)
-        return take(leaf, visit.loop) if has_loops(path, kind) else leaf
+        return take(leaf, visit.loop) if has_loops(path, place.kind) else leaf
 
     stored = stack.get(place.run, {}).get(place.layer, {})
     return jax.tree_util.tree_map_with_path(pick, stored)
@@ -61,7 +61,7 @@ def visit_embedding(stack: dict, visit: Visit) -> dict:
     return {EMBEDDING: jnp.where(visit.embedding >= 0, vector_D, 0)}
 
 
-def add_gradient(dstack: dict, place, visit: Visit, kind, dlayer: dict) -> dict:
+def add_gradient(dstack: dict, place, visit: Visit, dlayer: dict) -> dict:
     """Return the gradients of a stack's parameters, with those of one visit added."""
     dlayer = dict(dlayer)
     vector_D = dlayer.pop(EMBEDDING, None)
@@ -73,7 +73,8 @@ def add_gradient(dstack: dict, place, visit: Visit, kind, dlayer: dict) -> dict:
         return dstack
 
     def add(path, total, one):
-        return total.at[(visit.row, visit.loop) if has_loops(path, kind) else visit.row].add(one)
+        looped = has_loops(path, place.kind)
+        return total.at[(visit.row, visit.loop) if looped else visit.row].add(one)
 
     run = dstack[place.run]
     new = jax.tree_util.tree_map_with_path(add, run[place.layer], dlayer)

@@ -1,5 +1,7 @@
 """A stack of layers: runs of equal layers, their parameters, and the unrolled form."""
 
+import collections
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -27,7 +29,7 @@ from moddepth_jax.model.streams import LayerKind, layer_kinds, layer_order
 
 
 class Run(NamedTuple):
-    """A group of layer kinds that is repeated `repeats` times."""
+    """A group of layer kinds, or of Places, that is repeated `repeats` times."""
 
     group: tuple
     repeats: int
@@ -51,11 +53,11 @@ def find_runs(kinds) -> tuple[Run, ...]:
 
 
 class Place(NamedTuple):
-    """Where the parameters of a layer that runs are: row `visit.row` of params[run][layer]."""
+    """A stored layer: its kind, and where its parameters are: params[run][layer]."""
 
+    kind: LayerKind
     run: str
     layer: str
-    visit: Visit
 
 
 class Stack(NamedTuple):
@@ -77,86 +79,81 @@ class Stack(NamedTuple):
         return self.looped and has_exits(self.hparams, self.routing)
 
     @property
-    def stored_kinds(self) -> list[LayerKind]:
-        """The kinds of the stored layers, which have their own parameters."""
+    def stored(self) -> 'Stack':
+        """The stored layers, which have their own parameters, each run once."""
+        if self.layers is not None:
+            return self
         kinds = self.hparams.depth.stream_class.layer_kinds(self.hparams)
-        return kinds if self.layers is None else [kinds[i] for i in self.layers]
+        return self._replace(layers=range(len(kinds)))
 
     @property
     def kinds(self) -> list[LayerKind]:
         """The kinds of the layers that run, in order."""
-        return layer_kinds(self.hparams) if self.looped else self.stored_kinds
+        kinds = self.hparams.depth.stream_class.layer_kinds(self.hparams)
+        return [kinds[i] for i in self._order]
 
     @property
-    def stored_runs(self) -> tuple[Run, ...]:
-        """The stored layers in groups. Each leaf of their parameters has an axis of repeats."""
-        return find_runs(self.stored_kinds)
-
-    def section(self, params, layers: range):
-        """Return the Stack of stored layers that cover complete runs, and its parameters."""
-        part, first = self._replace(layers=layers), 0
-        while sum(len(run.group) * run.repeats for run in self.stored_runs[:first]) < layers.start:
-            first += 1
-        names = {f'run_{first + i}': f'run_{i}' for i in range(len(part.stored_runs))}
-        return part, {new: params[old] for old, new in names.items() if old in params}
+    def _order(self):
+        return layer_order(self.hparams) if self.layers is None else self.layers
 
     @property
-    def places(self) -> list[Place]:
-        """Where the parameters of each layer that runs are stored."""
+    def visits(self) -> list[tuple[Place, Visit]]:
+        """The Place of each layer that runs, in order, and its Visit there."""
         stored = [
-            Place(f'run_{i}', f'layer_{j}', Visit(row))
-            for i, run in enumerate(self.stored_runs)
+            (Place(kind, f'run_{i}', f'layer_{j}'), row)
+            for i, run in enumerate(find_runs(self.stored.kinds))
             for row in range(run.repeats)
-            for j in range(len(run.group))
+            for j, kind in enumerate(run.group)
         ]
         if not self.looped:
-            return stored
-        places, visits = [], dict.fromkeys(range(len(stored)), 0)
+            return [(place, Visit(row)) for place, row in stored]
+        visits, loops = [], collections.Counter()
         blocks = iter(self.hparams.block_order)
-        for layer in layer_order(self.hparams):
-            loop, place = visits[layer], stored[layer]
-            block = next(blocks) if self.stored_kinds[layer].part == 'block' else None
+        for layer in self._order:
+            (place, row), loop = stored[layer], loops[layer]
+            block = next(blocks) if place.kind.part == 'block' else None
             starts = block in self.hparams.blocks_that_start_loops
-            visit = place.visit._replace(loop=loop, embedding=loop if starts else -1)
-            places.append(place._replace(visit=visit))
-            visits[layer] += 1
-        return places
+            visits.append((place, Visit(row, loop, loop if starts else -1)))
+            loops[layer] += 1
+        return visits
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The layers that run, in groups. The repeats of a layer differ in their Visit."""
-        if not self.looped:
-            return self.stored_runs
-        of_one_leaf = [
-            (kind, place.run, place.layer)
-            for kind, place in zip(self.kinds, self.places, strict=True)
-        ]
-        runs = find_runs(of_one_leaf)
-        return tuple(Run(tuple(kind for kind, *_ in run.group), run.repeats) for run in runs)
+        """The layers that run, in groups of Places. The repeats of a Place differ in their Visit.
 
-    def places_of(self, i: int) -> list[list[Place]]:
-        """Return, for each layer in the group of run i, the Place of each repeat."""
-        sizes = [len(run.group) * run.repeats for run in self.runs[: i + 1]]
-        places = self.places[sum(sizes[:-1]) : sum(sizes)]
-        group = len(self.runs[i].group)
-        return [places[j::group] for j in range(group)]
+        Of stored layers, each leaf of the parameters has an axis of repeats.
+        """
+        return find_runs([place for place, _ in self.visits])
 
-    def counts(self, runs, i: int):
-        """Return the number of slots written before each repeat of runs[i], int32 [repeats]."""
-        *earlier, run = runs[: i + 1]
-        first = sum(kind.slots * run.repeats for run in earlier for kind in run.group)
-        return first + sum(kind.slots for kind in run.group) * jnp.arange(run.repeats)
+    def visits_of(self, i: int) -> list[Visit]:
+        """Return, for each layer in the group of run i, its Visits, int32 [repeats] each."""
+        *earlier, run = self.runs[: i + 1]
+        first, period = sum(len(run.group) * run.repeats for run in earlier), len(run.group)
+        visits = [visit for _, visit in self.visits[first:][: period * run.repeats]]
+        return [Visit(*np.array(visits[j::period], np.int32).T) for j in range(period)]
+
+    def section(self, params, layers: range):
+        """Return the Stack of stored layers that cover complete runs, and its parameters."""
+        part, (place, _) = self._replace(layers=layers), self.stored.visits[layers.start]
+        first = int(place.run.removeprefix('run_'))
+        names = {f'run_{first + i}': f'run_{i}' for i in range(len(part.runs))}
+        return part, {new: params[old] for old, new in names.items() if old in params}
+
+    def counts(self, i: int):
+        """Return the number of slots written before each repeat of run i, int32 [repeats]."""
+        *earlier, run = self.runs[: i + 1]
+        first = sum(place.kind.slots * run.repeats for run in earlier for place in run.group)
+        slots = sum(place.kind.slots for place in run.group)
+        return first + slots * jnp.arange(run.repeats)
 
     @property
-    def layer_numbers(self) -> list[np.ndarray]:
-        """The block numbers of each stored run, int32 [repeats, layers]; entry: -1, exit: -2."""
-        kinds, runs = self.stored_kinds, self.stored_runs
-        blocks = np.cumsum([kind.part == 'block' for kind in kinds]) - 1
-        ends = [{'entry': -1, 'exit': -2}.get(kind.part) for kind in kinds]
-        numbers = [end or block for end, block in zip(ends, blocks, strict=True)]
-        sizes = [run.repeats * len(run.group) for run in runs]
-        parts = np.split(np.array(numbers, np.int32), np.cumsum(sizes)[:-1])
-        return [part.reshape(run.repeats, -1) for part, run in zip(parts, runs, strict=True)]
+    def layer_numbers(self) -> dict[tuple[str, str], np.ndarray]:
+        """Block numbers of stored layers by (run, layer), int32 [repeats]; entry -1, exit -2."""
+        numbers, block = collections.defaultdict(list), itertools.count()
+        for place, _ in self.stored.visits:
+            end = {'entry': -1, 'exit': -2}.get(place.kind.part)
+            numbers[place.run, place.layer].append(end or next(block))
+        return {place: np.array(each, np.int32) for place, each in numbers.items()}
 
     def layer(self, kind: LayerKind, **options) -> Layer:
         """Return the module of a layer of that kind; `options` are those of a Linen module."""
@@ -176,11 +173,11 @@ def unstack_layers(stack: Stack, params):
 
     If `params` come from `with_embeddings`, a layer also gets the loop embedding that it adds.
     """
-    for kind, place in zip(stack.kinds, stack.places, strict=True):
-        layer, row = visit_params(params, place, place.visit, kind), place.visit.embedding
-        if EMBEDDINGS in params and row >= 0:
-            layer |= {EMBEDDING: params[EMBEDDINGS][row]}
-        yield kind, layer
+    for place, visit in stack.visits:
+        layer = visit_params(params, place, visit)
+        if EMBEDDINGS in params and visit.embedding >= 0:
+            layer |= {EMBEDDING: params[EMBEDDINGS][visit.embedding]}
+        yield place.kind, layer
 
 
 def stack_slots(written) -> DepthSlots | None:

@@ -18,7 +18,6 @@ from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.layer import LayerArgs, NewSlots
 from moddepth_jax.model.loop_params import (
     EMBEDDINGS,
-    Visit,
     add_gradient,
     visit_embedding,
     visit_params,
@@ -77,7 +76,7 @@ def run_with_keys(stack: Stack, params, tokens: TokenInfo, x_BTD, first):
         def body(x_BTD, inputs, run=run):
             of_repeat, reads = inputs
             keys = []
-            for j, kind in enumerate(run.group):
+            for j, (kind, *_) in enumerate(run.group):
 
                 def call(params, x_BTD, read, tokens, kind=kind):
                     read = None if first is None else FirstKeys(read, first[1])
@@ -189,13 +188,10 @@ def _params_of_run(stack, params, i):
     """
     if not stack.looped:
         return params.get(f'run_{i}', {}), lambda of_repeat, j: of_repeat.get(f'layer_{j}', {})
-    places, kinds = stack.places_of(i), stack.runs[i].group
-    visits = [
-        Visit(*np.array([place.visit for place in of_layer], np.int32).T) for of_layer in places
-    ]
+    places, visits = stack.runs[i].group, stack.visits_of(i)
 
     def pick(of_repeat, j):
-        layer = visit_params(params, places[j][0], of_repeat[j], kinds[j], _take)
+        layer = visit_params(params, places[j], of_repeat[j], _take)
         if EMBEDDINGS in params and any(visits[j].embedding >= 0):
             layer |= visit_embedding(params, of_repeat[j])
         return layer
@@ -218,7 +214,7 @@ def _run_layers(stack, params, args, tokens, x_BTD, embedded_BTD, call):
             x_BTD, slots, valid_LBT = carry
             own, args, count = inputs
             outputs = []
-            for j, kind in enumerate(run.group):
+            for j, (kind, *_) in enumerate(run.group):
                 layer_params = pick(own, j)
                 buffers = (slots, empty_sums(stack.hparams, slots))
                 rest = (layer_params, buffers, valid_LBT, count, args[j], tokens, embedded_BTD)
@@ -231,7 +227,7 @@ def _run_layers(stack, params, args, tokens, x_BTD, embedded_BTD, call):
                 count += kind.slots
             return (x_BTD, slots, valid_LBT), outputs
 
-        inputs = (own, args[i], stack.counts(runs, i))
+        inputs = (own, args[i], stack.counts(i))
         carry, outputs = jax.lax.scan(body, carry, inputs)
         records.append([record for record, _ in outputs])
         saved.append([residuals for _, residuals in outputs])
@@ -281,14 +277,14 @@ def _backward(stack, residuals, cotangents):
     carry, dparams = (dx_BTD, dslots, sums_of_loops, dembedded_BTD), {}
     for i, run in reversed(list(enumerate(runs))):
         own, pick = _params_of_run(stack, params, i)
-        places = stack.places_of(i) if looped else ()
 
-        def body(carry, inputs, run=run, pick=pick, places=places):
+        def body(carry, inputs, run=run, pick=pick):
             dx_BTD, dslots, sums_of_loops, dembedded_BTD = carry
             own, args, count, vjps, drecords = inputs
             dparams = {}
-            for j, kind in reversed(list(enumerate(run.group))):
-                before = count + sum(kind.slots for kind in run.group[:j])
+            for j, place in reversed(list(enumerate(run.group))):
+                kind = place.kind
+                before = count + sum(before.kind.slots for before in run.group[:j])
                 buffers = (slots, sums)
                 rest = (pick(own, j), buffers, valid_LBT, before, args[j], tokens, embedded_BTD)
                 leaves, structure = jax.tree.flatten(rest)
@@ -305,14 +301,14 @@ def _backward(stack, residuals, cotangents):
                 dlayer, (dslots, dsums), *_, of_layer_BTD = structure.unflatten(dleaves)
                 dembedded_BTD = jax.tree.map(jnp.add, dembedded_BTD, of_layer_BTD)
                 dslots = dslots if dsums is None else dsums
-                if places:
-                    sums_of_loops = add_gradient(sums_of_loops, places[j][0], own[j], kind, dlayer)
+                if looped:
+                    sums_of_loops = add_gradient(sums_of_loops, place, own[j], dlayer)
                 else:
                     dparams[f'layer_{j}'] = dlayer
             return (dx_BTD, dslots, sums_of_loops, dembedded_BTD), dparams
 
         drecords_of_run = [_select_leaves(record, True) for record in drecords[i]]
-        inputs = (own, args[i], stack.counts(runs, i), vjps[i], drecords_of_run)
+        inputs = (own, args[i], stack.counts(i), vjps[i], drecords_of_run)
         carry, dparams[f'run_{i}'] = jax.lax.scan(body, carry, inputs, reverse=True)
     # A layer without parameters has no entry in `params`, so it gets none here.
     if looped:

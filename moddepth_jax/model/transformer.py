@@ -219,24 +219,24 @@ def init_stack(key, hparams: ModelHparams, length: int):
     x_BTD = hparams.depth.stream_class.enter(hparams, x_BTD.astype(hparams.dtype))
     tokens = random_row_info(hparams, length)
     embedded_BTD = embedded_input(hparams, x_BTD)
-    stack, params = Stack(hparams, 'top_c'), {}
-    runs = stack.stored_runs
+    stack, params = Stack(hparams, 'top_c').stored, {}
     carry = (x_BTD, *empty_slots(hparams, x_BTD))
-    for i, (run, numbers) in enumerate(zip(runs, stack.layer_numbers, strict=True)):
+    for i, run in enumerate(stack.runs):
 
-        def init_repeat(carry, inputs, kinds=run.group):
+        def init_repeat(carry, inputs, places=run.group):
             numbers, count = inputs
             made = {}
-            for j, kind in enumerate(kinds):
-                number = numbers[j]
+            for place, number in zip(places, numbers, strict=True):
+                kind = place.kind
                 key_of_layer = jax.random.fold_in(key, number)
-                made[f'layer_{j}'], carry = init_layer(
+                made[place.layer], carry = init_layer(
                     key_of_layer, number, stack, kind, carry, count, tokens, embedded_BTD
                 )
                 count += kind.slots
             return carry, {name: layer for name, layer in made.items() if layer}
 
-        carry, made = jax.lax.scan(init_repeat, carry, (numbers, stack.counts(runs, i)))
+        numbers = [stack.layer_numbers[place.run, place.layer] for place in run.group]
+        carry, made = jax.lax.scan(init_repeat, carry, (numbers, stack.counts(i)))
         if made:  # entry and exit may have no parameters
             params[f'run_{i}'] = made
     return add_adapters(key, params, hparams, stack.layer_numbers)

@@ -152,10 +152,9 @@ def test_layer_numbers_decide_the_draw(tiny_config):
         init = jax.jit(Transformer(hparams).init)
         params = init(jax.random.key(0), np.zeros((1, 8), int))['params']
         stack, layers = Stack(hparams.model, 'top_c'), {}
-        for i, numbers in enumerate(stack.layer_numbers):
-            for (row, j), number in np.ndenumerate(numbers):
-                leaf = params['stack'][f'run_{i}'][f'layer_{j}']['mlp']['w1']['adapter']['a']
-                layers[int(number)] = leaf[row]
+        for (run, layer), numbers in stack.layer_numbers.items():
+            leaf = params['stack'][run][layer]['mlp']['w1']['adapter']['a']
+            layers |= zip(numbers.tolist(), leaf, strict=True)
         drawn.append(layers)
     assert drawn[0].keys() == drawn[1].keys() == set(range(4))
     for number, leaf in drawn[0].items():

@@ -201,7 +201,8 @@ def parameters_of(hparams, name, connection, leaves):
         if top != 'stack':
             return plain('/'.join([top, *keys]), '', ENDS, leaf.shape)
         run, group, *name = keys
-        layers = [i - first for i, p in enumerate(stack.places) if (p.run, p.layer) == (run, group)]
+        places = [(place.run, place.layer) for place, _ in stack.visits]
+        layers = [i - first for i, place in enumerate(places) if place == (run, group)]
         return jnp.stack([leaf_of(layer, '/'.join(name), leaf.shape[1:]) for layer in layers])
 
     model, tokens_BT = Transformer(hparams), np.zeros((2, 7), np.int32)

@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from moddepth_jax.conversion.transfer_params import in_layer, layer_numbers
+from moddepth_jax.conversion.transfer_params import in_layer
 from moddepth_jax.hparams import from_config
+from moddepth_jax.model.stack import Stack
 from moddepth_jax.model.transformer import Transformer
 from tests.model import cases
 
@@ -121,15 +122,15 @@ PAIRS = {
 
 def by_layer(hparams, params):
     """Return each parameter by its layer's number and its name there; (None, path) outside."""
-    numbers, found = layer_numbers(hparams.model), {}
+    numbers, found = Stack(hparams.model, 'top_c').layer_numbers, {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         keys = tuple(key.key for key in path)
         if keys[0] != 'stack':
             found[None, keys] = np.asarray(leaf)
             continue
-        i, j, name = in_layer(keys)
-        for repeat, one in enumerate(np.asarray(leaf)):
-            found[numbers[i, repeat, j], name] = one
+        place, name = in_layer(keys)
+        for number, one in zip(numbers[place], np.asarray(leaf), strict=True):
+            found[int(number), name] = one
     return found
 
 

@@ -68,15 +68,15 @@ def untied(hparams):
 def copied(looped, deep, params):
     """Return the parameters of the deeper model, where each block that runs has its own copy."""
     shapes = jax.eval_shape(Transformer(deep).init, jax.random.key(0), SMALL_BT)['params']
-    sources, places = (Stack(hparams.model, 'top_c').places for hparams in (looped, deep))
+    sources, places = (Stack(hparams.model, 'top_c').visits for hparams in (looped, deep))
     stack = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, 'float64'), shapes['stack'])
-    for place, source in zip(places, sources, strict=True):
+    for (place, at), (source, tied_at) in zip(places, sources, strict=True):
         if place.layer not in stack.get(place.run, {}):
             continue  # an entry without parameters
         own, tied = stack[place.run][place.layer], params['stack'][source.run][source.layer]
         for name, side in own.items():  # the last MoDA layer writes no slots without loops
             own[name] = jax.tree.map(
-                lambda a, b, to=place.visit.row, at=source.visit.row: a.at[to].set(b[at]),
+                lambda a, b, to=at.row, at=tied_at.row: a.at[to].set(b[at]),
                 side,
                 tied[name],
             )

@@ -75,12 +75,12 @@ def test_all_tokens_through_all_loops_are_the_looped_model(tiny_config):
 def restacked(source, target, params):
     """Return the parameters of one model in the runs of another, without routers."""
     shapes = jax.eval_shape(Transformer(target).init, jax.random.key(0), SMALL_BT)['params']
-    sources, places = (Stack(hparams.model, 'top_c').places for hparams in (source, target))
+    sources, places = (Stack(hparams.model, 'top_c').visits for hparams in (source, target))
     stack = jax.tree.map(lambda leaf: np.zeros(leaf.shape), shapes['stack'])
-    for place, other in zip(places, sources, strict=True):
+    for (place, to), (other, at) in zip(places, sources, strict=True):
         own, given = stack[place.run][place.layer], params['stack'][other.run][other.layer]
         for side, leaf in zip(jax.tree.leaves(own), jax.tree.leaves(given), strict=True):
-            side[place.visit.row] = leaf[other.visit.row]
+            side[to.row] = leaf[at.row]
     return {name: leaf for name, leaf in params.items() if name != 'loop_routers'} | {
         'stack': stack
     }
