@@ -29,6 +29,8 @@ SAMPLE_SECONDS = 0.02  # of a sample: several calls, so that clock and launch ov
 DOCUMENTS = 8  # in a row of packed documents
 # The parent process holds most of a GPU's memory, and may leave only a tenth.
 TIMED_BYTES = 4 << 30
+# Compiler options for programs that are only compared: XLA would time many forms of each product.
+UNTUNED = {'xla_gpu_autotune_level': 0}
 # Calls that read few bytes take turns with copies of these: several times the L2 cache of a GPU,
 # because in a model each layer reads its own.
 COLD_BYTES, COPIES = 256 << 20, 64
@@ -166,7 +168,7 @@ def check(parts: Parts, shapes: Shapes) -> str | None:
         # Rounded to the candidate's dtype first, so that all forms have the same inputs.
         given = {n: jnp.asarray(x, shapes.dtypes[0]).astype(dtype) for n, x in arrays.items()}
         cotangents = given.pop('do'), jnp.asarray(dlse, 'float32') if shapes.lse else None
-        run = jax.jit(program(implementation, shapes))
+        run = jax.jit(program(implementation, shapes), compiler_options=UNTUNED)
         for _ in range(times):
             sums = make_sums(shapes, START, sums_dtype)
             found, sums = run(given, cotangents, sums, masks, num_slots)

@@ -3,8 +3,6 @@
 Each implementation is first compared with the reference and is timed only if it is correct.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +19,7 @@ from moddepth_jax.benchmarks.attention_forms import (
     chosen,
     forms,
     lower,
+    make_sums,
 )
 from moddepth_jax.benchmarks.timing import time_interleaved, try_run
 from moddepth_jax.benchmarks.worker import SkippedError, WrongError
@@ -80,16 +79,31 @@ def _compile_and_check(form, case, inputs, expected):
         return None, f'not checked, so not timed; the reference failed: {why}'
     kept_T = jnp.zeros(case.length, bool).at[chosen_C].set(True)
     masked = inputs._replace(do_BTNH=jnp.where(kept_T[:, None, None], inputs.do_BTNH, 0))
-    results, why = try_run(run, masked)
+    results, why = try_run(run, masked, make_sums(form.direction, masked))
     why = why or attention_check.find_wrong(results, values, chosen_C)
     return (None, why) if why else ((run, _backends(form, case, calls)), None)
+
+
+def _repeatable(form, run, inputs):
+    """A function without arguments that runs a form, each time with the sums of the last call."""
+    sums = make_sums(form.direction, inputs)
+
+    def call():
+        nonlocal sums
+        results = run(inputs, sums)
+        if sums is None:
+            return results
+        sums = results[4:6]
+        return results[0]  # the next call overwrites the sums
+
+    return call
 
 
 def _time(programs, inputs, seconds):
     """(seconds of each form by round, reasons of failed forms, number of rounds in `seconds`)."""
     once, failed = {}, {}
     for form, run in programs.items():
-        once[form] = functools.partial(run, inputs)
+        once[form] = _repeatable(form, run, inputs)
         if why := try_run(once[form])[1]:
             failed[form] = why
             del once[form]
@@ -109,13 +123,13 @@ def _row(form, seconds, run, backends, case, baseline):
     if form.over == ALONE:  # the bandwidth of the backward pass excludes the forward pass
         before = 0 if forward else seconds.get(form._replace(direction='forward'), np.inf)
         median = float(np.median(values - before))
-        amount = attention_cases.depth_bytes(case, backward=not forward)
+        amount = attention_cases.depth_bytes(case, backward=not forward, alone=True)
         return row | ({'bytes_per_second': amount / median} if median > 0 else {})
     slots = 0 if form.over == PLAIN else case.visible
     computed = case._replace(documents=0) if form.implementation in RIVALS else case
     flops = attention_cases.flops(computed, slots, backward=not forward)
     row['flops_per_second'] = flops / row['seconds']
-    against = Form(baseline, PLAIN, form.direction)
+    against = Form(baseline, PLAIN, 'forward' if forward else 'fresh')
     if against in seconds:
         row['over_plain'] = float(np.median(values / seconds[against]))
     return row

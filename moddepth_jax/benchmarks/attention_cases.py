@@ -45,6 +45,7 @@ class Inputs(NamedTuple):
     options: dict = {}  # other arrays by argument name of depth_attention
 
 
+LIKE_MODELS = 'group_of_2_width_128_'  # the shape of configs/moda_700m.py
 # Lengths and shapes of docs/gpu.md, with N=64, K=8, H=64 and L=64 by default.
 LENGTHS = {'4k': 4096, '16k': 16384, '64k': 65536}
 SHAPES = {
@@ -52,7 +53,13 @@ SHAPES = {
     'written_33_of_64_': {'written': 33},
     'group_of_2_': {'kv_heads': 32},
     'width_128_': {'width': 128},
-    'group_of_2_width_128_': {'heads': 8, 'kv_heads': 4, 'width': 128, 'slots': 72, 'batch': 4},
+    LIKE_MODELS: {
+        'heads': 8,
+        'kv_heads': 4,
+        'width': 128,
+        'slots': 72,
+        'batch': 4,
+    },
 }
 NO_SLOTS, PACKED = {'slots': 0}, {'documents': 16}
 
@@ -115,12 +122,15 @@ def flops(case: Case, slots: int, backward: bool) -> float:
     return 4 * pairs * case.width * (3.5 if backward else 1)
 
 
-def depth_bytes(case: Case, backward: bool) -> float:
+def depth_bytes(case: Case, backward: bool, alone: bool = False) -> float:
     """Return the least number of bytes that the depth part moves: slots once, queries, outputs.
 
     With `backward`, those of the backward pass, which reads slots and writes their gradients.
+    With `alone` (0 sequence keys), XLA also fills o with zeros, or dq, which the kernel reads.
     """
     item = jnp.dtype(case.dtype).itemsize
     per_side = case.batch * case.length * case.width
     slots, queries = 2 * case.visible * per_side * case.kv_heads, per_side * case.heads
-    return item * (2 * slots + 4 * queries if backward else slots + 3 * queries)
+    if backward:
+        return item * (2 * slots + (6 if alone else 4) * queries)
+    return item * (slots + (4 if alone else 3) * queries)

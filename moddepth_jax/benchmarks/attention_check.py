@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import depth_attention
+from kernels_pallas.autotune_trial import UNTUNED
 from kernels_pallas.reference import allowed_error
 from moddepth_jax.benchmarks.attention_cases import Inputs
 from moddepth_jax.benchmarks.attention_forms import make_program
@@ -54,7 +55,7 @@ def checked_queries(length: int) -> np.ndarray:
     return np.unique([*spread, 1]).astype(np.int32)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(2, 3, 4), compiler_options=UNTUNED)
 def _compute(inputs, chosen_C, over, implementation, dtype):
     """Both passes for the chosen queries only, in a dtype."""
     q, k, v, k_depth, v_depth, do = (x.astype(dtype) for x in inputs[:6])

@@ -19,18 +19,21 @@ class Form(NamedTuple):
 
     implementation: str  # key of RIVALS or PARTS, or an implementation of kernels_pallas
     over: str  # PLAIN, BOTH or ALONE
-    direction: str  # `forward`, or `fresh` for both passes
+    # `forward`; for both passes `fresh`, or `sums` if the slots' gradients are added to float32
+    # sums, as in a layer of a model with depth.gradient_dtype=float32.
+    direction: str
 
 
 def forms(name: str, case: Case, brief: bool = False) -> list[Form]:
     """Return the programs of an implementation. Rivals have none with slots.
 
-    With `brief`, ours are only timed with slots.
+    With `brief`, ours are only timed with slots and fresh gradients.
     """
     over = [PLAIN]
     if name not in RIVALS and case.slots:
         over = [BOTH] if brief else [PLAIN, BOTH, ALONE]
-    return [Form(name, what, direction) for what in over for direction in ('forward', 'fresh')]
+    found = [Form(name, what, direction) for what in over for direction in ('forward', 'fresh')]
+    return found + [Form(name, BOTH, 'sums')] * (BOTH in over and not brief)
 
 
 def _cudnn(q_BTNH, k_BTKH, v_BTKH, **_):
@@ -74,26 +77,41 @@ def _arguments(over, inputs):
     return arrays + slots, inputs.options
 
 
-def make_program(function, over: str, direction: str):
-    """Return a function from Inputs to (o, *gradients); `function` is like depth_attention."""
+def make_sums(direction: str, inputs):
+    """Return two arrays of zeros [L, B, T, K, H] for `sums`, in float32; else None."""
+    if direction == 'sums':
+        return tuple(jnp.zeros(inputs.k_depth_LBTKH.shape, 'float32') for _ in range(2))
 
-    def program(inputs):
+
+def make_program(function, over: str, direction: str):
+    """Return a function of Inputs and `make_sums`; `function` is like depth_attention.
+
+    It returns (o, *gradients). The slots' gradients are those that were in the sums, and its own.
+    """
+
+    def program(inputs, sums=None):
         arrays, options = _arguments(over, inputs)
 
-        def attend(q, k, v, *slots):
+        def attend(sums, q, k, v, *slots):
             own = {'q_depth_BTNH': slots[2]} if len(slots) == 3 else {}
-            return function(q, k, v, *slots[:2], **own, **options)
+            own |= {} if sums is None else {'slot_sums': sums}
+            results = function(q, k, v, *slots[:2], **own, **options)
+            return (results, ()) if sums is None else (results[0], results[1:])
 
         if direction == 'forward':
-            return (attend(*arrays),)
-        o_BTNH, pull = jax.vjp(attend, *arrays)
-        return (o_BTNH, *pull(inputs.do_BTNH))
+            return (attend(None, *arrays)[0],)
+        (o_BTNH, _), pull = jax.vjp(attend, sums, *arrays)
+        sums, *gradients = pull((inputs.do_BTNH, sums or ()))
+        if sums is not None:
+            gradients[3:5] = sums
+        return (o_BTNH, *gradients)
 
     return program
 
 
 def lower(form: Form, inputs):
-    """Lower the program of a form for Inputs. Any exception may be raised."""
+    """Lower the program of a form, which updates sums in place. Any exception may be raised."""
     ours = functools.partial(depth_attention, implementation=chosen(form.implementation))
     function = RIVALS.get(form.implementation, ours)
-    return jax.jit(make_program(function, form.over, form.direction)).lower(inputs)
+    program = jax.jit(make_program(function, form.over, form.direction), donate_argnums=1)
+    return program.lower(inputs, make_sums(form.direction, inputs))

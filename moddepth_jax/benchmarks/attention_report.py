@@ -25,6 +25,7 @@ PACKED_SHAPE = TARGET_SHAPE | PACKED | NO_SLOTS
 PACKED_TARGET = 0.85  # FLOPs per second of visible pairs, as a share of cuDNN's for one text
 COPY_TARGET = 0.85  # target of the depth kernels, as a share of the measured copy bandwidth
 DIRECTIONS = {'forward': 'forward', 'fresh': 'forward + backward'}
+DIRECTIONS['sums'] = 'forward + backward, adding to float32 sums'
 
 
 def _cell(row):
@@ -84,9 +85,20 @@ def find(result: dict, key: str, over: str, direction: str) -> dict:
     }
 
 
+def _seconds_of_both_passes(results):
+    """Seconds by T, by (implementation, over), at TARGET_SHAPE with its slots or without slots."""
+    found = {}
+    for result in results:
+        if {name: result[name] for name in TARGET_SHAPE} in (TARGET_SHAPE, TARGET_SHAPE | NO_SLOTS):
+            for over in (PLAIN, BOTH):
+                for name, seconds in find(result, 'seconds', over, 'fresh').items():
+                    found.setdefault((name, over), {})[result['length']] = seconds
+    return found
+
+
 def targets_table(results: list[dict], copy_bytes_per_second: float) -> Table:
     """Return a table of the targets and what the best of our implementations reached."""
-    lines = {}
+    lines, flash = {}, _seconds_of_both_passes(results).get(('flash_attention_2', PLAIN), {})
 
     def add(name, target, by_implementation, best):
         if by_implementation:
@@ -113,7 +125,7 @@ def targets_table(results: list[dict], copy_bytes_per_second: float) -> Table:
             rates = find(result, 'bytes_per_second', ALONE, direction)
             shares = {name: rate / copy_bytes_per_second for name, rate in rates.items()}
             add(f'{start}, depth {direction}, of copy bandwidth', COPY_TARGET, shares, max)
-        if plain := find(result, 'seconds', PLAIN, 'fresh').get('flash_attention_2'):
+        if plain := flash.get(result['length']):
             ours = find(result, 'seconds', BOTH, 'fresh')
             name = f'{start}, both passes with slots, over FlashAttention-2 without'
             add(name, 1, {name: seconds / plain for name, seconds in ours.items()}, min)
@@ -175,21 +187,16 @@ def draw_times(results: list[dict], path) -> bool:
 
     Returns False if no result of bench_case has this shape.
     """
-    times = {}
-    for result in results:
-        shape = {name: result[name] for name in TARGET_SHAPE}
-        if shape in (TARGET_SHAPE, TARGET_SHAPE | {'slots': 0}):
-            for over in (PLAIN, BOTH):
-                for name, seconds in find(result, 'seconds', over, 'fresh').items():
-                    times.setdefault(f'{name}, {over}', {})[result['length']] = 1e3 * seconds
+    times = _seconds_of_both_passes(results)
     if not times:
         return False
     lengths = sorted(set().union(*times.values()))
     figure = new_figure(9.2, 4.0)
     axes, width = figure.subplots(), 0.8 / len(times)
-    for number, (label, by_length) in enumerate(sorted(times.items())):
+    for number, ((name, over), by_length) in enumerate(sorted(times.items())):
         places = [lengths.index(length) + number * width for length in by_length]
-        bars = axes.bar(places, by_length.values(), width, label=label)
+        milliseconds = [1e3 * seconds for seconds in by_length.values()]
+        bars = axes.bar(places, milliseconds, width, label=f'{name}, {over}')
         axes.bar_label(bars, fmt='%.3g', fontsize=7)
     middles = [place + (0.8 - width) / 2 for place in range(len(lengths))]
     axes.set_xticks(middles, [f'T = {length:,}' for length in lengths])

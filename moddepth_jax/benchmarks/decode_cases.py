@@ -137,6 +137,19 @@ def check(implementation: str, case: str, toy: bool = False) -> dict:
     return {'errors': errors, 'allowed': allowed}
 
 
+def _find_wrong(run, given):
+    """What is wrong with a program's result, compared with XLA's in float32; or None."""
+    wide = {
+        name: x.astype('float32') if x.dtype == jnp.bfloat16 else x for name, x in given.items()
+    }
+    with jax.default_matmul_precision('highest'):
+        right = program('xla')(wide)
+    results = run(given), program('xla')(given), right
+    found, plain, right = ({'o': np.asarray(x, np.float64)} for x in results)
+    wrong = errors_of(found, right, allowed_errors(right, plain, 'bfloat16'))[1]
+    return wrong[0] if wrong else None
+
+
 def least_bytes(case: dict) -> int:
     """Return the bytes of a bfloat16 call that reads visible keys, values and queries once."""
     tokens, kv_heads = case['T'], case['K']
@@ -148,7 +161,8 @@ def least_bytes(case: dict) -> int:
 def time_one(implementation: str, sizes: dict, toy: bool = False) -> dict:
     """Time a call over full caches that are not in the L2 cache, interleaved with XLA's.
 
-    Returns the median milliseconds, and the GB/s that follow from `least_bytes`.
+    Returns the median milliseconds, and the GB/s that follow from `least_bytes`. Raises WrongError,
+    by the rule of `check`, if the result at this size is wrong.
     """
     case = DEFAULTS | sizes
     case |= {'B': 2, 'S': 64, 'length': 64, 'L': min(case['L'], 3)} if toy else {}
@@ -165,6 +179,8 @@ def time_one(implementation: str, sizes: dict, toy: bool = False) -> dict:
     seen = np.arange(case['S']) < case['length']
     given['visible_CTS'] = jnp.asarray(np.tile(seen, (batch, tokens, 1)))
     given['visible_CTT'] = jnp.asarray(np.tile(np.tri(tokens, dtype=bool), (batch, 1, 1)))
+    if wrong := _find_wrong(program(implementation), given):
+        raise WrongError(wrong)
     calls = {name: on_cold_copies(program(name), given) for name in (implementation, 'xla')}
     # Several calls per sample, so that clock resolution and launch overhead do not matter.
     counts = dict.fromkeys(calls, 1 if toy else 20)

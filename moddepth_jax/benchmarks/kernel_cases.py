@@ -109,23 +109,37 @@ def exact(inputs, cotangents, taken, keys, slots, scale):
     )
     gradients = [np.zeros_like(x) for x in (q, k, v, kd, vd, qd)]
     dq, dk, dv, dkd, dvd, dqd = gradients
-    o, lse = np.zeros_like(q), np.full(dlse.shape, -np.inf)
-    for b, t, head in np.ndindex(*q.shape[:3]):
-        kv, row = head // (q.shape[2] // k.shape[2]), taken[b, t]
-        at, seen = (b, keys[b, t], kv), (slots[b, t], b, row, kv)
-        scores = np.concatenate([k[at] @ q[b, t, head], kd[seen] @ qd[b, t, head]]) * scale
-        if not scores.size:
-            continue
-        lse[b, head, t] = np.logaddexp.reduce(scores)
-        p = np.exp(scores - lse[b, head, t])
-        values, here = np.concatenate([v[at], vd[seen]]), do[b, t, head]
-        o[b, t, head] = p @ values
-        ds = p * (values @ here - here @ o[b, t, head] + dlse[b, head, t]) * scale
-        split = keys[b, t].sum()
-        dq[b, t, head] = ds[:split] @ k[at]
-        dqd[b, t, head] = ds[split:] @ kd[seen]
-        dk[at] += np.outer(ds[:split], q[b, t, head])
-        dkd[seen] += np.outer(ds[split:], qd[b, t, head])
-        dv[at] += np.outer(p[:split], here)
-        dvd[seen] += np.outer(p[split:], here)
+    o, lse = np.zeros_like(q), np.zeros_like(dlse)
+    (num_keys, kv_heads), heads = k.shape[1:3], q.shape[2]
+    group = heads // kv_heads
+    for b, kv in np.ndindex(len(q), kv_heads):
+        # The queries [T, G, H] of a key/value head, its keys and values [S, H], slots [L, T, H].
+        by_head = slice(kv * group, (kv + 1) * group)
+        own, seq, depth = np.s_[b, :, by_head], np.s_[b, :, kv], np.s_[:, b, taken[b], kv]
+        k_slots, v_slots = kd[depth], vd[depth]
+        scores = [q[own] @ k[seq].T, np.einsum('tgh,lth->tgl', qd[own], k_slots)]
+        scores = np.concatenate(scores, axis=2) * scale
+        seen = np.concatenate([keys[b], slots[b]], axis=1)
+        scores = np.where(seen[:, None], scores, -np.inf)
+        # Without a visible key, o and the gradients are 0, and the logsumexp is -inf.
+        largest = np.nan_to_num(scores.max(axis=2, keepdims=True, initial=-np.inf), neginf=0)
+        p = np.exp(scores - largest)
+        total = p.sum(axis=2, keepdims=True)
+        with np.errstate(divide='ignore'):
+            lse[b, by_head] = (np.log(total) + largest)[..., 0].T
+        p /= np.where(total, total, 1)
+        p_seq, p_depth = np.split(p, [num_keys], axis=2)
+        o[own] = p_seq @ v[seq] + np.einsum('tgl,lth->tgh', p_depth, v_slots)
+        dp = [do[own] @ v[seq].T, np.einsum('tgh,lth->tgl', do[own], v_slots)]
+        shift = dlse[b, by_head].T - (do[own] * o[own]).sum(axis=2)
+        ds = p * (np.concatenate(dp, axis=2) + shift[..., None]) * scale
+        ds_seq, ds_depth = np.split(ds, [num_keys], axis=2)
+        dq[own], dqd[own] = ds_seq @ k[seq], np.einsum('tgl,lth->tgh', ds_depth, k_slots)
+        dk[seq] = np.tensordot(ds_seq, q[own], ((0, 1), (0, 1)))
+        dv[seq] = np.tensordot(p_seq, do[own], ((0, 1), (0, 1)))
+        # Queries without a token have the last one here, to which another query may belong.
+        t = slots[b].any(axis=1)
+        depth = np.s_[:, b, taken[b, t], kv]
+        dkd[depth] = np.einsum('tgl,tgh->lth', ds_depth[t], qd[own][t])
+        dvd[depth] = np.einsum('tgl,tgh->lth', p_depth[t], do[own][t])
     return o, lse, gradients

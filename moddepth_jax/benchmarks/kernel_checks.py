@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import depth_attention
+from kernels_pallas.autotune_trial import UNTUNED
 from kernels_pallas.backends import choose, recorded
 from moddepth_jax.benchmarks.attention_cases import Inputs
 from moddepth_jax.benchmarks.attention_check import NAMES, allowed_errors, errors_of
@@ -71,15 +72,12 @@ def _in_two_layers(attend):
 
 def program(implementation: str, static: dict, toy: bool):
     """Return a jitted function from Inputs to (o, *gradients); `static` is from `prepare`."""
-    options = {name: value for name, value in static.items() if name != 'sums'}
-    function = functools.partial(depth_attention, implementation=chosen(implementation), **options)
+    given = {name: value for name, value in static.items() if name != 'sums'}
+    function = functools.partial(depth_attention, implementation=chosen(implementation), **given)
     function = _in_two_layers(function) if static['sums'] else function
-    compiler_options = None
-    if toy:  # compilation with optimisation would take longer than the run
-        compiler_options = {'xla_backend_optimization_level': 0}
-    elif jax.default_backend() == 'gpu':  # XLA's form has products of a hundred shapes to tune
-        compiler_options = {'xla_gpu_autotune_level': 0}
-    return jax.jit(make_program(function, BOTH, 'fresh'), compiler_options=compiler_options)
+    # For a toy, compilation with optimisation would take longer than the run.
+    options = {'xla_backend_optimization_level': 0} if toy else UNTUNED
+    return jax.jit(make_program(function, BOTH, 'fresh'), compiler_options=options)
 
 
 def _run(run, inputs):

@@ -60,10 +60,11 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 
 
 def test_every_form_of_ours_is_right_and_timed():
-    """xla: without slots, with slots, and only slots."""
+    """xla: without slots, with slots (also with sums, as in a model), and only slots."""
     result = attention.bench_case(CASE, ['xla'], 0.0)
     assert not [row for row in result['rows'] if 'failed' in row]
-    assert len(result['rows']) == len(attention_forms.forms('xla', CASE)) == 6
+    assert len(result['rows']) == len(attention_forms.forms('xla', CASE)) == 7
+    assert {'over_plain', 'flops_per_second'} <= result['rows'][-1].keys()
     backends = {row['over']: row['backends'] for row in result['rows']}
     assert backends == {PLAIN: 'xla', BOTH: 'xla+xla', ALONE: 'xla+xla'}
     for row in result['rows']:
@@ -97,7 +98,7 @@ def test_documents_and_unwritten_slots_are_checked(monkeypatch):
     del one_text.options['segment_ids_BT']
     right = compute_expected(make_inputs(case), np.arange(24), BOTH)
     run = attention_forms.lower(Form('xla', BOTH, 'forward'), one_text).compile()
-    assert 'o is off' in find_wrong(run(one_text), right, np.arange(24))
+    assert 'o is off' in find_wrong(run(one_text, None), right, np.arange(24))
 
 
 def test_gradients_of_hidden_tokens_are_wrong():
@@ -116,6 +117,21 @@ def test_gradients_of_hidden_tokens_are_wrong():
         assert why in str(find_wrong((o, found), right, chosen))
 
 
+def test_sums_are_added_to():
+    """The slots' gradients are added to the sums in float32; the other results are the same."""
+    inputs = make_inputs(CASE)
+    fresh, added = (
+        attention_forms.lower(Form('xla', BOTH, direction), inputs).compile()
+        for direction in ('fresh', 'sums')
+    )
+    names = 'o', 'dq', 'dk', 'dv', 'dk_depth', 'dv_depth'
+    sums = tuple(x + 1 for x in attention_forms.make_sums('sums', inputs))
+    for name, new, right in zip(names, added(inputs, sums), fresh(inputs, None), strict=True):
+        of_slots = name.endswith('_depth')
+        assert new.dtype == ('float32' if of_slots else 'bfloat16')
+        np.testing.assert_allclose(new, right.astype('float32') + of_slots, atol=0.01, rtol=0.01)
+
+
 def test_flops_and_bytes_equal_those_counted_by_hand():
     """N=64, K=8, H=64, L=64 at T = 4096."""
     case = Case(4096)
@@ -125,6 +141,9 @@ def test_flops_and_bytes_equal_those_counted_by_hand():
     slots, queries = 2 * 2 * 64 * 4096 * 8 * 64, 2 * 4096 * 64 * 64
     assert depth_bytes(case, False) == slots + 3 * queries
     assert depth_bytes(case, True) == 2 * slots + 4 * queries
+    # Alone, o and dq of the sequence are zeros: one more array is written, or one written and read.
+    assert depth_bytes(case, False, alone=True) == slots + 4 * queries
+    assert depth_bytes(case, True, alone=True) == 2 * slots + 6 * queries
 
 
 @pytest.mark.parametrize('length', [1, 96, 97, 65536])

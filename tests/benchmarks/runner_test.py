@@ -153,8 +153,8 @@ def test_the_list_of_cases_is_complete(toy):
             first = next((n for n, name in enumerate(names) if name.startswith(start)), 0)
             assert first < names.index(c.name)
     if not toy:
-        # One of each kind, then everything up to the largest models.
-        for last, sessions in (('run/train', 2), ('step/700m/both', 4)):
+        # As docs/gpu.md says: one of each kind, everything up to the largest models, the end.
+        for last, sessions in (('run/train', 2), ('step/700m/mod_moda', 4), (names[-1], 6)):
             upto = names.index(last) + 1
             groups = sum(a.group != b.group for a, b in zip(cases[:upto], cases[1:], strict=False))
             seconds = sum(c.expected for c in cases[:upto]) + runner.START_SECONDS * groups
@@ -201,9 +201,9 @@ def test_whole_list_at_toy_size(tmp_path):
     results = Results(tmp_path / 'results.jsonl')
     assert done.returncode == 0, done.stdout
     assert {row['status'] for row in results.latest.values()} == {'ok', 'skipped'}
-    for name in ('step/124m/both', 'decode/124m/mod', 'run/train', 'time/pallas/slots_24_4k'):
+    for name in ('step/124m/mod_moda', 'decode/124m/mod', 'run/train', 'time/pallas/slots_24_4k'):
         assert results.status(name) == 'ok', results.latest[name]
-    assert not results.latest['step/124m/both']['across_documents']
+    assert not results.latest['step/124m/mod_moda']['across_documents']
     again = gpu('--toy', f'--out={tmp_path}')
     lines = (tmp_path / 'results.jsonl').read_text().splitlines()
     assert len(lines) == len(results.latest) and 'cases are done' in again.stdout

@@ -8,7 +8,9 @@ from kernels_pallas import autotune_decoding, decode_attention
 from kernels_pallas.autotune_decoding import program
 from kernels_pallas.backends import Device, Parts, choose, plan
 from kernels_pallas.mosaic import decode
-from moddepth_jax.benchmarks.decode_cases import CASES, DEFAULTS, check, make_case
+from moddepth_jax.benchmarks import decode_cases
+from moddepth_jax.benchmarks.decode_cases import CASES, DEFAULTS, check, make_case, time_one
+from moddepth_jax.benchmarks.worker import WrongError
 from tests.kernels.cases import USUAL
 from tests.kernels.depth_backends_test import interpreted, racing  # noqa: F401
 
@@ -55,6 +57,16 @@ def test_half_precision_errs_at_most_twice_as_much_as_xla(name):
 @pytest.mark.parametrize('name', ['rows', 'tokens'])
 def test_xla_passes_the_check_of_a_visit(name):
     check('xla', name, toy=True)
+
+
+def test_a_wrong_kernel_is_not_timed(monkeypatch):
+    """Each shape is compared with XLA in float32 before it is timed."""
+    run = decode_cases.program('xla')
+    assert time_one('xla', {'L': 3}, toy=True)['milliseconds'] > 0
+    wrong = {'mosaic_gpu': lambda given: 1.05 * run(given)}
+    monkeypatch.setattr(decode_cases, 'program', lambda name: wrong.get(name, run))
+    with pytest.raises(WrongError, match='o is off by'):
+        time_one('mosaic_gpu', {'L': 3}, toy=True)
 
 
 @interpreted
