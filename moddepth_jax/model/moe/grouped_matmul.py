@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from moddepth_jax.hparams.checks import positive
 from moddepth_jax.hparams.registry import EXPERT_PRODUCTS
 
 PRODUCT = 'grouped product'  # checkpoint name: `model.remat=elementwise` keeps the products
@@ -62,9 +63,8 @@ def make_layout(expert_Nk, num_experts: int, block: int, most: int | None = None
     At most `most` pairs (None: N k) may have an expert in [0, E). Raises ValueError if E or `block`
     is below 1.
     """
-    for name, value in (('num_experts', num_experts), ('block', block)):
-        if value < 1:
-            raise ValueError(f'{name}={value}: must be 1 or more')
+    positive('num_experts', num_experts)
+    positive('block', block)
     num_tokens, per_token = expert_Nk.shape
     most = expert_Nk.size if most is None else most
     blocks = num_blocks(most, num_experts, block)
