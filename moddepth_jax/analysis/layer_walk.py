@@ -24,7 +24,6 @@ from moddepth_jax.model.routing import TokenInfo, scatter_tokens
 from moddepth_jax.model.stack import Stack, merge_records
 from moddepth_jax.model.stack_scan import empty_slots, put_slots
 from moddepth_jax.model.streams import LayerKind, layer_kinds
-from moddepth_jax.model.streams.attention_residual import SourceReader
 from moddepth_jax.model.transformer import causal_sizes, token_info
 
 
@@ -34,13 +33,11 @@ class ObservedLayer(NamedTuple):
     kind: LayerKind
     tokens: TokenInfo
     records: Records
-    # Arrays of the block by name: inputs_BTD; outputs_BTD, or indices_BC and delta_BCD; `added`;
-    # `mixtures`; `source_reads`: (norm_eps, query_D, Sources, DepthSlots) by name of the reader.
-    caught: dict
+    caught: dict  # what the `catch` of `walk` put there
     sown: dict  # Flax intermediates
 
 
-def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, observe):
+def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, observe, catch=None):
     """Run the layers one by one over complete rows.
 
     Args:
@@ -51,6 +48,8 @@ def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, o
       segment_ids_BT: documents of the tokens; 0 is padding.
       routing: the routing rule.
       observe: traceable function of ObservedLayer.
+      catch: called after each method of each module of a layer as catch(caught, module, name of the
+        method, its arguments, its result); it puts arrays for `observe` into the dict `caught`.
 
     Returns:
       A list of (LayerKind, observe(ObservedLayer)), and x_BTD as the final norm reads it.
@@ -69,7 +68,7 @@ def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, o
     sizes = causal_sizes(hparams, tokens_BT.shape[1], routing)[-1:]
     stack, found, count = Stack(hparams.model, routing, sizes), [], 0
     for kind, params, args in zip(layer_kinds(hparams.model), layers, layer_args, strict=True):
-        static = {'stack': stack, 'kind': kind, 'observe': observe}
+        static = {'stack': stack, 'kind': kind, 'observe': observe, 'catch': catch}
         carry, observed = ahead.call(
             _visit, params, carry, np.int32(count), tokens, args, embedded_BTD, **static
         )
@@ -90,39 +89,20 @@ def _begin(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
     return unrolled['layers'], unrolled['layer_args'], tokens, carry, embedded_BTD
 
 
-@functools.partial(jax.jit, static_argnames=('stack', 'kind', 'observe'))
-def _visit(params, carry, count, tokens, layer_args, embedded_BTD, *, stack, kind, observe):
+@functools.partial(jax.jit, static_argnames=('stack', 'kind', 'observe', 'catch'))
+def _visit(params, carry, count, tokens, layer_args, embedded_BTD, *, stack, kind, observe, catch):
     """Run one layer; returns the next carry and what is observed."""
     caught = {}
 
-    def catch(call, args, kwargs, context):
+    def intercept(call, args, kwargs, context):
         result = call(*args, **kwargs)
-        module, method = context.module, context.method_name
-        if isinstance(module, MixtureOfDepths) and method == 'gathered':
-            caught['indices_BC'] = args[3]
-        elif isinstance(module, Block) and method == 'read':  # the router reads all tokens first
-            several = isinstance(result[0], AttentionInputs)  # then args hold the residual
-            caught.setdefault('inputs_BTD', args[0].residual_BTD if several else result[0])
-        elif isinstance(module, MixtureOfDepths) and method == 'decide':
-            caught['inputs_BTD'] = args[0]
-        elif isinstance(module, Block) and method == 'delta':
-            caught['delta_BCD'] = result[0]
-        elif isinstance(module, Block) and not module.kind.gathered and method == '__call__':
-            caught['outputs_BTD'] = result[0]
-        elif isinstance(module, Block) and method == '_run' and module.attention_connection:
-            attended, fed = result  # the output is not input + delta here
-            caught['added'] = attended.output_BTD + fed.output_BTD
-        elif method == 'mixture':  # of attention and mlp
-            caught.setdefault('mixtures', []).append(result)
-        elif isinstance(module, SourceReader) and method == 'read':  # a router's, then the block's
-            reads = caught.setdefault('source_reads', {})
-            query_D = module.query * module.scale
-            reads[module.name] = (module.hparams.norm_eps, query_D, *args)
+        if catch:
+            catch(caught, context.module, context.method_name, args, result)
         return result
 
     x_BTD, slots, valid_LBT = carry
     depth = None if slots is None else DepthSlots(slots, valid_LBT, count)
-    with nn.intercept_methods(catch):
+    with nn.intercept_methods(intercept):
         output, sown = stack.layer(kind).apply(
             {'params': params},
             x_BTD,
@@ -171,7 +151,7 @@ def layer_deltas(
         )
     else:
         found, final_BTD = walk(
-            variables, hparams, tokens_BT, segment_ids_BT, routing, _block_arrays
+            variables, hparams, tokens_BT, segment_ids_BT, routing, _block_arrays, _catch_block
         )
         blocks = [observed for _, observed in found if observed]
         arrays, records = zip(*blocks, strict=True)
@@ -179,6 +159,24 @@ def layer_deltas(
         records = merge_records(list(records), lambda *leaves: jnp.stack(leaves))
     logits_BTV = _logits(variables['params'], final_BTD, hparams=hparams)
     return LayerDeltas(*arrays, final_BTD, logits_BTV, records)
+
+
+def _catch_block(caught, module, method, args, result):
+    """Catch the input of a block, and its output or what it adds."""
+    if isinstance(module, MixtureOfDepths) and method == 'gathered':
+        caught['indices_BC'] = args[3]
+    elif isinstance(module, Block) and method == 'read':  # the router reads all tokens first
+        several = isinstance(result[0], AttentionInputs)  # then args hold the residual
+        caught.setdefault('inputs_BTD', args[0].residual_BTD if several else result[0])
+    elif isinstance(module, MixtureOfDepths) and method == 'decide':
+        caught['inputs_BTD'] = args[0]
+    elif isinstance(module, Block) and method == 'delta':
+        caught['delta_BCD'] = result[0]
+    elif isinstance(module, Block) and not module.kind.gathered and method == '__call__':
+        caught['outputs_BTD'] = result[0]
+    elif isinstance(module, Block) and method == '_run' and module.attention_connection:
+        attended, fed = result  # the output is not input + delta here
+        caught['added'] = attended.output_BTD + fed.output_BTD
 
 
 def _block_arrays(seen):

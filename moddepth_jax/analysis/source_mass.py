@@ -45,7 +45,7 @@ def source_mass(variables, hparams: Hparams, batch, routing: str) -> SourceMass 
         right = 'has no sources to measure; must be attention_residual'
         raise ValueError(f'model.depth.stream={model.depth.stream!r}: {right}')
     tokens_BT, segment_ids_BT = batch['tokens_BT'], batch['segment_ids_BT']
-    found, _ = walk(variables, hparams, tokens_BT, segment_ids_BT, routing, _sums)
+    found, _ = walk(variables, hparams, tokens_BT, segment_ids_BT, routing, _sums, _catch)
     if ahead.is_abstract(variables):
         return None
     reads, sources, newest_R = _names(model)
@@ -89,6 +89,14 @@ def _names(model: ModelHparams):
             newest.append(len(sources) - 1)
             sources += [f'{number}{letter}'] * opens
     return (*reads, 'end'), tuple(sources), np.array([*newest, len(sources) - 1])
+
+
+def _catch(caught, module, method, args, result):
+    """Catch the arguments of each read by the name of its reader: a router's, then the block's."""
+    if isinstance(module, SourceReader) and method == 'read':
+        query_D = module.query * module.scale
+        reads = caught.setdefault('source_reads', {})
+        reads[module.name] = (module.hparams.norm_eps, query_D, *args)
 
 
 def _sums(seen):

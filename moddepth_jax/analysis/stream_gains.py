@@ -33,7 +33,7 @@ def stream_gains(variables, hparams: Hparams, batch, routing: str) -> StreamGain
         right = 'must be hyper_connections without routed blocks'
         raise ValueError(f'model.depth.stream={hparams.model.depth.stream!r}: {right}')
     tokens_BT, segment_ids_BT = batch['tokens_BT'], batch['segment_ids_BT']
-    found, _ = walk(variables, hparams, tokens_BT, segment_ids_BT, routing, _mixtures)
+    found, _ = walk(variables, hparams, tokens_BT, segment_ids_BT, routing, _mixtures, _catch)
     mixtures_LPBTSS = np.stack([observed for _, observed in found]).astype(np.float64)
     product_BTSS, gains = np.eye(mixtures_LPBTSS.shape[-1]), []
     for of_block in mixtures_LPBTSS[::-1]:
@@ -42,6 +42,11 @@ def stream_gains(variables, hparams: Hparams, batch, routing: str) -> StreamGain
         of_token = product_BTSS[np.asarray(segment_ids_BT) > 0]
         gains.append([np.abs(of_token.sum(axis)).max(-1).mean() for axis in (-1, -2)])
     return StreamGains(*np.array(gains[::-1]).T)
+
+
+def _catch(caught, module, method, args, result):
+    if method == 'mixture':  # of attention and mlp
+        caught.setdefault('mixtures', []).append(result)
 
 
 def _mixtures(seen) -> jax.Array:
