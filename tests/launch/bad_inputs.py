@@ -240,7 +240,7 @@ COMMANDS = {
         ('depth --size=16x100', ['16x100', 'multiple of 64']),
         ('depth --tokens=64', ['--tokens: depth has no such flag; only step has it']),
         ('step --variants=mode,dense', ['--variants=mode,dense', 'begin with dense']),
-        ('step --variants=dense,mood', ['--variants=mood', 'both', 'mode', 'did you mean']),
+        ('step --variants=dense,mood', ['--variants=mood', 'mod_moda', 'mode', 'did you mean']),
         ('runs', ['--workdirs: must name the directories of one run or more']),
         ('depth --variants=moda', ['--variants=moda', 'begin with dense']),
     ],
