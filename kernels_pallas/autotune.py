@@ -16,6 +16,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ MIN_SECONDS = 10.0  # with less than this remaining, no candidate is started
 COMMAND = (sys.executable, '-P', '-m', 'kernels_pallas.autotune_trial')
 OUT_OF_MEMORY = 'out of device memory'  # another run may have more memory
 NOT_DONE = 'not done in'
+TRIES = 2  # of a candidate that is not done: it may have compiled what the next finds in a cache
 PACKAGE = pathlib.Path(__file__).parent
 
 
@@ -44,6 +46,7 @@ class Measured(NamedTuple):
     results: dict  # by label, as of `run_trial`; {} if nothing can be measured
     problem: str = ''  # why nothing can be measured
     new: bool = True  # measured by this process, not read from the file
+    asked: frozenset[str] = frozenset()  # labels of the candidates to which this applies
 
 
 class Choice(NamedTuple):
@@ -79,17 +82,45 @@ def _measured(candidates, shapes, device) -> Measured:
     key = key_of(shapes, device)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     name = f'{re.sub(r"[^0-9A-Za-z_]+", "_", device.kind)}-{digest}.json'
-    if name not in _known:
-        path = (cache_folder() or pathlib.Path(os.devnull)) / 'attention' / name
-        try:
-            with _exclusive(path):
-                kept = _read(path, key)
-                found = kept or _measure(path, key, candidates, shapes, device)
-            _known[name] = Measured(found, new=kept is None)
-        except UnavailableError as error:
-            logging.warning('depth_attention: nothing can be measured: %s', error)
-            _known[name] = Measured({}, str(error))
+    labels = frozenset(parts.label(shapes) for parts in candidates)
+    asked = _known[name].asked if name in _known else frozenset()
+    if labels <= asked:
+        return _known[name]
+    path = (cache_folder() or pathlib.Path(os.devnull)) / 'attention' / name
+    asked |= labels
+    with _exclusive(path):
+        results = _read(path, key)
+        if not _waiting(candidates, results, shapes):
+            _known[name] = Measured(results, new=False, asked=asked)
+        elif threading.current_thread() is not threading.main_thread():
+            # The main thread may compile, for which XLA times programs, or train.
+            return Measured(results, '' if results else 'only the main thread measures', False)
+        else:
+            try:
+                _measure(results, candidates, shapes, device)
+                _write(path, {'key': key, 'results': results})
+                _known[name] = Measured(results, asked=asked)
+            except UnavailableError as error:
+                logging.warning('depth_attention: nothing can be measured: %s', error)
+                _known[name] = Measured({}, str(error), asked=asked)
     return _known[name]
+
+
+def _waiting(candidates, results, shapes):
+    """Return the candidates to try: those without a result, or with one that may change."""
+    wanted, first = list(candidates), candidates[0].sequence
+    of_first = [p.label(shapes) for p in candidates if p.sequence == first]
+    if all('failed' in results.get(name, ()) for name in of_first):
+        wanted += _without_first(candidates)
+    none_right = all('failed' in result for result in results.values())
+
+    def may_change(result):
+        reason = result.get('failed', '')
+        if reason.startswith(NOT_DONE):
+            return result.get('tries', 0) < TRIES
+        return not result or none_right and reason == OUT_OF_MEMORY
+
+    return [parts for parts in wanted if may_change(results.get(parts.label(shapes), {}))]
 
 
 def _without_first(candidates):
@@ -135,14 +166,14 @@ def cache_folder() -> pathlib.Path | None:
 
 
 def _read(path, key):
-    """Return the results in a file; None if it is missing, damaged or has another key."""
+    """Return the results in a file; {} if it is missing, damaged or has another key."""
     try:
         kept = json.loads(path.read_text(encoding='utf-8'))
         results = kept['results'] if kept['key'] == key else {}
         right = all(float(r['milliseconds']) > 0 for r in results.values() if 'failed' not in r)
-        return results if results and right else None
+        return results if right else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
+        return {}
 
 
 def _write(path, contents):
@@ -166,39 +197,31 @@ def _exclusive(path):
         yield
 
 
-def _measure(path, key, candidates, shapes, device):
-    """Return results by label, and write them to a file, unless another run may find others.
-
-    It may where a candidate was not tried, or was not done in its time, most of which is
-    compilation that the next run finds in a cache; and where none was right and one ran out of
-    memory.
-    """
+def _measure(results, candidates, shapes, device):
+    """Add what is measured to `results`, by label, while this process has time."""
     global _spent
+    waiting, tried = _waiting(candidates, results, shapes), []
     logging.warning(
         'depth_attention on %s: measuring %d candidates for %d x %d queries, once: at most %g s '
         'each; MODDEPTH_MEASURE=0 skips this',
-        *(device.kind, len(candidates), *shapes.q[:2], LIMIT_SECONDS),
+        *(device.kind, len(waiting), *shapes.q[:2], LIMIT_SECONDS),
     )
-    results, waiting, final = {}, list(candidates), True
-    first = [p.label(shapes) for p in candidates if p.sequence == candidates[0].sequence]
     while waiting and (limit := min(LIMIT_SECONDS, TOTAL_SECONDS - _spent)) >= MIN_SECONDS:
-        parts, begin = waiting.pop(0), time.monotonic()
+        parts, begin = waiting[0], time.monotonic()
         name = parts.label(shapes)
+        tries = results.get(name, {}).get('tries', 0)
         try:
             results[name] = run_trial(parts, shapes, device, limit)
         finally:
             _spent += time.monotonic() - begin
         if reason := results[name].get('failed'):
             logging.warning('depth_attention: %s is not used: %s', name, reason)
-            final &= not reason.startswith(NOT_DONE)
-        if parts == candidates[-1] and all('failed' in results[name] for name in first):
-            waiting += _without_first(candidates)
+            if reason.startswith(NOT_DONE):
+                results[name]['tries'] = tries + (limit == LIMIT_SECONDS)
+        tried.append(parts)
+        waiting = [p for p in _waiting(candidates, results, shapes) if p not in tried]
     if not results:
         raise UnavailableError(f'the {TOTAL_SECONDS:g} s of this process are spent')
-    reasons = [result.get('failed') for result in results.values()]
-    if final and not waiting and (None in reasons or OUT_OF_MEMORY not in reasons):
-        _write(path, {'key': key, 'results': results})
-    return results
 
 
 def run_trial(parts, shapes, device, limit: float) -> dict:
