@@ -177,7 +177,8 @@ class Trainer:
                 train_step, static_argnums=(2, 3), donate_argnums=0, out_shardings=shardings
             )
             lowered = jitted.lower(self.state, batch, stage, loops, self.teacher)
-            if self.report_programs and not self.compiler:
+            # Not on a GPU, where XLA times products of the train step, or the step already runs.
+            if self.report_programs and not self.compiler and jax.default_backend() == 'cpu':
                 self._compile_ahead()
             step_fn = compile_step(lowered)
             seconds = time.monotonic() - begin
