@@ -29,6 +29,17 @@ class SoftTargets(NamedTuple):
     temperature: float  # T, which divides the logits of both
 
 
+class _Static(NamedTuple):
+    """What the chunks are compiled for. Axes of matrices are dv or vd."""
+
+    axes: str
+    chunk: int  # tokens of a chunk
+    z_loss: float
+    soft_axes: str = ''  # of the teacher's matrix; '': there is no teacher
+    weight: float = 0.0
+    temperature: float = 1.0
+
+
 def token_losses(logits_BTV, labels_BT):
     """Return nll [B, T] in nats, log-partition and whether a target counts (label >= 0).
 
@@ -51,12 +62,11 @@ def cross_entropy(x_BTD, params, labels_BT, z_loss: float, loss_chunk: int):
     tokens, most = _chunking(x_BTD, matrix, axes, loss_chunk)
     if tokens <= most:
         nll_BT, log_z_BT, _ = token_losses(logits(x_BTD, matrix, axes), labels_BT)
-        total = _total((nll_BT, log_z_BT), z_loss, None)
+        total = _total((nll_BT, log_z_BT), z_loss)
     else:
-        chunk = chunk_size(tokens, most)
-        total, nll_BT, log_z_BT = _in_chunks(
-            x_BTD, matrix, labels_BT, None, z_loss, axes, chunk, None
-        )
+        arrays = {'x_BTD': x_BTD, 'matrix': matrix, 'labels_BT': labels_BT}
+        static = _Static(axes, chunk_size(tokens, most), z_loss)
+        total, nll_BT, log_z_BT = _in_chunks(static, arrays)
     return total, jax.lax.stop_gradient(nll_BT), jax.lax.stop_gradient(log_z_BT)
 
 
@@ -70,9 +80,11 @@ def distillation(
     matrix, axes = head_matrix(params, x_BTD.dtype)
     tokens, most = _chunking(x_BTD, matrix, axes, loss_chunk)
     soft_matrix, soft_axes = head_matrix(targets.params, targets.x_BTE.dtype)
-    others = jax.lax.stop_gradient((targets.x_BTE, soft_matrix))
-    soft, chunk = (soft_axes, targets.weight, targets.temperature), chunk_size(tokens, most)
-    total, *parts = _in_chunks(x_BTD, matrix, labels_BT, others, z_loss, axes, chunk, soft)
+    arrays = {'x_BTD': x_BTD, 'matrix': matrix, 'labels_BT': labels_BT}
+    arrays |= jax.lax.stop_gradient({'soft_BTE': targets.x_BTE, 'soft_matrix': soft_matrix})
+    chunk = chunk_size(tokens, most)
+    static = _Static(axes, chunk, z_loss, soft_axes, targets.weight, targets.temperature)
+    total, *parts = _in_chunks(static, arrays)
     return total, *jax.lax.stop_gradient(parts)
 
 
@@ -105,56 +117,51 @@ def _names(axes, soft_axes=''):
     return names | {'soft_BTE': states, 'soft_matrix': soft_matrix}
 
 
-def _total(parts, z_loss, soft):
+def _total(parts, z_loss, weight=0.0):
     nll_BT, log_z_BT, *divergence_BT = parts
-    nll, z = jnp.sum(nll_BT), z_loss * jnp.sum(log_z_BT**2)
-    if soft is None:
-        return nll + z
-    _, weight, _ = soft
-    return (1 - weight) * nll + z + weight * jnp.sum(divergence_BT[0])
+    total = (1 - weight) * jnp.sum(nll_BT) + z_loss * jnp.sum(log_z_BT**2)
+    return total + weight * jnp.sum(divergence_BT[0]) if divergence_BT else total
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
-def _in_chunks(x_BTD, matrix, labels_BT, targets, z_loss, axes, chunk, soft):
-    parts = _sharded(x_BTD, matrix, labels_BT, targets, z_loss, axes, chunk, soft, slopes=False)
-    return _total(parts, z_loss, soft), *parts
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_chunks(static, arrays):
+    parts = _sharded(static, arrays, slopes=False)
+    return _total(parts, static.z_loss, static.weight), *parts
 
 
-def _in_chunks_forward(x_BTD, matrix, labels_BT, targets, z_loss, axes, chunk, soft):
-    *parts, dx_BTD, sums = _sharded(
-        x_BTD, matrix, labels_BT, targets, z_loss, axes, chunk, soft, slopes=True
-    )
+def _in_chunks_forward(static, arrays):
+    *parts, dx_BTD, sums = _sharded(static, arrays, slopes=True)
     # Reduce-scattered in the dtype of the matrix.
-    names = ['vocab' if axis == 'v' else 'embed' for axis in axes]
+    names = ['vocab' if axis == 'v' else 'embed' for axis in static.axes]
     d_matrix = constrain(jnp.sum(sums, axis=0, dtype=sums.dtype), *names)
     # Without a barrier XLA postpones the sum until the optimizer reads it, and until then keeps the
     # float32 parts, each as large as the matrix.
-    slopes = jax.lax.optimization_barrier((dx_BTD, d_matrix))
-    return (_total(parts, z_loss, soft), *parts), slopes
+    slopes = jax.lax.optimization_barrier({'x_BTD': dx_BTD, 'matrix': d_matrix})
+    total = _total(parts, static.z_loss, static.weight)
+    return (total, *parts), dict.fromkeys(arrays) | slopes
 
 
-def _in_chunks_backward(z_loss, axes, chunk, soft, slopes, cotangents):
-    del z_loss, axes, chunk, soft
-    dx_BTD, d_matrix = ((slope * cotangents[0]).astype(slope.dtype) for slope in slopes)
-    return dx_BTD, d_matrix, None, None
+def _in_chunks_backward(static, slopes, cotangents):
+    del static
+    return (jax.tree.map(lambda slope: (slope * cotangents[0]).astype(slope.dtype), slopes),)
 
 
 _in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)
 
 
-def _sharded(x_BTD, matrix, labels_BT, targets, z_loss, axes, chunk, soft, slopes):
-    """Return nll_BT, log_z_BT and, with `soft`, T^2 KL; with `slopes` also the gradients.
+def _sharded(static, arrays, slopes):
+    """Return nll_BT, log_z_BT and, with a teacher, T^2 KL; with `slopes` also the gradients.
 
-    These are dx_BTD and parts [X, ...] that sum to d_matrix. `targets` are the teacher's hidden
-    states and matrix, and `soft` is (axes of that matrix, weight, temperature); or both are None.
+    These are dx_BTD and parts [X, ...] that sum to d_matrix. `arrays` are x_BTD, matrix and
+    labels_BT, and the teacher's soft_BTE and soft_matrix.
     """
-    soft_axes, weight, temperature = soft or ('', 0, 1)
+    axes, chunk, z_loss, soft_axes, weight, temperature = static
     names = _names(axes, soft_axes)
-    names_out = (names['labels_BT'],) * (3 if soft else 2)
+    names_out = (names['labels_BT'],) * (3 if soft_axes else 2)
     if slopes:
         names_out += names['x_BTD'], ('batch', *names['matrix'])
     vocab_axis = axes.index('v')
-    vocab_size = matrix.shape[vocab_axis]
+    vocab_size = arrays['matrix'].shape[vocab_axis]
 
     def own(x_BTD, matrix, labels_BT, soft_BTE=None, soft_matrix=None):
         # Without a mesh, or if `tensor` does not divide V, each device has all ids.
@@ -177,7 +184,7 @@ def _sharded(x_BTD, matrix, labels_BT, targets, z_loss, axes, chunk, soft, slope
             log_z_K, picked_K, here_KV = _log_partition(logits_KV, labels_K, split)
             counted_K = labels_K >= 0
             losses = (log_z_K - picked_K) * counted_K, log_z_K * counted_K
-            if soft:
+            if soft_axes:
                 other_KV = dot(f'kd,{soft_axes}->kv', soft_KE, soft_matrix.astype(soft_KE.dtype))
                 divergence_K, soft_slope_KV = _divergence(logits_KV, other_KV, temperature, split)
                 losses += (divergence_K * counted_K,)
@@ -186,7 +193,7 @@ def _sharded(x_BTD, matrix, labels_BT, targets, z_loss, axes, chunk, soft, slope
             factor_K = (1 - weight + 2 * z_loss * log_z_K) * counted_K
             slope_KV = jnp.exp(logits_KV - log_z_K[:, None]) * factor_K[:, None]
             slope_KV -= (1 - weight) * here_KV
-            if soft:
+            if soft_axes:
                 slope_KV += weight * counted_K[:, None] * soft_slope_KV
             slope_KV = slope_KV.astype(x_KD.dtype)
             dx_KD = dot(f'kv,{axes}->kd', slope_KV, operand).astype(x_KD.dtype)
@@ -195,7 +202,7 @@ def _sharded(x_BTD, matrix, labels_BT, targets, z_loss, axes, chunk, soft, slope
 
         wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
         sums = jnp.zeros(matrix.shape, wide) if slopes else None
-        inputs = chunked(x_BTD), labels_XK, chunked(soft_BTE) if soft else None
+        inputs = chunked(x_BTD), labels_XK, chunked(soft_BTE) if soft_axes else None
         sums, outputs = jax.lax.scan(of_chunk, sums, inputs)
         outputs = [side.reshape(-1, *side.shape[2:])[:tokens] for side in outputs]
         if not slopes:
@@ -207,9 +214,6 @@ def _sharded(x_BTD, matrix, labels_BT, targets, z_loss, axes, chunk, soft, slope
         losses = (side.reshape(labels_BT.shape) for side in losses)
         return *losses, dx_BTD, sums.astype(matrix.dtype)[None]
 
-    arrays = {'x_BTD': x_BTD, 'matrix': matrix, 'labels_BT': labels_BT}
-    if soft:
-        arrays |= {'soft_BTE': targets[0], 'soft_matrix': targets[1]}
     return map_shards(own, arrays, names, names_out)
 
 
