@@ -62,6 +62,10 @@ class StudyConfig:
         except flags.Error as error:
             line = str(error).removeprefix(f'--config={self._path}:{text}: ')
             right = f'a study needs a config that takes size=LxD and {self._argument}='
+            if self._argument == 'steps':
+                right += '; use --budgets with one that takes budget='
+            else:
+                right += '; use --steps with one that takes steps='
             raise ValueError(f'--config={self._path} of size {size}: {line}; {right}') from None
         changes = VARIANTS[variant].changes
         if config.model.experts.choice == 'none' != changes['model.experts.choice']:

@@ -237,7 +237,7 @@ def _cells(row):
     forward = row['flops_per_forward']
     spread = '' if len(row['seeds']) < 2 else f' ± {row["std_bits_per_byte"]:.4f}'
     return {
-        'seeds': ', '.join(map(str, row['seeds'])),
+        'seed numbers': ', '.join(map(str, row['seeds'])),
         'bits per byte, held out': _number(row['mean_bits_per_byte'], '.4f', 'n/a') + spread,
         'difference (95%)': _difference(row),
         'nats per token': _number(row['loss'], '.4f', 'n/a'),
@@ -285,6 +285,7 @@ def draw_curves(variants: list[Variant], path: pathlib.Path):
         ):
             axes.set_xlabel('training FLOPs')
             axes.set_ylabel(what)
+            axes.locator_params(axis='x', nbins=5)
             axes.xaxis.set_major_formatter(lambda value, _: scientific(value) if value else '0')
             _zoom(axes)
         figure.legend(loc='outside lower center', ncols=min(3, len(variants)))

@@ -291,7 +291,8 @@ class Study:
                 raise ValueError(f'{name}={values}: must be numbers above 0')
         unknown = [name for name in self.variants if name not in VARIANTS]
         if unknown:
-            right = f'must be one of {", ".join(VARIANTS)}{did_you_mean(unknown[0], VARIANTS)}'
+            right = 'no such variant: docs/isoflop.md, section 6, has all'
+            right += did_you_mean(unknown[0], VARIANTS)
             raise ValueError(f'variants={unknown[0]!r}: {right}')
         if 'shallow' in self.variants and 'mod' not in self.variants:
             raise ValueError('variants: shallow gets its depth from the cost of mod; add mod')

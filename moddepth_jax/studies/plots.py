@@ -8,13 +8,15 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
 from moddepth_jax.studies import fit, plot_style
+from moddepth_jax.studies.plan import OWN_VARIANTS
 from moddepth_jax.studies.plot_style import INK, PAPER, budget_name, style
 
 NO_RUNS = 'No run of this study has finished yet: there is nothing to draw.'
 _ROOM_ABOVE = 0.7  # losses further above, in ranges of the sized variants, are only named
-_CURVES = ('dense', 'shallow', 'mod', 'random')  # training curves of a study at equal FLOPs
+# Training curves of a study at equal FLOPs, beside those of variants that its config adds.
+_CURVES = ('dense', 'shallow', 'mod', 'random')
 _MAX_CURVES = 6  # training curves of other studies
-_SMOOTH = 5  # points of a curve that are averaged; fewer at its ends
+_SMOOTH = 5  # points around each of a curve that are averaged; fewer at its ends, which are exact
 _FAR = 4  # variants further from the median than this times (median - best) are only named
 _SMALL = 3.5  # size of the marks of the seed that chose a size
 _EARLY = 0.2  # share of a run that may lie above the y axis
@@ -212,9 +214,10 @@ def _by_steps(study):
     """Training loss at the largest budget, and its difference to the reference."""
     budget = fit.budgets(study)[-1]
     found = dict(fit.found(study, budget))
-    names = [name for name in _CURVES if name in found]
+    names = [name for name in found if name in _CURVES or name not in OWN_VARIANTS]
     if study['kind'] == 'steps' or len(names) < 2:
-        names = list(found)[:_MAX_CURVES]
+        names = list(found)
+    names = names[:_MAX_CURVES]
     curves = {name: _curve(found[name], study['kind']) for name in names}
     curves = {name: curve for name, curve in curves.items() if curve is not None}
     if not curves:
@@ -241,7 +244,7 @@ def _by_steps(study):
         form = '{:,.0f}'.format if unit == 'steps' else form
         axes.xaxis.set_major_formatter(lambda value, _, form=form: form(value) if value else '0')
     label = study['variants'][base]['label']
-    left.set(xlabel='steps', ylabel='training loss (nats per token)')
+    left.set(xlabel='steps', ylabel='training loss, smoothed (nats per token)')
     right.set_xlabel('steps' if unit == 'steps' else 'training FLOPs')
     right.set_ylabel(f'training loss minus that of "{label}" (nats)')
     left.set_title(f'{budget_name(study, budget)}, each at its best size', loc='left')
@@ -259,8 +262,8 @@ def _curve(rows, kind):
         return None
     steps = arrays[0][:, 0]
     losses_SP = np.stack([np.interp(steps, *points.T) for points in arrays])
-    reach = _SMOOTH // 2
-    windows = [slice(max(0, i - reach), i + reach + 1) for i in range(len(steps))]
+    reaches = [min(_SMOOTH // 2, i, len(steps) - 1 - i) for i in range(len(steps))]
+    windows = [slice(i - reach, i + reach + 1) for i, reach in enumerate(reaches)]
     losses_SP = np.stack([losses_SP[:, window].mean(1) for window in windows], axis=1)
     return steps, steps if kind == 'steps' else steps * rows[0]['flops_per_step'], losses_SP
 
@@ -289,7 +292,7 @@ def _seeds(study):
         means = np.array([size.loss for _, size in best]) * bits
         limit = np.median(means) + _FAR * (np.median(means) - means.min())
         limit = limit if limit > means.min() else means.max()
-        far = {name for name, size in best if min(size.losses) * bits > limit}
+        far = {name for name, size in best if min(size.losses) * bits > limit} - {base}
         near = [loss for name, size in best if name not in far for loss in size.losses]
         left, right = min(near) * bits, max(near) * bits
         right = max(right, limit) if far else right

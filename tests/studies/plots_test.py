@@ -7,6 +7,7 @@ import pytest
 from matplotlib.colors import to_rgba
 
 from moddepth_jax.studies import fit, plot_style
+from moddepth_jax.studies.plan import VARIANTS, Variant
 from moddepth_jax.studies.plots import FIGURES, NO_RUNS, draw
 from tests.studies.made_up_study import SIZED, made_up
 
@@ -95,6 +96,26 @@ def test_losses_far_above_the_others_are_shown_as_numbers_at_the_edge():
     (loss,) = (fit.best(rows).loss for name, rows in fit.found(study, 6e11) if name == 'random')
     assert [text.get_text() for text in panel.texts] == [f'mean {loss / np.log(2):.3f} →']
     assert panel.get_xlim()[1] < loss / np.log(2) / 2
+
+
+def test_curves_end_at_the_last_loss_and_show_variants_of_the_config(monkeypatch):
+    """Smoothed in between; a variant of the project that is not among the main ones is left out."""
+    monkeypatch.setitem(VARIANTS, 'mine', Variant('my own', {}, 'rose h'))
+    study = made_up(budgets=(6e11,), variants=('dense', 'mine', 'norm'), seeds=(0,))
+    figure = FIGURES['loss_by_steps'](study)
+    assert _legend(figure) == ['dense', 'my own']
+    rows = {name: fit.at_best_size(fit.select(study, name, 6e11)) for name in ('dense', 'mine')}
+    lines = [line.get_ydata() for line in figure.axes[0].lines if len(line.get_ydata()) > 1]
+    for (row,), losses in zip(rows.values(), lines, strict=True):
+        np.testing.assert_allclose(losses[[0, -1]], [row['curve'][i][1] for i in (0, -1)])
+
+
+def test_the_reference_is_never_too_far_to_be_drawn():
+    study = made_up(budgets=(6e11,), variants=('dense', 'mod', 'random'))
+    for run in study['runs']:
+        far = 2 if run['variant'] == 'dense' else 1
+        run |= {'loss': far * run['loss'], 'bits_per_byte': far * run['bits_per_byte']}
+    assert not FIGURES['seeds'](study).axes[0].texts
 
 
 def test_a_dense_marker_is_drawn_over_an_equal_shallower_one():
