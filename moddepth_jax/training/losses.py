@@ -37,10 +37,10 @@ def causal_rule_loss(hparams: Hparams, record, segment_ids_BT, num_real, ends_N=
 
 
 def count_ends(record, segment_ids_BT):
-    """Return how many real tokens have each loop as their last, float32 [loops]."""
+    """Return how many real tokens have each loop as their last, [loops] in the scores' dtype."""
     scores_NBT = record.scores_BT
     last_NBT = jax.nn.one_hot(jnp.argmax(scores_NBT, axis=0), len(scores_NBT), axis=0)
-    return jnp.sum(jnp.where(segment_ids_BT > 0, last_NBT, 0), axis=(1, 2), dtype=jnp.float32)
+    return jnp.sum(jnp.where(segment_ids_BT > 0, last_NBT, 0), axis=(1, 2), dtype=scores_NBT.dtype)
 
 
 def depth_loss(hparams: Hparams, record, segment_ids_BT, num_real, ends_N=None):
