@@ -1,8 +1,10 @@
 """The examples of docs/extend.md, docs/library.md and README.md run as the pages say."""
 
+import contextlib
 import functools
 import gzip
 import importlib.util
+import re
 import sys
 import types
 
@@ -19,6 +21,7 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model.decoding import decode_step, prefill, unroll
 from moddepth_jax.model.flops import forward_breakdown
+from moddepth_jax.model.mod.mixture_of_depths import check_own_choices
 from moddepth_jax.model.transformer import Transformer
 from tests import documented
 
@@ -75,6 +78,29 @@ def test_router_of_the_page_routes(load):
     assert (records.routing.selected_BT.sum(-1) == 4).all()
     assert (records.routing.scores_BT >= 1).all()
     assert forward_breakdown(hparams, 1, 16)['router'] == 0
+
+
+SEES_OTHERS = 'depends on other tokens, so no loss is causal; must depend on its own vector'
+
+
+@pytest.mark.parametrize(
+    'scores, error',
+    [
+        ('x_BTD[..., 0]', None),
+        ("x_BTD @ self.param('w', lambda *_: jnp.zeros(x_BTD.shape[-1]))", None),
+        ('x_BTD[..., 0] - x_BTD[:, ::-1, 0]', SEES_OTHERS),
+        ("x_BTD[..., 0] * (1 + self.param('w', lambda *_: 0.0) * x_BTD.mean())", SEES_OTHERS),
+        ('x_BTD', r'returned scores of shape \(1, 16, 16\) for x of \(1, 16, 16\); must be \[B, T'),
+    ],
+)
+def test_router_of_a_config_scores_each_token_alone(load, scores, error):
+    """Also one whose initial parameters hide that it sees other tokens."""
+    text = EXTEND['peak.py'].replace('import jax', 'import flax\nimport jax', 1)
+    text = text.replace('    def __call__', '    @flax.linen.compact\n    def __call__')
+    hparams = hparams_of(load(re.sub('return jnp.abs.*', f'return {scores}', text)))
+    expected = pytest.raises(ValueError, match=f"model.routing.router='peak': .*{error}")
+    with expected if error else contextlib.nullcontext():
+        check_own_choices(hparams)
 
 
 def test_stream_of_the_page_scans_unrolls_and_decodes(load):
