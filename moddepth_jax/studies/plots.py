@@ -298,15 +298,16 @@ def _seeds(study):
         right = max(right, limit) if far else right
         for row, (name, size) in enumerate(best):
             losses, colour = np.multiply(size.losses, bits), style(name)['color']
+            if name in far:
+                text = {'ha': 'right', 'va': 'center', 'color': colour, 'fontsize': 8}
+                axes.text(right, row, f'mean {size.loss * bits:.3f} →', **text)
+                continue
             band = {'color': colour, 'alpha': 0.25, 'linewidth': 7, 'solid_capstyle': 'butt'}
             axes.plot([losses.min(), losses.max()], [row] * 2, **band)
             if len(losses) > 1:
                 mark = {'color': colour, 'markersize': 12, 'markeredgewidth': 2}
                 axes.plot([losses.mean()], [row], '|', **mark)
             axes.plot(losses, [row] * len(losses), '.', color=colour, markersize=7)
-            if name in far:
-                text = {'ha': 'right', 'va': 'center', 'color': colour, 'fontsize': 8}
-                axes.text(right, row, f'mean {size.loss * bits:.3f} →', **text)
         if (reference := dict(best).get(base)) is not None:
             axes.axvline(reference.loss * bits, color=INK, linewidth=0.9, linestyle='--', zorder=1)
         names = [f'{labels[name]["label"]} · {size.size}' for name, size in best]
