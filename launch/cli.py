@@ -224,7 +224,11 @@ def _one_line(error):
         return str(error) if users or error.errno in _DISK_ERRORS else ''
     if isinstance(error, flags.Error):
         return flag_errors.describe(error)
-    return str(error) or type(error).__name__ if isinstance(error, ValueError) else ''
+    if not isinstance(error, ValueError):
+        return ''
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    hint = '; --traceback shows where' * bool(re.search(r'/(jax|flax|numpy)/', raised_in))
+    return (str(error) or type(error).__name__) + hint
 
 
 def _is_of_platform(error):

@@ -55,6 +55,9 @@ class RoutingHparams:
         checks.one_of('model.routing.router', self.router, ('none', *ROUTERS))
         checks.one_of('model.routing.gate', self.gate, ('auto', *GATES))
         checks.one_of('model.routing.causal_rule', self.causal_rule, ('auto', *CAUSAL_RULES))
+        for attribute, table in (('gates', GATES), ('rules', CAUSAL_RULES)):
+            for name in getattr(self.traits, attribute):
+                checks.one_of(f'model.routing.router={self.router!r}: {attribute}', name, table)
         checks.check_fields(self, 'model.routing.')
         self._check_log_length()
         if self.routes_loops:

@@ -127,6 +127,11 @@ def test_a_registered_rule_that_the_router_does_not_list_is_explained(monkeypatc
     assert refusal(causal_rule='mine').endswith('lists what it supports in its attribute `rules`')
     monkeypatch.setattr(ROUTERS_BY_NAME['learned'], 'rules', ('mine',))
     assert routing(causal_rule='mine').causal_rule == 'mine'
+    for attribute in ('gates', 'rules'):  # of a router in a config
+        monkeypatch.setattr(ROUTERS_BY_NAME['learned'], attribute, ('min',))
+        expected = f"model.routing.router='learned': {attribute}='min': must be one of "
+        assert refusal().startswith(expected)
+        monkeypatch.undo()
 
 
 def test_rules_are_those_that_need_no_other_training():

@@ -64,6 +64,7 @@ LINES = {
     'bug': [BASE, '--act=bug'],
     'buggy config': ['--config={}/buggy.py', '--traceback'],
     'bad value': [BASE, '--act=bad value', '--traceback'],
+    'library': [BASE, '--act=library'],
     'help': ['--help'],
     'short help': ['--act=bug', '-h'],
     'help first': ['--zzz', '--help'],
@@ -92,6 +93,8 @@ def test_a_bug_has_its_traceback(done, name, status, error):
     assert done[name].status == status and 'Traceback' in done[name].stderr
     assert done[name].stderr.splitlines()[-1].startswith(error)
     assert (done['status'].status, done['status'].stderr) == (3, '')
+    assert done['library'].status == 2
+    assert done['library'].stderr.endswith('; --traceback shows where\n')
 
 
 @pytest.mark.parametrize(

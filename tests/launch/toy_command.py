@@ -10,6 +10,7 @@ Example:
 import logging, os, sys, time
 from absl import flags
 from absl import logging as absl_logging
+import numpy as np
 from jax._src import xla_bridge
 from launch import cli
 
@@ -30,6 +31,8 @@ def main(argv):
         raise PermissionError(13, 'Permission denied', '/locked/file')
     if act == 'bug':
         raise RuntimeError('a bug')
+    if act == 'library':
+        np.broadcast_shapes((2,), (3,))
     if act == 'status':
         return 3
     if act == 'wait':
