@@ -126,7 +126,8 @@ def _write(out, inspection, hparams, data, mass):
     for name in FILES[2:]:
         (out / name).unlink(missing_ok=True)
     if hparams.model.routed_layers:
-        grid_LT = heatmaps.routing_grid(record.top_c_BT, record.selected_BT, hparams)
+        sides = record.top_c_BT, record.selected_BT, hparams, record.dropped_BT
+        grid_LT = heatmaps.routing_grid(*sides)
         grid_LT, pieces = grid_LT[:, :MAX_DRAWN], inspection.pieces[:MAX_DRAWN]
         what = f'the first {MAX_DRAWN:,} tokens' if inspection.pieces[MAX_DRAWN:] else 'tokens'
         title = f'{about["run"]}: routing of {about["text"]} by {about["routing"]}'
@@ -156,6 +157,11 @@ def _describe(out, data):
             few = totals['blocks_entered'][1]['tokens'] / totals['tokens']
             what = 'go through only one loop'
         parts.append(f'{few:.1%} {what}')
+        routed = [layer for layer in totals['layers'] if layer['routed']]
+        refused, entered = (sum(layer[name] for layer in routed) for name in ('refused', 'entered'))
+        if refused:
+            share = refused / (refused + entered)
+            parts.append(f'{share:.1%} of what {about["routing"]} selects finds no room in a cache')
     else:
         parts.append('no block of this model is routed, so there is no routing.png')
     print(', '.join(parts))
@@ -205,10 +211,11 @@ def _describe_importance(out, about, found):
         costs = [f'{row[part]["cost"]:+.4f}' for part in ('block', 'attention', 'mlp')]
         routed = 'routed' if row['routed'] else ''
         rows[str(layer)] = [costs[0], f'{row["block"]["cost_bits"]:+.4f}', *costs[1:], routed]
-    heads = ['without layer', 'nats per token', 'bits/byte', 'only attention', 'only mlp', '']
-    cli.show(to_rich(Table(None, heads, rows)))
+    heads = ['layer', 'nats per token', 'bits/byte', 'attention skipped', 'mlp skipped', '']
+    cli.show(to_rich(Table('increase of the loss if a block, or a part, is skipped', heads, rows)))
     targets = f'{found["targets"]:,} targets of held-out text in {about["batches"]} batches'
-    cli.show(f'loss {found["loss"]:.4f} nats per token by {about["routing"]}, {targets}')
+    rule = f' by {about["routing"]}' * any(row['routed'] for row in found['blocks'])
+    cli.show(f'loss {found["loss"]:.4f} nats per token{rule} if none is skipped, {targets}')
     cheapest = sorted(found['ranking'][: len(rows) // 2])
     if cheapest:
         layers = ','.join(map(str, cheapest))

@@ -16,12 +16,13 @@ from moddepth_jax.model import ahead
 from moddepth_jax.model.routing import RoutingRecord
 from moddepth_jax.model.transformer import Transformer
 
-DENSE, SKIPPED, LOOKAHEAD, SELECTED = range(4)
+DENSE, SKIPPED, LOOKAHEAD, NO_ROOM, SELECTED = range(5)
 MAX_LETTERS = 12  # of the label of a token
 _VISIBLE = {'\n': '↵', ' ': '·', '\t': '→', '\ufffd': '□'}
-_ROUTING_COLOURS = ('#c9ced6', '#f3f1ec', '#f2b28a', '#1f5f8b')
+_ROUTING_COLOURS = ('#c9ced6', '#f3f1ec', '#f2b28a', '#6fb39b', '#1f5f8b')
 _TOP_C = 'skips, but is in the top C of the row'
-_ROUTING_LABELS = ('dense block: every token', 'skips', _TOP_C, 'selected')
+_NO_ROOM = 'skips: selected, but the cache is full'
+_ROUTING_LABELS = ('dense block: every token', 'skips', _TOP_C, _NO_ROOM, 'selected')
 
 _LOAD_MAP = LinearSegmentedColormap.from_list(
     'load', ('#b0531f', '#f2b28a', '#f3f1ec', '#6fa0bd', '#0c2b42')
@@ -76,10 +77,13 @@ def routing_record(variables, hparams: Hparams, batch, routing: str) -> RoutingR
     return None if ahead.is_abstract(records) else jax.device_get(records)
 
 
-def routing_grid(top_c_RT, selected_RT, hparams: Hparams) -> np.ndarray:
-    """Return int [L, T]: SELECTED, LOOKAHEAD (in the top C only), SKIPPED or DENSE."""
+def routing_grid(top_c_RT, selected_RT, hparams: Hparams, dropped_RT=False) -> np.ndarray:
+    """Return int [L, T]: SELECTED, NO_ROOM, LOOKAHEAD (in the top C only), SKIPPED or DENSE.
+
+    The arguments are those of RoutingRecord. Without `dropped_RT`, no token is NO_ROOM.
+    """
     grid_LT = np.full((hparams.model.num_blocks, np.shape(top_c_RT)[1]), DENSE)
-    skipped_RT = np.where(top_c_RT, LOOKAHEAD, SKIPPED)
+    skipped_RT = np.where(dropped_RT, NO_ROOM, np.where(top_c_RT, LOOKAHEAD, SKIPPED))
     chosen_RT = np.where(selected_RT, SELECTED, skipped_RT)
     for layer, router in enumerate(hparams.model.router_of_block):
         if router is not None:
@@ -134,7 +138,7 @@ def plot_routing(
     axes = figure.subplots(strips, 1, squeeze=False)[:, 0]
     font = {'fontfamily': 'monospace', 'fontsize': 8, 'parse_math': False}
     font['rotation'] = 90 if longest > 1 else 0  # horizontal ones would overlap
-    cells = {'cmap': ListedColormap(_ROUTING_COLOURS), 'vmin': -0.5, 'vmax': 3.5}
+    cells = {'cmap': ListedColormap(_ROUTING_COLOURS), 'vmin': -0.5, 'vmax': 4.5}
     for i, strip in enumerate(axes):
         part = slice(i * width, (i + 1) * width)
         strip.pcolormesh(grid_LT[:, part], **cells, edgecolors='white', linewidth=0.5)
@@ -145,7 +149,7 @@ def plot_routing(
     marks = '· space, ↵ line end, § document start, □ part of a character, or not in this font'
     axes[-1].set_xlabel(f'{what} ({marks})')
     axes[0].set_title(title, loc='left', fontsize=10, parse_math=False)
-    used = [value for value in (SELECTED, LOOKAHEAD, SKIPPED, DENSE) if (grid_LT == value).any()]
+    used = [value for value in range(SELECTED, DENSE - 1, -1) if (grid_LT == value).any()]
     square = functools.partial(axes[0].scatter, [], [], marker='s', s=60)
     handles = [square(color=_ROUTING_COLOURS[value]) for value in used]
     labels = [_ROUTING_LABELS[value] for value in used]

@@ -197,7 +197,9 @@ def _draw_routing(run, path):
         for row in np.flatnonzero(batch['segment_ids_BT'][:, 0])
     }
     row = min(pieces, key=lambda row: sum(map(bytes.isspace, pieces[row])))
-    grid_LT = heatmaps.routing_grid(record.top_c_BT[:, row], record.selected_BT[:, row], hparams)
+    sides = (side[:, row] for side in (record.top_c_BT, record.selected_BT, record.dropped_BT))
+    top_c_RT, selected_RT, dropped_RT = sides
+    grid_LT = heatmaps.routing_grid(top_c_RT, selected_RT, hparams, dropped_RT)
     loops = f'{length} to ' * hparams.model.routing.routes_loops
     capacity = f'{loops}{hparams.model.routing.num_selected(length)} of {length} tokens per row'
     rule = causal_routing(hparams)

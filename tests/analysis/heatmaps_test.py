@@ -7,7 +7,7 @@ import pytest
 
 from moddepth_jax.analysis import heatmaps
 from moddepth_jax.analysis.depth_mass import DepthMass
-from moddepth_jax.analysis.heatmaps import DENSE, LOOKAHEAD, SELECTED, SKIPPED
+from moddepth_jax.analysis.heatmaps import DENSE, LOOKAHEAD, NO_ROOM, SELECTED, SKIPPED
 from moddepth_jax.analysis.source_mass import SourceMass
 from moddepth_jax.hparams import from_config
 
@@ -34,28 +34,29 @@ def test_routing_grid_combines_top_c_and_selection(tiny_config):
     hparams = from_config(tiny_config(**{'model.num_layers': 5} | routing))
     top_c_RT = np.array([[1, 0, 1, 0], [0, 1, 1, 0]]) > 0
     selected_RT = np.array([[1, 1, 0, 0], [0, 0, 0, 0]]) > 0
+    dropped_RT = np.array([[0, 0, 0, 0], [1, 1, 0, 0]]) > 0
     dense = [DENSE] * 4
-    assert heatmaps.routing_grid(top_c_RT, selected_RT, hparams).tolist() == [
+    assert heatmaps.routing_grid(top_c_RT, selected_RT, hparams, dropped_RT).tolist() == [
         dense,
         [SELECTED, SELECTED, LOOKAHEAD, SKIPPED],
         dense,
         dense,
-        [SKIPPED, LOOKAHEAD, LOOKAHEAD, SKIPPED],
+        [NO_ROOM, NO_ROOM, LOOKAHEAD, SKIPPED],
     ]
 
 
 def test_first_layer_is_at_the_bottom_and_first_token_on_the_left(tmp_path):
     """Each layer is a band in its colour; the second half of the last layer's tokens enter."""
     halves = [SKIPPED] * 20 + [SELECTED] * 20
-    picture = plot_routing(tmp_path, [[DENSE] * 40, [LOOKAHEAD] * 40, halves])
+    picture = plot_routing(tmp_path, [[DENSE] * 40, [LOOKAHEAD] * 40, [NO_ROOM] * 40, halves])
     bands = []
-    for value in (DENSE, LOOKAHEAD, SELECTED):
+    for value in (DENSE, LOOKAHEAD, NO_ROOM, SELECTED):
         rows = np.flatnonzero(near(picture, colour_of(value)).mean(1) > 0.3)
         assert len(rows) > 10
         bands.append(rows)
     heights = [rows.mean() for rows in bands]
     assert heights == sorted(heights, reverse=True)
-    columns = np.flatnonzero(near(picture, colour_of(SELECTED))[bands[2]].mean(0) > 0.5)
+    columns = np.flatnonzero(near(picture, colour_of(SELECTED))[bands[-1]].mean(0) > 0.5)
     assert columns.min() > 0.4 * picture.shape[1] and columns.max() < picture.shape[1]
 
 
