@@ -179,7 +179,7 @@ def get_config() -> ConfigDict:
 
     report = config.report = ConfigDict()
     report.prompt = 'def '  # start of the text that a finished run generates
-    report.sample_tokens = 200  # tokens to generate; fewer if data.sequence_length has no room
+    report.sample_tokens = 200  # tokens to generate, fewer if the context ends; 0: no sample
     report.temperature = 0.8  # sampling temperature; 0: the most likely token
     report.top_p = 1.0  # probability mass of nucleus sampling; 1: all tokens
     report.heatmap_tokens = 96  # held-out tokens in the routing heatmap

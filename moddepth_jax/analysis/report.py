@@ -60,11 +60,13 @@ def report_programs(state, dataset):
         programs['compiling the attention on slots'] = functools.partial(_mass, run, depth_mass)
     if has_sources(state.hparams):
         programs['compiling the weights of sources'] = functools.partial(_mass, run, source_mass)
-    return programs | {'compiling the decoding of the sample': functools.partial(_sample, run)}
+    if state.hparams.report.sample_tokens:
+        programs['compiling the decoding of the sample'] = functools.partial(_sample, run)
+    return programs
 
 
 def write_report(run: Run, console: rich.console.Console | None = None):
-    """Write the pictures and the sample into the workdir and print the report."""
+    """Write the pictures and the sample, if any, into the workdir and print the report."""
     console = console or rich.console.Console(highlight=False)
     model = run.hparams.model
     rule = causal_routing(run.hparams) if model.looks_ahead else None
@@ -76,16 +78,24 @@ def write_report(run: Run, console: rich.console.Console | None = None):
     if model.routed_layers and run.hparams.data.source == 'recall':
         _print(console, *_roc_lines(run))
     pictures = _pictures(run.hparams)
+    has_sample = run.hparams.report.sample_tokens > 0
     names = [f'drawing {", ".join(file for file, *_ in pictures)}'] * bool(pictures)
-    _print(console, f'{" and ".join([*names, "writing a sample"])} ...')
+    names += ['writing a sample'] * has_sample
+    _print(console, *[f'{" and ".join(names)} ...'] * bool(names))
     for file, _, draw in pictures:
         draw(run, run.workdir / file)
+    _print(console, '', *(_sample_lines(run, rule) if has_sample else ()))
+    _print(console, *_next_steps(run))
+
+
+def _sample_lines(run, rule):
+    """Write the sample. Yields the lines of the report about it."""
     sample, notes = _sample(run)
     (run.workdir / SAMPLE_FILE).write_text(sample, encoding='utf-8')
     temperature = f'temperature {run.hparams.report.temperature:g}'
-    _print(console, '', f'A sample ({rule or "no routing"}, {temperature}):')
-    _print(console, *(f'  | {line}' for line in sample.splitlines()), *notes, '')
-    _print(console, *_next_steps(run))
+    yield f'A sample ({rule or "no routing"}, {temperature}):'
+    yield from (f'  | {line}' for line in sample.splitlines())
+    yield from (*notes, '')
 
 
 def _print(console, *lines):
@@ -278,7 +288,7 @@ def _next_steps(run):
     yield 'Next:'
     for i, (file, shows, _) in enumerate(pictures):
         yield f'  {"" if i else "look":9}{workdir / file}: {shows}'
-    if not pictures:
+    if not pictures and run.hparams.report.sample_tokens:
         yield f'  read     {workdir / SAMPLE_FILE}'
     if counterpart := _counterpart(run.hparams):
         name, knobs = counterpart

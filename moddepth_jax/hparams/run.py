@@ -161,7 +161,7 @@ class ReportHparams:
     """The sample and the figure at the end of a run. configs/base.py describes the knobs."""
 
     prompt: str
-    sample_tokens: checks.Count
+    sample_tokens: checks.CountOrZero
     temperature: checks.Weight
     top_p: checks.FractionAboveZero
     heatmap_tokens: checks.Count

@@ -141,6 +141,10 @@ def test_report_of_a_routed_run(printed):
     assert '  | x = 1\n  | return x\n' in out
     assert '\ndrawing routing.png and writing a sample ...\n' in out
     assert (workdir / 'sample.txt').read_text() == 'x = 1\nreturn x'
+    (workdir / 'sample.txt').unlink()
+    out, workdir = printed('learned', **{'report.sample_tokens': 0})
+    assert '\ndrawing routing.png ...\n\nNext:\n' in out and 'ample' not in out
+    assert not (workdir / 'sample.txt').exists()
     picture = matplotlib.image.imread(workdir / 'routing.png')
     assert min(picture.shape[:2]) > 100 and picture.std() > 0.05
 
@@ -334,6 +338,7 @@ def test_prompt_and_sample_are_cut_to_the_context(tiny_config):
         hparams = from_config(tiny_config(**knobs))
         return report.prompt_tokens(hparams, make_tokenizer('bytes'))
 
+    assert tokens('dé', 0)[1] == 0
     assert tokens('dé', 8) == ([256, ord('d'), 0xC3, 0xA9], 8) and tokens('', 99) == ([256], 31)
     prompt, more = tokens('x' * 99, 99)
     assert (len(prompt), more) == (16, 16)

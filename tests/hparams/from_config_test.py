@@ -103,7 +103,8 @@ BAD_VALUES = {
     **knobs('evaluation', 'every', -1),
     **knobs('evaluation', 'num_batches final_batches', *NOT_POSITIVE),
     **knobs('report', 'prompt', '\ud800', 'a\udcff'),
-    **knobs('report', 'sample_tokens heatmap_tokens', *NOT_POSITIVE),
+    **knobs('report', 'sample_tokens', -1),
+    **knobs('report', 'heatmap_tokens', *NOT_POSITIVE),
     **knobs('report', 'temperature', *NO_WEIGHT),
     **knobs('report', 'top_p', 0.0, *NO_FRACTION),
 }
