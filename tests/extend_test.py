@@ -182,6 +182,8 @@ def test_reader_of_the_page_reads_every_row(load, monkeypatch, tmp_path):
     for name in ('a.csv', 'b.csv.gz'):
         rows = list(readers.read_rows(tmp_path / name, name, 'text'))
         assert [row.text for row in rows] == [b'two\nlines', b'one']
+    row = next(readers.read_rows(tmp_path / 'a.csv', 'a.csv', 'body'))
+    assert str(row.text).endswith("a.csv, row 1: no field 'body'; set data.text_field")
 
 
 @pytest.mark.parametrize('name', LIBRARY | README)

@@ -8,6 +8,7 @@ import re
 from moddepth_jax.data import readers
 from moddepth_jax.data.directory import read_json
 from moddepth_jax.data.token_store import is_started
+from moddepth_jax.hparams.checks import did_you_mean
 
 MADE = ('stdlib', 'python_environment', 'synthetic', 'recall', 'mixture')  # need no path
 _RIGHT = f'must be {", ".join(MADE)}, a folder of launch.prepare, or a file, folder or glob of '
@@ -52,7 +53,8 @@ def find_files(
         (files if readers.may_be_text(path, encoding) else left_out).append(path)
     if not files:
         note = f' ({describe_left_out(left_out)})' if left_out else ''
-        raise ValueError(f'{option}={source!r}: matches no file{note}; {right}')
+        found = 'holds' if os.path.isdir(os.path.expanduser(source)) else 'matches'
+        raise ValueError(f'{option}={source!r}: {found} no file{note}; {right}')
     return root, files, left_out
 
 
@@ -65,7 +67,10 @@ def check_source(source: str):
     if os.path.isdir(path):
         _check_folder(source, 'data.source', right)
     elif not os.path.lexists(path) and ('**' in path or not any(glob.iglob(path))):
-        raise ValueError(f'data.source={source!r}: matches no file; {right}')
+        folder, name = os.path.split(path)
+        near = os.listdir(folder or '.') if os.path.isdir(folder or '.') else []
+        hint = did_you_mean(name, [*near, *([] if folder else MADE)])
+        raise ValueError(f'data.source={source!r}: matches no file{hint}; {right}')
 
 
 def _check_address(source, option):

@@ -105,6 +105,7 @@ OLDER_RUNS = {
 
 _NEWER = 'it was edited, or a newer version wrote it, which can resume this run'
 _WRITABLE = 'must be a directory that can be written'
+_MOST_DIFFERENCES = 4  # in a message
 
 
 def temporary_files(names: set[str], file: str) -> set[str]:
@@ -130,8 +131,8 @@ def open_workdir(
 
     Raises:
       ValueError: one line, before anything is written, if `path` is a file, holds something else,
-        or belongs to a running run or to another config. The message has the first field that
-        differs, with both values.
+        or belongs to a running run or to another config. The message has the first fields that
+        differ, with both values.
     """
     path = pathlib.Path(path)
     right = 'use another --workdir'
@@ -190,11 +191,18 @@ def check_config(
         traverse_util.flatten_dict(side, sep='.')
         for side in (stored, json.loads(json.dumps(config)))
     )
+    differ = []  # (name, value in config.json, value in this run)
     for name in sorted(wanted.keys() | stored.keys()):
         old, new = stored.get(name, 'absent'), wanted.get(name, 'absent')
         if old != new and not may_differ(name, volatile):
-            found = f'{name} is {old!r} in its {CONFIG_FILE} and {new!r} in this run'
-            raise ValueError(f'--workdir={path}: {found}; {right}use another --workdir')
+            differ.append((name, old, new))
+    if differ:
+        name, old, new = differ[0]
+        found = f'{name} is {old!r} in its {CONFIG_FILE} and {new!r} in this run'
+        more = [f'{name} {old!r} and {new!r}' for name, old, new in differ[1:_MOST_DIFFERENCES]]
+        more += [f'{len(differ) - _MOST_DIFFERENCES} more'] * (len(differ) > _MOST_DIFFERENCES)
+        found += f' (also {", ".join(more)})' * bool(more)
+        raise ValueError(f'--workdir={path}: {found}; {right}use another --workdir')
     added = {name: value for name, value in added.items() if not may_differ(name, volatile)}
     return _note(path, added)
 

@@ -67,7 +67,7 @@ def test_a_domain_that_cannot_be_read_is_refused(folder, tmp_path):
         folder, text_field='text'
     )
     for name, make, words in (
-        ('empty', pathlib.Path.mkdir, ['empty: ', 'matches no file', 'must hold text, .jsonl']),
+        ('empty', pathlib.Path.mkdir, ['empty: ', 'holds no file', 'must hold text, .jsonl']),
         ('none.txt', pathlib.Path.touch, ['none.txt: no byte in its 1 document']),
         ('begun', begin, ['begun: ', 'unfinished']),
     ):

@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from moddepth_jax.data import readers
 from moddepth_jax.data.readers import BadText, Span, find_spans
-from moddepth_jax.data.sources import describe_left_out, find_files, load_documents
+from moddepth_jax.data.sources import check_source, describe_left_out, find_files, load_documents
 from tests.data.prepared_text import make_special, refusal
 
 TEXTS = ['first', 'zw\u00f6lf\u2028!', '', 'x' * 3000, 'last\n']
@@ -261,6 +261,10 @@ def test_a_glob_without_a_match_is_refused(tmp_path):
     message = refusal(load_documents, 'stdlb', 'text')
     assert message.startswith("data.source='stdlb': matches no file; must be stdlib, python_env")
     assert 'launch.prepare, or a file, folder or glob of text, .jsonl, ' in message
+    (tmp_path / 'code.jsonl').touch()
+    for given, meant in (('stdlbi', 'stdlib'), (f'{tmp_path}/cod.jsonl', 'code.jsonl')):
+        assert f'matches no file; did you mean {meant}?; must be' in refusal(check_source, given)
+    (tmp_path / 'code.jsonl').unlink()
     (tmp_path / 'a.png').write_bytes(b'\x89PNG\r\n\x1a\n\0\0')
     message = refusal(load_documents, str(tmp_path), 'text')
     assert f'no file (left out 1 file without text, such as {tmp_path}/a.png)' in message

@@ -113,6 +113,9 @@ def test_another_config_is_refused_by_field(tmp_path, config, field, old, new):
     # Regression: after a default had changed, nothing said how to resume a run.
     assert f'; --config={tmp_path}/config.json resumes that run; or use another --w' in message
     assert contents(tmp_path) == before
+    several = changed(changed(sides[0], 'training.num_steps', 3), 'report.top_p', 0.5)
+    message = refusal(run_dir.open_workdir, tmp_path, several)
+    assert 'report.top_p is 1.0 in its config.json and 0.5 in this run (also training.n' in message
 
 
 @pytest.mark.parametrize('volatile', ['training.log_every', 'training'])

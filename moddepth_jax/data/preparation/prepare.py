@@ -171,7 +171,11 @@ class _Preparation:
         self._check_arguments(store.arguments, self._arguments)
         stored, now = {entry['name']: entry for entry in store.inputs}, dict(self._paths)
         for name in sorted(stored.keys() | now.keys()):
-            if not (name in stored and name in now and _is_stored_file(now[name], stored[name])):
+            if name not in stored:
+                raise self._refusal(f'{name} was not there when this text was prepared')
+            if name not in now:
+                raise self._refusal(f'{name} was there when this text was prepared, but is not now')
+            if not _is_stored_file(now[name], stored[name]):
                 raise self._refusal(f'{name} is not what it was when this text was prepared')
         shutil.rmtree(self._parts, ignore_errors=True)
         return store

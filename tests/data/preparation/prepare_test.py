@@ -486,6 +486,10 @@ def test_a_changed_input_of_a_finished_text_is_noticed(tmp_path, monkeypatch):
     os.utime(path, ns=(time, time))
     monkeypatch.setattr(prepare_module, 'open_file', None)
     assert _prepare(tmp_path / 'in', out) == store
+    (tmp_path / 'in/new.txt').write_text('x')
+    assert 'new.txt was not there when this text was prepared' in _error(tmp_path / 'in', out)
+    path.unlink()
+    assert 'b.jsonl was there when this text was prepared, but' in _error(tmp_path / 'in', out)
 
 
 def test_a_directory_of_something_else_is_refused(folder, tmp_path):
