@@ -335,6 +335,7 @@ def compute(refs, shared, warpgroup, sizes):
         carry = _attend_slots(refs, shared, place, warpgroup, sizes, carry)
     acc, highest, total = carry
     tile, token = place()
+    warpgroup = lax.optimization_barrier(warpgroup)  # addresses again; kept ones would spill
     result, lse = shared.q.at[warpgroup], shared.lse.at[warpgroup]
     result[...] = (acc / by_row(total, acc.shape)).astype(shared.ring.dtype)
     lse[...] = highest * (1 / LOG2E) + jnp.log(total)

@@ -209,25 +209,27 @@ def depth_call(backend, way, B, T, K, G, H, L, R=None, mask=False, dtype=jnp.bfl
     return function, (q, q, q, by_head, None, slots, sums, q)
 
 
-def fused_call(T, K, G, H, L, R=None, kind='', dtype=jnp.bfloat16, windows=(1024, 16), wide=None):
+def fused_call(
+    T, K, G, H, L, R=None, kind='', dtype=jnp.bfloat16, windows=(1024, 16), wide=None, B=1
+):
     """Return a fused pass and the shapes of its arguments; num_slots is traced.
 
     wide: None for the forward pass; dtype of the sums for the backward pass, or 'fresh' for none.
     kind: '' | 'documents' (segments) | 'general' (also windows, other queries for the slots, mask
     and rows).
     """
-    q, key, rows = shape(1, T, K * G, H, dtype=dtype), shape(1, T, K, H, dtype=dtype), None
-    segments, own, mask = shape(1, T, dtype=jnp.int32) if kind else None, None, None
+    q, key, rows = shape(B, T, K * G, H, dtype=dtype), shape(B, T, K, H, dtype=dtype), None
+    segments, own, mask = shape(B, T, dtype=jnp.int32) if kind else None, None, None
     if kind == 'general':
-        rows, own, mask = segments, q, shape(L, 1, R or T, dtype=bool)
-    side = shape(L, 1, R or T, K, H, dtype=dtype)
+        rows, own, mask = segments, q, shape(L, B, R or T, dtype=bool)
+    side = shape(L, B, R or T, K, H, dtype=dtype)
     slots = Slots(side, side, shape(dtype=jnp.int32), mask, rows)
     window, slot_window = windows if kind == 'general' else (0, 0)
     static = Static(window, True, slot_window, H**-0.5, False, Parts('xla', 'mosaic_gpu_fused'))
     if wide is None:
         function = functools.partial(fused.fused_forward, static=static)
         return function, (q, key, key, segments, own, slots)
-    by_head = shape(1, K * G, T, dtype=jnp.float32)
+    by_head = shape(B, K * G, T, dtype=jnp.float32)
     sums = None if wide == 'fresh' else (shape(*side.shape, dtype=wide),) * 2
 
     def backward(q, k, v, ids, own, slots, sums, *joint):
@@ -236,10 +238,10 @@ def fused_call(T, K, G, H, L, R=None, kind='', dtype=jnp.bfloat16, windows=(1024
     return backward, (q, key, key, segments, own, slots, sums, q, by_head, by_head)
 
 
-def sequence_call(way, T, K, G, H, documents=False, window=0, dtype=jnp.bfloat16):
+def sequence_call(way, T, K, G, H, documents=False, window=0, dtype=jnp.bfloat16, B=1):
     """Return the sequence part `way` (forward or backward) by Mosaic GPU, and its arguments."""
-    q, key = shape(1, T, K * G, H, dtype=dtype), shape(1, T, K, H, dtype=dtype)
-    ids, by_head = shape(1, T, dtype=jnp.int32), shape(1, K * G, T, dtype=jnp.float32)
+    q, key = shape(B, T, K * G, H, dtype=dtype), shape(B, T, K, H, dtype=dtype)
+    ids, by_head = shape(B, T, dtype=jnp.int32), shape(B, K * G, T, dtype=jnp.float32)
     static = Static(window, True, 0, H**-0.5, False, Parts('mosaic_gpu'))
 
     def function(q, k, v, ids, *joint):
@@ -293,6 +295,9 @@ FUSED = (
 )
 # (H, G, with segments and a window)
 SEQUENCE = ((64, 1, False), (128, 2, False), (128, 8, False), (64, 8, True), (128, 2, True))
+# (B, K). With several batch rows TMA has another axis, and some of the kernels' divisions are by K.
+ONE_ROW, ROWS = (1, 8), (3, 6)
+FUSED_ROWS = ((128, 2, 70, 'documents'), (128, 3, 70, 'general'))
 # (rows, H, G, L, new tokens) over caches of 4096 places
 DECODE = (
     (1, 64, 8, 64, 1),
@@ -309,20 +314,20 @@ DECODE = (
 def _kernels():
     """Return by name functions that return a function and its argument shapes; T = 4096."""
     found = {}
-    for H, G, L, kind in FUSED:
-        name = f'fused_forward_H{H}_G{G}_L{L}' + f'_{kind}' * bool(kind)
-        found[name] = functools.partial(fused_call, 4096, 8, G, H, L, kind=kind)
-        options = {'kind': kind, 'wide': jnp.bfloat16 if L == 64 else jnp.float32}
-        name = name.replace('forward', 'backward')
-        found[name] = functools.partial(fused_call, 4096, 8, G, H, L, **options)
-        found[f'{name}_fresh'] = functools.partial(found[name], wide='fresh')
+    cases = [(*case, *ONE_ROW) for case in FUSED] + [(*case, *ROWS) for case in FUSED_ROWS]
+    for H, G, L, kind, B, K in cases:
+        name = f'H{H}_G{G}_L{L}' + f'_{kind}' * bool(kind) + f'_B{B}' * (B > 1)
+        call = functools.partial(fused_call, 4096, K, G, H, L, kind=kind, B=B)
+        found[f'fused_forward_{name}'], name = call, f'fused_backward_{name}'
+        found[name] = functools.partial(call, wide=jnp.bfloat16 if L == 64 else jnp.float32)
+        found[f'{name}_fresh'] = functools.partial(call, wide='fresh')
         if L == 64:
-            options |= {'wide': jnp.float32}
-            found[f'{name}_float32'] = functools.partial(fused_call, 4096, 8, G, H, L, **options)
-    for way, (H, G, documents) in itertools.product(('forward', 'backward'), SEQUENCE):
-        name = f'mosaic_sequence_{way}_H{H}_G{G}' + '_documents' * documents
-        options = {'documents': documents, 'window': 1024 * documents}
-        found[name] = functools.partial(sequence_call, way, 4096, 8, G, H, **options)
+            found[f'{name}_float32'] = functools.partial(call, wide=jnp.float32)
+    cases = [(*case, *ONE_ROW) for case in SEQUENCE] + [(*SEQUENCE[-1], *ROWS)]
+    for way, (H, G, documents, B, K) in itertools.product(('forward', 'backward'), cases):
+        name = f'mosaic_sequence_{way}_H{H}_G{G}' + '_documents' * documents + f'_B{B}' * (B > 1)
+        options = {'documents': documents, 'window': 1024 * documents, 'B': B}
+        found[name] = functools.partial(sequence_call, way, 4096, K, G, H, **options)
     for B, H, G, L, T in DECODE:
         name = f'mosaic_decode_B{B}_H{H}_G{G}_L{L}' + f'_T{T}' * (T > 1)
         found[name] = functools.partial(decode_call, B, 4096, 8, G, H, L, T)

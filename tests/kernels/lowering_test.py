@@ -100,7 +100,7 @@ def lower_fused(*sizes, **options):
     'sizes',
     [
         {'T': 200, 'K': 2, 'G': 8, 'H': 64, 'L': 64},
-        {'T': 97, 'K': 2, 'G': 2, 'H': 128, 'L': 70, 'kind': 'documents'},
+        {'T': 97, 'K': 2, 'G': 2, 'H': 128, 'L': 70, 'kind': 'documents', 'B': 3},
         {'T': 1025, 'K': 1, 'G': 12, 'H': 56, 'L': 7, 'R': 1024, 'kind': 'general'},
         {'T': 3, 'K': 1, 'G': 3, 'H': 96, 'L': 1, 'dtype': jnp.float16},
         {'T': 8, 'K': 1, 'G': 1, 'H': 128, 'L': 9},
@@ -115,7 +115,7 @@ def test_fused_lowers(sizes):
 def test_sequence_lowers(documents):
     """One kernel forward, two backward, at a length that is no multiple of a block."""
     for way, kernels in (('forward', 1), ('backward', 2)):
-        function, arrays = sequence_call(way, 97, 2, 3, 128, documents)
+        function, arrays = sequence_call(way, 97, 2, 3, 128, documents, B=3)
         assert len(re.findall('@mosaic_gpu', lower(function, *arrays))) == kernels
 
 
