@@ -169,8 +169,11 @@ def check_capacity(capacity: int, length: int, name: str = 'num_selected'):
 def select_top_c(scores_BT, num_selected: int):
     """Return the indices of the C highest scores, int32 [B, C], in time order.
 
-    Of equal scores the earlier one counts as higher, and NaN as the highest score.
+    Of equal scores the earlier one counts as higher, and NaN as the highest score. Raises
+    ValueError for scores of another shape and for C outside [1, T].
     """
+    if jnp.ndim(scores_BT) != 2:
+        raise ValueError(f'scores_BT of shape {jnp.shape(scores_BT)} must have shape [B, T]')
     check_capacity(num_selected, scores_BT.shape[1])
     # top_k compares bits: -0.0 ranks below 0.0, and a negative NaN below all.
     scores_BT = jnp.where(scores_BT == 0, 0.0, scores_BT)

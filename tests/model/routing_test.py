@@ -61,6 +61,8 @@ def test_impossible_c_is_refused(num_selected):
     with pytest.raises(ValueError, match=f'num_selected={num_selected} .*6') as error:
         select_top_c(jnp.zeros((2, 6)), num_selected)
     assert '\n' not in str(error.value)
+    with pytest.raises(ValueError, match=r'shape \(6,\) must have shape \[B, T\]'):
+        select_top_c(jnp.zeros(6), num_selected)
 
 
 def random_segments(rng, rows, length, padding):
