@@ -36,7 +36,7 @@ COMMANDS = {
         ('--config.data.tokenizer=gpt2', ["'gpt2'", 'bytes, prepared, a tokenizer.json']),
         ('--config.data.source=https://a.org/b.txt', ['https:', 'a URL; download it']),
         ('--config.model.routing.layers=[1]', ["'[1]'", 'or a list such as 0,1 of layers below 4']),
-        ('--config.data.source=nothing', ["'nothing': matches no file", 'a file, folder or glob']),
+        ('--config.data.source=nothing', ["'nothing': holds no file", 'a file, folder or glob']),
         ('--profile=20', ['--profile=20: must be START:STOP']),
         ('--workdir=new --profile=300:310', ['--profile=300:310: this run has 200 steps']),
         ('--config.data.source=/', ["data.source='/': is ", ' folder of texts', 'must be stdlib']),
