@@ -8,8 +8,7 @@ IN_PARALLEL = -n $(WORKERS) --dist worksteal
 VENV_PYTHON := .venv/bin/python
 GPU_FLAGS ?=# of launch.gpu, such as --deadline=540
 # Without --no-compile pip would spend a minute on bytecode, most of which is never imported.
-# The bytecode of what is imported is kept: without it each command takes four seconds to start, not
-# two, and tests start a hundred.
+# The bytecode of what is imported is kept: without it a command takes four seconds to start, not two.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := pip install -q --disable-pip-version-check --no-compile
 PIP_INSTALL := $(VENV_PYTHON) -m $(INSTALL) -c constraints.txt
