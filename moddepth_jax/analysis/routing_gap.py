@@ -16,7 +16,7 @@ def is_large(gap: float | None) -> bool:
 
 
 def describe(gap: float, loss: float) -> str:
-    """Say in a line what a gap means beside the causal loss, both in nats per token."""
+    """Say in a line what a gap means, given the causal loss; both are in nats per token."""
     if not math.isfinite(gap):
         return 'routing gap undefined, because the loss is not finite'
     if abs(gap) <= NEGLIGIBLE * loss:

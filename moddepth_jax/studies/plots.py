@@ -13,7 +13,7 @@ from moddepth_jax.studies.plot_style import INK, PAPER, budget_name, style
 
 NO_RUNS = 'No run of this study has finished yet: there is nothing to draw.'
 _ROOM_ABOVE = 0.7  # losses further above, in ranges of the sized variants, are only named
-# Training curves of a study at equal FLOPs, beside those of variants that its config adds.
+# Training curves of a study at equal FLOPs; those of variants that its config adds are drawn too.
 _CURVES = ('dense', 'shallow', 'mod', 'random')
 _MAX_CURVES = 6  # training curves of other studies
 _SMOOTH = 5  # points around each of a curve that are averaged; fewer at its ends, which are exact
