@@ -109,8 +109,9 @@ if study['kind'] == 'flops':
 # it, the model is so large that it gets too few steps. The parabola through the runs of a variant
 # gives its optimum, marked by a star. A ring means that the best run is at the edge of the sizes,
 # so the optimum is not enclosed. Compare only stars within a panel: they cost the same to train.
-# Variants that ran at a single size are in the strip on the right. Small dots are seeds; a
-# difference below their spread means nothing.
+# Variants that ran at a single size are in the strip on the right. Dots are seeds; a difference
+# below their spread means nothing. Small marks are the seed that chose the size. It flatters that
+# size, so the parabola has its shape but goes through the mean of the other seeds.
 
 # %%
 plots.draw(study, folder)
