@@ -21,7 +21,7 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model.decoding import decode_step, prefill, unroll
 from moddepth_jax.model.flops import forward_breakdown
-from moddepth_jax.model.mod.mixture_of_depths import check_own_choices
+from moddepth_jax.model.own_choices import check_own_choices
 from moddepth_jax.model.transformer import Transformer
 from tests import documented
 
@@ -80,7 +80,7 @@ def test_router_of_the_page_routes(load):
     assert forward_breakdown(hparams, 1, 16)['router'] == 0
 
 
-SEES_OTHERS = 'depends on other tokens, so no loss is causal; must depend on its own vector'
+SEES_OTHERS = 'depends on other tokens, so no loss is causal; must depend on its own'
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,32 @@ def test_router_of_a_config_scores_each_token_alone(load, scores, error):
     expected = pytest.raises(ValueError, match=f"model.routing.router='peak': .*{error}")
     with expected if error else contextlib.nullcontext():
         check_own_choices(hparams)
+
+
+@pytest.mark.parametrize(
+    'old, new, error',
+    [
+        ('', '', None),
+        ('depth.slots[0]', 'depth.slots[0].mean(axis=1, keepdims=True)', SEES_OTHERS),
+        ('return x_BTD, None', 'return x_BTD[:, ::-1], None', SEES_OTHERS),
+        ('(y_BTD,) if', '(y_BTD.at[:, 1:].add(y_BTD[:, :-1]),) if', SEES_OTHERS),
+    ],
+)
+def test_stream_of_a_config_uses_no_other_tokens(load, old, new, error):
+    """Also one that reads them with a weight that starts at 0."""
+    text = EXTEND['first.py']
+    assert old in text
+    hparams = hparams_of(load(text.replace(old, new)))
+    expected = pytest.raises(ValueError, match=f"model.depth.stream='first': .*{error}")
+    with expected if error else contextlib.nullcontext():
+        check_own_choices(hparams)
+
+
+@pytest.mark.parametrize('name', ['peak.py', 'first.py'])
+def test_choice_must_have_its_base_class(load, name):
+    text = re.sub(r'class (\w+)\(\w+\)', r'class \1', EXTEND[name])
+    with pytest.raises(ValueError, match=r'^model\.\S+: \w+ must be a subclass of moddepth_jax\.'):
+        load(text)
 
 
 def test_stream_of_the_page_scans_unrolls_and_decodes(load):

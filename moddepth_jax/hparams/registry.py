@@ -17,19 +17,29 @@ class Registry(collections.abc.Mapping):
     Args:
       name: the variable that holds this registry, as it stands in `module`.
       knob: dotted name of the knob, for error messages.
-      module: the module or package that registers this project's own choices.
+            module: the module or package that registers this project's own choices.
+      base: the class in `module` that a choice must be a subclass of; '': none.
     """
 
-    def __init__(self, name: str, knob: str, module: str):
-        self._name, self._knob, self._module, self._choices = name, knob, module, {}
+    def __init__(self, name: str, knob: str, module: str, base: str = ''):
+        self._name, self._knob, self._module, self._base = name, knob, module, base
+        self._choices = {}
 
     def register(self, name: str):
-        """Return a decorator that adds a choice. Raises ValueError if the project has that name."""
+        """Return a decorator that adds a choice.
+
+        It raises ValueError if the project has that name, or the choice lacks the base class.
+        """
 
         def add(choice):
             if name in self._choices and self.is_own(name):
                 right = f'{self._module} has this name; choose another'
                 raise ValueError(f'{self._knob}={name!r}: {right}')
+            # None while the package of this project is imported: it registers its own choices.
+            base = getattr(importlib.import_module(self._module), self._base, None)
+            if base and not (isinstance(choice, type) and issubclass(choice, base)):
+                right = f'must be a subclass of {self._module}.{self._base}'
+                raise ValueError(f'{self._knob}={name!r}: {choice.__name__} {right}')
             self._choices[name] = choice
             return choice
 
@@ -127,15 +137,17 @@ def _bound_names(line):
     return [name.id for name in names if isinstance(name.ctx, ast.Store)]
 
 
-ROUTERS = Registry('ROUTERS', 'model.routing.router', 'moddepth_jax.model.mod.routers')
+ROUTERS = Registry('ROUTERS', 'model.routing.router', 'moddepth_jax.model.mod.routers', 'Router')
+
 GATES = Registry('GATES', 'model.routing.gate', 'moddepth_jax.model.mod.routers')
 CAUSAL_RULES = Registry(
-    'CAUSAL_RULES', 'model.routing.causal_rule', 'moddepth_jax.model.mod.causal_rules'
+    'CAUSAL_RULES', 'model.routing.causal_rule', 'moddepth_jax.model.mod.causal_rules', 'CausalRule'
 )
 EXPERT_PRODUCTS = Registry(
     'EXPERT_PRODUCTS', 'model.experts.product', 'moddepth_jax.model.moe.grouped_matmul'
 )
-STREAMS = Registry('STREAMS', 'model.depth.stream', 'moddepth_jax.model.streams')
+STREAMS = Registry('STREAMS', 'model.depth.stream', 'moddepth_jax.model.streams', 'Stream')
+
 OPTIMIZERS = Registry('OPTIMIZERS', 'optimizer.name', 'moddepth_jax.training.optimizer')
 SCHEDULES = Registry('SCHEDULES', 'optimizer.schedule', 'moddepth_jax.training.optimizer')
 ALL = (ROUTERS, GATES, CAUSAL_RULES, EXPERT_PRODUCTS, STREAMS, OPTIMIZERS, SCHEDULES)

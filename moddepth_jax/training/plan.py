@@ -12,7 +12,7 @@ import numpy as np
 from moddepth_jax.data.pipeline import Dataset, make_dataset
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, tokenizer_of
 from moddepth_jax.hparams import Hparams, Stage
-from moddepth_jax.model.mod.mixture_of_depths import check_own_choices
+from moddepth_jax.model.own_choices import check_own_choices
 from moddepth_jax.model.transformer import check_attention, check_dtype
 from moddepth_jax.training.mesh import check_mesh, make_mesh
 from moddepth_jax.training.optimizer import learning_rate_schedule
@@ -41,7 +41,7 @@ def check_model(hparams: Hparams, tokenizer: Tokenizer, mesh: jax.sharding.Mesh)
     """Raise ValueError, one line, if the model does not fit its tokenizer, teacher, or the mesh.
 
     Also for a dtype or attention that the devices lack, globs that match no parameter, and a router
-    of a config file that looks at other tokens.
+    or stream of a config file that looks at other tokens.
     """
     check_vocabulary(hparams, tokenizer)
     check_teacher(hparams, tokenizer)

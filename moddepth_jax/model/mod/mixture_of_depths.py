@@ -5,9 +5,8 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from moddepth_jax.hparams import Hparams, ModelHparams
+from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import CAUSAL_RULES, GATES, ROUTERS
 from moddepth_jax.model.attention import DepthSlots, KeysValues
@@ -70,41 +69,6 @@ class Chooser(nn.Module):
         scores_BT, gates_BT = self.score(x_BTD, tokens, args)
         logits_BT = [rule(x_BTD, scores_BT, args.threshold) for rule in self.rules][-1]
         return scores_BT, logits_BT, gates_BT
-
-
-def check_own_choices(hparams: Hparams):
-    """Raise ValueError, one line, if a router, gate or rule of a config file sees other tokens.
-
-    Such a model has no causal loss. It is run on a row of random tokens, and on the first half of
-    them one by one, as in decoding. Parameters are random and not near 0, because initial values
-    may hide the difference. Choices that this project defines are not run.
-    """
-    knobs = hparams.model.routing
-    added = [*filter(None, (table.added(hparams) for table in (ROUTERS, GATES, CAUSAL_RULES)))]
-    if knobs.router == 'none' or not added:
-        return
-    draw, length = np.random.default_rng(0), 16
-    x_BTD = jnp.array(draw.normal(size=(1, length, hparams.model.d_model)), jnp.float32)
-    positions_BT = jnp.arange(length)[None]
-    seeds_BT = jnp.array(draw.integers(2**32, size=(1, length)), jnp.uint32)
-    row = x_BTD, TokenInfo(positions_BT, jnp.ones_like(positions_BT), seeds_BT)
-    alone = jax.tree.map(lambda side: jnp.swapaxes(side[:, : length // 2], 0, 1), row)
-    args = RoutingArgs(jnp.int32(0), jnp.float32(0), None)
-    chooser = Chooser(hparams.model, knobs.causal_rule)
-    initial = jax.eval_shape(lambda: chooser.init(jax.random.key(0), *row, args, method='decide'))
-    variables = jax.tree.map(
-        lambda leaf: jnp.array(draw.uniform(0.5, 1.5, leaf.shape), leaf.dtype), initial
-    )
-    with jax.default_matmul_precision('highest'):
-        results = [chooser.apply(variables, *side, args, method='decide') for side in (row, alone)]
-    # The gates of token choice are a softmax over loops, which this does not run.
-    count = 1 if knobs.traits.assigns_depth else len(results[0])
-    for row_BT, alone_BT in zip(*(result[:count] for result in results), strict=True):
-        near = {'rtol': 1e-3, 'atol': 1e-3 * np.median(np.abs(row_BT)), 'equal_nan': True}
-        if not np.allclose(row_BT[0, : length // 2], alone_BT[:, 0], **near):
-            found = 'what it returns for a token depends on other tokens, so no loss is causal'
-            right = 'must depend on its own vector, position and seed only'
-            raise ValueError(f'{", ".join(added)}: {found}; {right}')
 
 
 class MixtureOfDepths(Chooser):
