@@ -212,7 +212,7 @@ def _recursion_arrays(variables, tokens_BT, segment_ids_BT, *, hparams, routing)
         x_BTD,
         tokens,
         lambda x_BTD, output: (x_BTD, output.x_BTD.astype(wide) - x_BTD.astype(wide)),
-        lambda loop: causal_sizes(hparams, length, routing, loop.place)[-1:],
+        lambda loop: causal_sizes(hparams, length, routing, loop.progress)[-1:],
     )
     blocks, real_BT = [], tokens.segment_ids_BT > 0
     for kept, loop, record, indices_BC, before_BTD in sections:

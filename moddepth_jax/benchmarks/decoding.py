@@ -37,13 +37,13 @@ def filled_cache(hparams: Hparams, unrolled, batch: int, length: int) -> Cache:
     All keys and values are 0: their values do not change how long reading them takes.
     """
     cache = empty_cache(unrolled, batch, **cache_sizes(hparams))
-    of_blocks, places = hparams.model.router_of_block, hparams.model.routed_places
+    of_blocks, progress = hparams.model.router_of_block, hparams.model.loop_progress
     reads_first = hparams.model.reads_first_keys  # these blocks have no cache
     routers = [router for router, reads in zip(of_blocks, reads_first, strict=True) if not reads]
     layers = []
     for layer, router in zip(cache.layers, routers, strict=True):
         if router is not None:
-            selected = hparams.model.routing.num_selected(length, places[router])
+            selected = hparams.model.routing.num_selected(length, progress[router])
         if layer.selected_B is not None:
             layer = layer._replace(selected_B=layer.selected_B + selected)
         if layer.lengths_B is not None:

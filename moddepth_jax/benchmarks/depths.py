@@ -128,10 +128,9 @@ def loops(
 def saved_bytes(hparams: Hparams) -> int:
     """Return the bytes that a looped model saves for the backward pass under remat=block."""
     model, length = hparams.model, hparams.data.sequence_length
-    places = model.routed_places if model.routing.routes_loops else (None,) * model.loops
-    tokens = sum(
-        length if place is None else model.routing.num_selected(length, place) for place in places
-    )
+    tokens = length * model.loops
+    if model.routing.routes_loops:
+        tokens = sum(model.routing.num_selected(length, part) for part in model.loop_progress)
     a_token = len(model.looped_range) * 2 * model.d_model * jnp.dtype(model.dtype).itemsize
     return hparams.data.batch_size * tokens * a_token
 

@@ -280,8 +280,8 @@ class ModelHparams:
         return tuple(shared and bool(router) for router in self.router_of_block)
 
     @property
-    def routed_places(self) -> tuple[float, ...]:
-        """The `place` in RoutingHparams.num_selected of each routed loop; 1 for a routed block."""
+    def loop_progress(self) -> tuple[float, ...]:
+        """The `progress` of each routed loop, for RoutingHparams.num_selected; 1 for a block."""
         if not self.routing.routes_loops:
             return (1.0,) * len(self.routed_layers)
         return tuple(loop / (self.loops - 1) for loop in range(self.loops))

@@ -172,18 +172,18 @@ class RoutingHparams:
         weight = CAUSAL_RULES.traits(self.causal_rule).loss_weight
         return getattr(self, weight) if weight else 0.0
 
-    def num_selected(self, length: int, place: float = 1.0) -> int:
+    def num_selected(self, length: int, progress: float = 1.0) -> int:
         """Return C, how many tokens of a row of `length` are selected, at least 1.
 
-        Under `log_length` the share falls from 1 for one token to `capacity` at log_length_max. The
-        first routed loop, at place 0, selects all tokens, the last one, at place 1, that share, and
-        the share falls linearly between them.
+        Under `log_length` the share falls from 1 for one token to `capacity` at log_length_max.
+        `progress` goes from 0 in the first routed loop, which selects all tokens, to 1 in the last
+        one, which selects that share; between them the share falls linearly.
         """
         share = 1.0 if self.traits.assigns_depth else self.capacity
         if self.capacity_form == 'log_length':
             clamped = math.log(min(length, self.log_length_max)) / math.log(self.log_length_max)
             share = 1 - clamped * (1 - self.capacity)
-        share = 1 - place * (1 - share)
+        share = 1 - progress * (1 - share)
         return max(1, math.floor(share * length + 1e-6))
 
     @property
@@ -191,19 +191,19 @@ class RoutingHparams:
         """Whether the selection in training depends on later tokens."""
         return self.router != 'none' and not self.traits.assigns_depth
 
-    def cache_size(self, context: int, routing: str, place: float = 1.0) -> int:
+    def cache_size(self, context: int, routing: str, progress: float = 1.0) -> int:
         """Return the capacity of a routed block's cache for `context` tokens, under a causal rule.
 
-        `num_selected` describes `place`. A model that does not look ahead may also run `top_c`.
+        `num_selected` describes `progress`. A model that does not look ahead may also run `top_c`.
         """
         if routing == 'top_c' or not CAUSAL_RULES[routing].is_capped:
             return context
-        size = min(context, self.cache_capacity * self.num_selected(context, place) + 1e-6)
+        size = min(context, self.cache_capacity * self.num_selected(context, progress) + 1e-6)
         return max(1, math.floor(size))
 
-    def max_selected(self, context: int, routing: str, place: float = 1.0) -> int:
+    def max_selected(self, context: int, routing: str, progress: float = 1.0) -> int:
         """Return the most tokens of a row that a causal rule selects: `cache_size`, or all."""
-        return context if self.overflow == 'grow' else self.cache_size(context, routing, place)
+        return context if self.overflow == 'grow' else self.cache_size(context, routing, progress)
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -32,15 +32,15 @@ def _layers(hparams: Hparams, length: int, routing: str):
     """Yield the _Work of each layer. Selected tokens are counted as if spread evenly."""
     model, looped = hparams.model, 0
     for kind in layer_kinds(model):
-        tokens, place, loop = length, 1.0, 0
+        tokens, progress, loop = length, 1.0, 0
         if kind.gathered:
             loop, looped = looped // len(model.looped_range), looped + 1
-            place = model.routed_places[loop]
+            progress = model.loop_progress[loop]
         if routing == 'top_c' and (kind.routed or kind.gathered):
-            tokens = model.routing.num_selected(length, place)
+            tokens = model.routing.num_selected(length, progress)
         elif kind.routed or kind.gathered:
             context = max(length, hparams.data.sequence_length)
-            tokens = min(length, model.routing.max_selected(context, routing, place))
+            tokens = min(length, model.routing.max_selected(context, routing, progress))
         attended, transformed = tokens, tokens
         if kind.routed and model.routing.part != 'block':
             by_attention = model.routing.part == 'attention'

@@ -81,7 +81,7 @@ class Loop(NamedTuple):
     hparams: Hparams
     routing: str  # top_c or the name of a causal rule
     number: int  # from 0
-    place: float  # as in RoutingHparams.num_selected
+    progress: float  # as in RoutingHparams.num_selected
 
     @property
     def makes_keys(self) -> bool:
@@ -110,7 +110,7 @@ class Loop(NamedTuple):
             return scores_BT, logits_BT, update
         chooser = Chooser(self.hparams.model, self.routing, parent=None)
         run = functools.partial(chooser.apply, {'params': router}, x_BTD, tokens, args)
-        if self.place:
+        if self.progress:
             scores_BT, logits_BT, gates_BT = run(method='decide')
         else:  # all tokens, without the causal rule
             scores_BT, gates_BT = run(method='score')
@@ -143,7 +143,7 @@ class Loop(NamedTuple):
           x', the RoutingRecord, the selected indices [B, C], and the other arrays of `blocks`.
         """
         scores_BT, logits_BT, update = self.decide(router, x_BTD, tokens, args, choice)
-        num_selected = self.hparams.model.routing.num_selected(x_BTD.shape[1], self.place)
+        num_selected = self.hparams.model.routing.num_selected(x_BTD.shape[1], self.progress)
         wanted_BT = logits_BT > 0
         if choice is not None:
             selection = top_c = select_first(wanted_BT, sizes[-1] if sizes else num_selected)
@@ -186,8 +186,8 @@ class Loop(NamedTuple):
 
 def loops_of(hparams: Hparams, routing: str) -> list[Loop]:
     """Return all routed loops of the model, in order."""
-    places = hparams.model.routed_places
-    return [Loop(hparams, routing, number, place) for number, place in enumerate(places)]
+    progress = hparams.model.loop_progress
+    return [Loop(hparams, routing, number, part) for number, part in enumerate(progress)]
 
 
 class Section(NamedTuple):
@@ -248,13 +248,13 @@ def run_recursions(hparams: Hparams, routing: str, params, tokens: TokenInfo, ar
         return y_BCD, (None, made)
 
     def sizes_of(loop):
-        return causal_sizes(hparams, x_BTD.shape[1], routing, loop.place)
+        return causal_sizes(hparams, x_BTD.shape[1], routing, loop.progress)
 
     if looped.start:
         x_BTD = run(range(looped.start), x_BTD, tokens)
     each = [
         jax.tree.map(lambda leaf, n=number: leaf[n], (params['loop_routers'], args))
-        for number in range(len(hparams.model.routed_places))
+        for number in range(len(hparams.model.loop_progress))
     ]
     x_BTD, sections = run_loops(hparams, routing, each, x_BTD, tokens, run_loop, sizes_of)
     if looped.stop < hparams.model.num_layers:
@@ -263,7 +263,7 @@ def run_recursions(hparams: Hparams, routing: str, params, tokens: TokenInfo, ar
     return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *records)
 
 
-def causal_sizes(hparams: Hparams, length: int, routing: str, place: float = 1.0):
+def causal_sizes(hparams: Hparams, length: int, routing: str, progress: float = 1.0):
     """Return the static sizes of a routed block or loop under a causal rule.
 
     There are several if its cache grows, and none under top_c.
@@ -271,7 +271,7 @@ def causal_sizes(hparams: Hparams, length: int, routing: str, place: float = 1.0
     if routing == 'top_c' or not hparams.model.routed_layers:
         return ()
     knobs = hparams.model.routing
-    most = knobs.max_selected(max(hparams.data.sequence_length, length), routing, place)
+    most = knobs.max_selected(max(hparams.data.sequence_length, length), routing, progress)
     return (min(most, length),) if knobs.overflow == 'skip' else static_sizes(length, most)
 
 
@@ -344,7 +344,7 @@ class Recursions(NamedTuple):
 
         def most(loop):
             context = self.hparams.data.sequence_length
-            some = min(capacity, knobs.cache_size(context, self.routing, loop.place))
+            some = min(capacity, knobs.cache_size(context, self.routing, loop.progress))
             return length if grows or loop.reads_keys else some
 
         x_BTD, sections = self.run(
@@ -360,7 +360,7 @@ class Recursions(NamedTuple):
                 dropped_B += jnp.sum(record.dropped_BT, axis=1)
             if loop is not None and loop.reads_keys:
                 continue
-            if loop is not None and loop.place:  # otherwise the cache has all tokens, in order
+            if loop is not None and loop.progress:  # otherwise the cache has all tokens, in order
                 lengths_B = jnp.sum(record.selected_BT, axis=1)
                 places = (gather_tokens(tokens.positions_BT, indices_BC), lengths_B)
                 size = most(loop)
@@ -395,7 +395,7 @@ class Recursions(NamedTuple):
             loops_of(self.hparams, self.routing), self.loops, of_loops, strict=True
         ):
             _, logits_BT, update = loop.decide(router, x_BTD, candidates, args, choice)
-            if not loop.place:
+            if not loop.progress:
                 y_BTD, first_caches, first = run_all(layers, x_BTD)
                 x_BTD = loop.new_x(x_BTD, y_BTD, update)
                 continue
