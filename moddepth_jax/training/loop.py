@@ -190,16 +190,16 @@ def train(
                 progress.note(line)
 
             trainer = Trainer(
-                state,
-                metadata,
-                dataset,
-                mesh,
-                profile,
-                progress,
-                writer,
-                log,
-                report_programs,
-                teacher,
+                state=state,
+                metadata=metadata,
+                dataset=dataset,
+                mesh=mesh,
+                profile=profile,
+                progress=progress,
+                writer=writer,
+                log=log,
+                report_programs=report_programs,
+                teacher=teacher,
             )
             outputs.callback(trainer.close)
             with PreemptionHandler() as preemption:

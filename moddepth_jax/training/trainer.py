@@ -3,22 +3,28 @@
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
 from moddepth_jax.data.compression_baselines import describe_measured_text, measure_baselines
+from moddepth_jax.data.pipeline import Dataset
 from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model import ahead
 from moddepth_jax.training import devices, multihost
 from moddepth_jax.training.evaluate import evaluate, evaluate_causal
 from moddepth_jax.training.losses import IGNORED, masked_labels
 from moddepth_jax.training.mesh import local_rows, replicated, shard_rows, state_shardings
+from moddepth_jax.training.metrics import MetricsWriter, WindowLog
 from moddepth_jax.training.plan import loops_at, run_flops, stage_at
-from moddepth_jax.training.progress import Stopwatch, format_seconds
+from moddepth_jax.training.profile import Profile
+from moddepth_jax.training.progress import Progress, Stopwatch, format_seconds
 from moddepth_jax.training.summary import by_layer, step_flops_report
+from moddepth_jax.training.teacher import Teacher
 from moddepth_jax.training.train_step import TrainState, compile_step, train_step
 
 STEPS_IN_FLIGHT = 2  # with more, a NaN shows late, and many fake CPU devices abort
@@ -28,43 +34,28 @@ class DivergedError(ValueError):
     """The loss or gradient was not finite in `training.max_nan_steps` steps in a row."""
 
 
+@dataclasses.dataclass(eq=False)
 class Trainer:
     """Trains from the step of `state` to the last step of the run.
 
     JAX runs asynchronously: at most STEPS_IN_FLIGHT steps are dispatched and not yet reported.
-
-    Args:
-      state: TrainState of `restore_or_init`; the attribute `state` is the current one.
-      metadata: dict of `restore_or_init`, updated in place and saved with each checkpoint.
-      dataset: Dataset of the batches.
-      mesh: mesh of the context (`jax.set_mesh`).
-      profile: Profile, which traces some steps.
-      progress: Progress, which prints.
-      writer: MetricsWriter, or None to write no metrics.
-      log: WindowLog, or None to log no windows.
-      report_programs: as in `train`, or None; compiled in a thread during the first steps.
-      teacher: Teacher of `load_teacher`, or None.
     """
 
-    def __init__(
-        self,
-        state,
-        metadata,
-        dataset,
-        mesh,
-        profile,
-        progress,
-        writer,
-        log,
-        report_programs,
-        teacher,
-    ):
-        self.state, self.metadata, self.report_programs = state, metadata, report_programs
-        self.hparams, self.num_steps = state.hparams, state.num_steps
-        self.dataset, self.mesh, self.teacher = dataset, mesh, teacher
-        self.profile, self.progress, self.writer, self.log = profile, progress, writer, log
-        self.rows = local_rows(mesh, self.hparams.data.batch_size)
-        self.stopwatch = Stopwatch(metadata['seconds'])
+    state: TrainState  # at first that of `restore_or_init`
+    metadata: dict  # of `restore_or_init`, updated in place and saved with each checkpoint
+    dataset: Dataset  # of the batches
+    mesh: jax.sharding.Mesh  # of the context (`jax.set_mesh`)
+    profile: Profile  # traces some steps
+    progress: Progress  # prints
+    writer: MetricsWriter | None  # None: write no metrics
+    log: WindowLog | None  # None: log no windows
+    report_programs: Callable | None  # as in `train`; compiled in a thread during the first steps
+    teacher: Teacher | None
+
+    def __post_init__(self):
+        self.hparams, self.num_steps = self.state.hparams, self.state.num_steps
+        self.rows = local_rows(self.mesh, self.hparams.data.batch_size)
+        self.stopwatch = Stopwatch(self.metadata['seconds'])
         self.step_fns = {}  # compiled train steps of one stage, by (stage, loops)
         self.in_flight = collections.deque()  # (step, metrics, targets per byte), oldest first
         self.compiler, self.compiling = None, {}
