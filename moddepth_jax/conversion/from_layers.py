@@ -33,6 +33,8 @@ def with_layers(
     names = 'num_layers', 'looped_layers', 'loops', 'loop_order', 'loop_norms', 'loop_embeddings'
     names += ('windows',)
     blocks = {name: getattr(target.model, name) for name in names}
+    layers = target.model.experts.layers
+    blocks['experts'] = dataclasses.replace(source.model.experts, layers=layers)
     result = dataclasses.replace(source, model=dataclasses.replace(source.model, **blocks))
     _check_kinds(source.model, result.model, layers_of_block, how)
     return result, layers_of_block

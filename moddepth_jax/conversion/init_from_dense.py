@@ -1,5 +1,6 @@
 """Initializes routers and slots so that a dense model changes as little as possible."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -75,6 +76,8 @@ def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -
     Those of a looped block are sums over its loops. `batches` are of `make_dataset`, which have
     no padding.
     """
+    if target.depth.stream_class.connection is not None:  # the dense layers have none
+        target = dataclasses.replace(target, depth=source.depth)
     # On the host, so that no program compiles for each shape.
     stacked = merge_adapters(jax.tree.map(np.asarray, params['stack']), source)
     stacked = with_embeddings(stacked, params)

@@ -21,10 +21,11 @@ from moddepth_jax.model.transformer import (
     random_row_info,
 )
 
-_MAY_DIFFER = {  # knobs of the model that a conversion may change
+_MAY_DIFFER = {  # knobs and groups of the model that a conversion may change
     *('depth', 'routing', 'adapters', 'attention', 'layer_loop', 'remat', 'dtype'),
     *('init_std', 'embedding_init_std', 'scale_residual_init', 'embedding_residual'),
-    'value_embeddings',
+    *('value_embeddings', 'loop_exit_threshold', 'experts.balance_weight', 'experts.z_loss'),
+    *('experts.threshold_decay', 'experts.product'),
 }
 _ONLY_ADDED = {'embedding_residual', 'value_embeddings'}
 # Parts that routing and streams add to a layer.
@@ -58,7 +59,7 @@ def check_convertible(source: Hparams, target: Hparams):
         for run in (source, target)
     )
     for name, was in before.items():
-        may_differ = name.split('.')[0] in _MAY_DIFFER
+        may_differ = bool({name, name.split('.')[0]} & _MAY_DIFFER)
         if name in _ONLY_ADDED and was != 'none' and after[name] in ('none', 'alternate'):
             may_differ = False  # the new model would not have all of these parameters
         if after[name] != was and not may_differ:

@@ -123,6 +123,10 @@ def explain_difference(
             f'{1 - stage.capacity:.0%} of the tokens skip each routed block from the first step; '
             'model.routing.capacity_stages=1:0.2 would route all of them at first'
         )
+    if routed and model.routing.gate_scale != 1:
+        reasons.append(
+            f'gates are multiplied by model.routing.gate_scale={model.routing.gate_scale:g}'
+        )
     if errors:
         reasons.append(
             f'the {model.routing.gate} gate multiplies the output of a block: scores, which have '

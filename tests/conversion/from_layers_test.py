@@ -29,6 +29,7 @@ PATTERNS = {  # knobs of the looped model, the layers that each of its blocks st
         [(0, 1), (2, 3)],
     ),
 }
+EXPERTS = {'model.experts.choice': 'token', 'model.experts.layers': '1,2'}
 
 
 def layers_of(hparams, params):
@@ -135,11 +136,14 @@ def test_the_blocks_of_a_list_need_no_layer_for_each_place(tiny_config):
 
 
 def test_blocks_can_be_dropped(tiny_config):
-    """The others stay in order, also if windows differ."""
-    windows = {'model.windows': (0, 8, 0, 8, 0)}
-    source = from_config(tiny_config(**windows | {'model.num_layers': 5}))
+    """The others stay in order, also if windows differ, and if some have experts.
+
+    Regression: the layers with experts were those of the source.
+    """
+    several = {'model.num_layers': 5, 'model.windows': (0, 8, 0, 8, 0)}
     fewer = {'model.num_layers': 3, 'model.windows': (8, 0, 0)}
-    target = from_config(tiny_config(**fewer))
+    source = from_config(tiny_config(**EXPERTS | several | {'model.experts.layers': '1,4'}))
+    target = from_config(tiny_config(**EXPERTS | fewer | {'model.experts.layers': '0,2'}))
     given = random_params(source)
     smaller, params = build(source, given, target, '1,2,4')
     check_convertible(smaller, target)
@@ -155,7 +159,6 @@ def test_the_words_name_the_layers():
 
 
 LOOPED = {'model.looped_layers': 'all', 'model.loops': 2}
-EXPERTS = {'model.experts.choice': 'token', 'model.experts.layers': '1,2'}
 REFUSED = {
     'depth': ('average', {'model.num_layers': 6}, {}, 'has 6 layers; it must have 8, as many'),
     'a word': ('mean', {}, {}, 'must be average, first, last, or 4 layers'),

@@ -1,9 +1,12 @@
 """New routers and slots change a dense model as little as possible."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 
+from moddepth_jax.conversion import init_from_dense
 from moddepth_jax.conversion.init_from_dense import (
     RIDGE,
     SLOTS,
@@ -90,6 +93,22 @@ def test_gates_are_fitted_to_the_stream_that_routers_read(tiny_config):
     found_R = np.sqrt(np.mean((gates_RBT - 1) ** 2, axis=(1, 2)))
     assert found_R[0] == pytest.approx(errors[1], rel=1e-3)
     assert found_R[1] == pytest.approx(errors[2], rel=0.5)  # reads gated, not dense, output
+
+
+@pytest.mark.parametrize('stream', ['hyper_connections', 'attention_residual'])
+def test_routers_can_be_new_together_with_a_stream(stream, dense, tiny_config, monkeypatch):
+    """Regression: the layers of the dense model were run with connections that they lack."""
+
+    def traced(*args, model, kind):
+        layer = functools.partial(_layer, model=model, kind=kind)
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(layer, *args))
+
+    _layer = init_from_dense._layer
+    monkeypatch.setattr(init_from_dense, '_layer', traced)
+    target = from_config(tiny_config(**DENSE, **ROUTED, **{'model.depth.stream': stream}))
+    source, params, batch, _ = dense
+    moments = layer_moments(source.model, params, target.model, [batch])
+    assert [layer.stream.count for layer in moments] == [0, 0, 0]
 
 
 def test_scores_without_a_gate_have_unit_size(dense, tiny_config):

@@ -180,6 +180,17 @@ def test_capacity_one_without_a_gate_is_the_dense_model(tiny_config):
     np.testing.assert_allclose(routed_BTV, dense_BTV, atol=1e-5 * np.abs(dense_BTV).max())
 
 
+def test_backends_losses_and_exits_may_differ(tiny_config):
+    """Regression: those of experts and loops were refused, though no parameter depends on them."""
+    experts = {'model.experts.choice': 'token'}
+    looped = {'model.looped_layers': 'all', 'model.loops': 2}
+    others = {'model.experts.product': 'batched', 'model.experts.balance_weight': 0.5}
+    others |= {'model.experts.z_loss': 0.1, 'model.experts.threshold_decay': 0.5}
+    for before, after in ((experts, others), (looped, {'model.loop_exit_threshold': 0.1})):
+        source, target = (from_config(tiny_config(**each)) for each in (before, before | after))
+        check_convertible(source, target)
+
+
 @pytest.mark.parametrize(
     ('before', 'after', 'words'),
     [
@@ -191,6 +202,7 @@ def test_capacity_one_without_a_gate_is_the_dense_model(tiny_config):
         (LOOKED_UP, {}, "model.value_embeddings='none': is 'alternate'"),
         ({'model.embedding_residual': 'learned'}, {}, "embedding_residual='none': is 'learned'"),
         ({}, {'model.experts.choice': 'token'}, "model.experts.choice='token': is 'none'"),
+        ({}, {'model.experts.row_capacity': 8}, 'model.experts.row_capacity=8: is 0'),
     ],
     ids=str,
 )

@@ -92,6 +92,11 @@ def test_the_difference_is_explained(tiny_config):
             'model.routing.router': 'learned',
             'model.routing.capacity_stages': '1:0.5',
         },
+        'gates are multiplied by model.routing.gate_scale=0.5': {
+            'model.routing.router': 'straight_through',
+            'model.routing.capacity_stages': '1:0.5',
+            'model.routing.gate_scale': 0.5,
+        },
         'heads share their softmax': {'model.depth.stream': 'moda'},
         'differ only by model.norm_eps': {'model.depth.stream': 'attention_residual'},
         'mixes values of earlier layers': {'model.depth.stream': 'value_attention'},
@@ -101,7 +106,7 @@ def test_the_difference_is_explained(tiny_config):
     dense = from_config(tiny_config()).model
     for words, changes in cases.items():
         hparams = from_config(tiny_config(**changes))
-        errors = {1: 0.1} if 'gate' in words else {}
+        errors = {1: 0.1} if 'raw gate' in words else {}
         text = explain_difference(dense, hparams, errors, is_small=not changes)
         assert words in text and '\n' not in text
         assert [other for other in cases if other in text] == [words]
