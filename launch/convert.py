@@ -63,7 +63,7 @@ LAYERS = flags.DEFINE_string(
 SEPARATOR = flags.DEFINE_string('separator', None, 'Token that starts documents, for --from_hf.')
 TOKENIZER_FILES = (*TOKENIZERS, 'tokenizer_config.json', 'special_tokens_map.json')
 OTHER_FORMS = ('vocab.json', 'vocab.txt', 'merges.txt', 'tokenizer_config.json')
-COPIED_FILES = (*TOKENIZER_FILES, GENERATION_FILE)
+COPIED_FILES = (*TOKENIZER_FILES, 'chat_template.jinja', GENERATION_FILE)
 
 
 def _import():
@@ -80,7 +80,7 @@ def _import():
     from moddepth_jax.data.pipeline import make_dataset
     from moddepth_jax.training.summary import num_parameters
 
-    first_checkpoint.check_new_run(hparams)
+    first_checkpoint.check_new_run(hparams, tokenizer)
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     if own:
         params, averages, dtype = torch_folder.import_model(folder, hparams)
@@ -115,7 +115,7 @@ def _hparams_and_tokenizer(folder, knobs, context):
 
     `context` is the sequence length of a model that --to_hf exported, else None.
     """
-    from moddepth_jax.conversion.families import FREE_KNOBS
+    from moddepth_jax.conversion.families import FREE_KNOBS, part_of_no_family
     from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
     from moddepth_jax.hparams import from_config
     from moddepth_jax.training.run_dir import OLDER_RUNS
@@ -125,7 +125,7 @@ def _hparams_and_tokenizer(folder, knobs, context):
         older = {name: OLDER_RUNS[name] for name in OLDER_RUNS if name.startswith('model.')}
         knobs = {name.removeprefix('model.'): value for name, value in older.items()} | knobs
         chosen = {name.removeprefix('config.model.') for name in overrides}
-        free = {knob for knob in chosen if knob.partition('.')[0] in FREE_KNOBS}
+        free = {knob for knob in chosen if {knob, knob.partition('.')[0]} & {*FREE_KNOBS}}
         knobs = {knob: value for knob, value in knobs.items() if knob not in free}
     for knob, value in knobs.items():
         given = overrides.get(f'config.model.{knob}')
@@ -149,10 +149,9 @@ def _hparams_and_tokenizer(folder, knobs, context):
         data.tokenizer = found.name
     hparams = from_config(config)
     model = hparams.model
-    dense = not model.routed_layers and model.depth.stream == 'residual' and not model.expert_layers
-    if context is None and not dense:
-        right = 'comes in dense; --from_workdir adds routing or a depth stream afterwards'
-        raise ValueError(f'--from_hf={folder}: {right}')
+    if context is None and (part := part_of_no_family(model)):
+        right = 'comes in dense; --from_workdir adds routing, a depth stream or loops afterwards'
+        raise ValueError(f'model.{part[0]}={part[1]!r}: --from_hf={folder} {right}')
     if SEPARATOR.value is not None and not found:
         raise ValueError(f'--separator={SEPARATOR.value}: {folder} has no tokenizer')
     tokenizer = make_tokenizer(found, SEPARATOR.value) if found else tokenizer_of(hparams.data)
@@ -225,18 +224,16 @@ def _from_run():
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.hparams import from_config
     from moddepth_jax.training.run_dir import read_hparams
-    from moddepth_jax.training.teacher import check_teacher
 
     source, hparams = FROM_WORKDIR.value, from_config(CONFIG.value)
     before = read_hparams(source)[0]
-    first_checkpoint.check_new_run(hparams)
+    tokenizer = tokenizer_of(before.data, source)
+    first_checkpoint.check_new_run(hparams, tokenizer)
     keeps = keeps_adapters(before, hparams)
     given = before if keeps else before.without_adapters
     if LAYERS.value is not None:
         given, _ = with_layers(given, hparams, LAYERS.value)
     check_convertible(given, hparams)
-    tokenizer = tokenizer_of(before.data, source)
-    check_teacher(hparams, tokenizer)
     if hparams.data.tokenizer not in ('prepared', before.data.tokenizer, tokenizer.name):
         right = f'the run that is converted has {before.data.tokenizer!r}'
         raise ValueError(f'data.tokenizer={hparams.data.tokenizer!r}: {right}')

@@ -17,8 +17,10 @@ SOURCE_FILES = 'hugging_face'  # folder of a run with other files of the importe
 
 
 def check_new_folder(flag: str, folder: str):
-    """Raise ValueError if `folder` exists and is not an empty directory."""
+    """Raise ValueError if `folder` exists and is not an empty directory, or is a mount point."""
     path = pathlib.Path(folder)
+    if os.path.ismount(os.path.realpath(path)):  # no folder can be renamed to it
+        raise ValueError(f'--{flag}={folder}: is a mount point; must be a new folder in it')
     if path.exists() and not path.is_dir():
         raise ValueError(f'--{flag}={folder}: is a file; must be a new folder')
     if path.is_dir() and any(path.iterdir()):
@@ -55,9 +57,12 @@ def check_source(flag: str, folder: str):
 
 @contextlib.contextmanager
 def atomic_folder(flag: str, folder: str):
-    """Yield a temporary folder that is renamed to `folder`, or removed on an error."""
+    """Yield a temporary folder that is renamed to `folder`, or removed on an error.
+
+    Links are followed. Parents of `folder` are created, and are kept on an error.
+    """
     check_new_folder(flag, folder)
-    path = pathlib.Path(os.path.abspath(folder))
+    path = pathlib.Path(os.path.realpath(folder))  # a link cannot be replaced by a folder
     part = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
     try:
         part.mkdir(parents=True)
@@ -121,14 +126,23 @@ def branch_run(source: str, step: int | None, workdir: str) -> tuple[int, int]:
     return step, content['metadata']['num_steps']
 
 
-def check_new_run(hparams):
-    """Raise ValueError if `launch.train` would refuse these hyper-parameters on this machine."""
+def check_new_run(hparams, tokenizer):
+    """Raise ValueError, one line, for a run that `launch.train` would refuse on any machine.
+
+    Checks the steps, the teacher (`tokenizer` is that of the run), the dtype, the globs of
+    parameters, and routers and streams of a config file. The mesh and model.attention are not
+    checked, since a run may be prepared on another machine.
+    """
+    from moddepth_jax.model.own_choices import check_own_choices
     from moddepth_jax.model.transformer import check_dtype
     from moddepth_jax.training.plan import resolve_steps
+    from moddepth_jax.training.teacher import check_teacher
     from moddepth_jax.training.trainable import check_trainable
 
     resolve_steps(_not_extended(hparams))
+    check_teacher(hparams, tokenizer)
     check_dtype(hparams.model)
+    check_own_choices(hparams)
     check_trainable(hparams)
 
 

@@ -14,7 +14,7 @@ from moddepth_jax.hparams.model import MAX_LAYERS
 CONFIG_FILE = 'config.json'
 OWN_TYPE = 'moddepth'  # model_type of a folder of `torch_folder`, whose config.json has our knobs
 # Knobs and groups of it that an import may change: the stored tensors are the same.
-FREE_KNOBS = ('dtype', 'attention', 'layer_loop', 'remat', 'adapters')
+FREE_KNOBS = ('dtype', 'attention', 'layer_loop', 'remat', 'adapters', 'experts.product')
 FULL, SLIDING = 'full_attention', 'sliding_attention'
 
 
@@ -36,7 +36,8 @@ class Family(NamedTuple):
 
 
 def _from_max_window_layers(config, layer):
-    return bool(config.get('use_sliding_window')) and layer >= config['max_window_layers']
+    in_use = config.get('use_sliding_window') and config.get('sliding_window') is not None
+    return bool(in_use) and layer >= config['max_window_layers']
 
 
 _QWEN = {'num_key_value_heads': 32, 'sliding_window': 4096, 'max_window_layers': 28}
@@ -249,8 +250,6 @@ def _shortest(windows):
 
 def _rope(fields):
     """Return (model.rope_theta, model.rope_scaling) from the fields of transformers 4 or 5."""
-    if not _is_positive(fields.get('rope_theta')):
-        fields.refuse('rope_theta', 'must be a number above 0')
     found = set()
     for key in ('rope_scaling', 'rope_parameters'):
         given = fields.get(key)
@@ -262,6 +261,8 @@ def _rope(fields):
         found |= {_rope_of(fields, key, one) for one in each}
         if len(found) > 1:
             fields.refuse(key, 'must be the same for all layers')
+    if not found and not _is_positive(fields.get('rope_theta')):
+        fields.refuse('rope_theta', 'must be a number above 0')
     theta, scaling = found.pop() if found else (float(fields.get('rope_theta')), 'none')
     if scaling != 'none' and fields.family.rope_by_layer_type:
         right = "must have rope_type 'default': this family scales some layers only"
@@ -309,17 +310,9 @@ def family_of(model: ModelHparams, first: str | None = None) -> str:
 
     Raises ValueError if no family fits.
     """
-    for wrong, knob, name in (
-        (model.routed_layers, 'routing.router', 'routed blocks'),
-        (model.depth.stream != 'residual', 'depth.stream', 'depth streams'),
-        (model.expert_layers, 'experts.choice', 'such experts'),
-        (model.looped, 'looped_layers', 'looped blocks'),
-        (model.embedding_residual != 'none', 'embedding_residual', 'embedding residuals'),
-        (model.value_embeddings != 'none', 'value_embeddings', 'tables of values'),
-    ):
-        if wrong:
-            value = operator.attrgetter(knob)(model)
-            raise ValueError(f'model.{knob}={value!r}: no family has {name}')
+    if part := part_of_no_family(model):
+        knob, value, name = part
+        raise ValueError(f'model.{knob}={value!r}: no family has {name}')
     differences = {}
     for kind in sorted(FAMILIES, key=lambda kind: kind != first):
         differences[kind] = _differences(model, kind)
@@ -334,6 +327,24 @@ def family_of(model: ModelHparams, first: str | None = None) -> str:
     found = ', '.join(f'model.{name}={getattr(model, name)!r}' for name in differences[nearest])
     knobs = ' and '.join(f'{name}={value!r}' for name, value in differences[nearest].items())
     raise ValueError(f'{found}: no family has it; the nearest, {nearest}, has {knobs}')
+
+
+def part_of_no_family(model: ModelHparams) -> tuple[str, object, str] | None:
+    """Return a knob that gives a model parts that no family has, its value, and their name.
+
+    None for a dense model.
+    """
+    for added, knob, name in (
+        (model.routed_layers, 'routing.router', 'routed blocks'),
+        (model.depth.stream != 'residual', 'depth.stream', 'depth streams'),
+        (model.expert_layers, 'experts.choice', 'such experts'),
+        (model.looped, 'looped_layers', 'looped blocks'),
+        (model.embedding_residual != 'none', 'embedding_residual', 'embedding residuals'),
+        (model.value_embeddings != 'none', 'value_embeddings', 'tables of values'),
+    ):
+        if added:
+            return knob, operator.attrgetter(knob)(model), name
+    return None
 
 
 def _differences(model, kind):

@@ -71,14 +71,17 @@ def name_separator(folder: pathlib.Path, tokenizer: Tokenizer, replace: bool):
 def suppress_unknown_ids(folder: pathlib.Path, vocab_size: int, tokenizer: Tokenizer, ids: dict):
     """Write generation_config.json, so that `generate` draws only ids of text and stops.
 
-    Other fields of an existing file are kept; `ids` are those of config.json.
+    Other fields of an existing file are kept, as are its suppressed ids other than stops; `ids` are
+    those of config.json.
     """
     existing = read_json(folder / GENERATION_FILE, _DAMAGED) or {}
     config = with_token_ids(ids | existing, tokenizer)
     config.pop('_from_model_config', None)  # transformers may replace such a config
     known = {*np.flatnonzero(tokenizer.token_bytes_V).tolist(), *_stops(config)}
-    if unknown := [token for token in range(vocab_size) if token not in known]:
-        config['suppress_tokens'] = unknown
+    unknown = {token for token in range(vocab_size) if token not in known}
+    kept = {token for token in existing.get('suppress_tokens') or () if type(token) is int}
+    if suppressed := sorted(unknown | (kept - {*_stops(config)})):
+        config['suppress_tokens'] = suppressed
     _write(folder / GENERATION_FILE, config)
 
 

@@ -63,6 +63,7 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(config, eps, placeme
         (QWEN2, {'attention_bias': 'qkv', 'windows': (0,), 'num_kv_heads': 32, 'qk_norm': 'none'}),
         (QWEN2 | {'sliding_window': 7, 'max_window_layers': 1}, {'windows': (0,)}),
         (QWEN2 | WINDOWED, {'windows': (0, 0, 7)}),
+        (QWEN2 | WINDOWED | {'sliding_window': None}, {'windows': (0,)}),
         (QWEN2 | WINDOWED | {'layer_types': SLIDING}, {'windows': (7,)}),
         (QWEN3, {'attention_bias': 'none', 'qk_norm': 'head', 'head_dim': 128}),
         (QWEN3 | {'attention_bias': True, 'head_dim': None}, {'attention_bias': 'qkvo'}),
@@ -107,7 +108,11 @@ def test_smollm_is_a_llama():
 def test_both_forms_of_the_rotary_base_are_read():
     """rope_theta of transformers 4; rope_parameters of 5, which has precedence."""
     newer = {'rope_theta': 1.0, 'rope_parameters': {'rope_type': 'default', 'rope_theta': 5e5}}
-    for rope in (newer, {'rope_theta': 500000, 'rope_scaling': {'type': 'default'}}):
+    for rope in (
+        newer,
+        newer | {'rope_theta': None},
+        {'rope_theta': 500000, 'rope_scaling': {'type': 'default'}},
+    ):
         assert knobs_of(LLAMA | rope, 'config.json')['rope_theta'] == 5e5
 
 
@@ -133,7 +138,10 @@ def test_both_forms_of_the_rotary_base_are_read():
         ),
         (MISTRAL | {'sliding_window': 0}, ['sliding_window=0', 'positive integer']),
         (MISTRAL | {'layer_types': ['full_attention'] * 3}, ['layer_types=', 'everywhere']),
-        (QWEN2 | WINDOWED | {'sliding_window': None}, ['sliding_window=None', 'integer']),
+        (
+            QWEN2 | WINDOWED | {'sliding_window': None, 'layer_types': SLIDING},
+            ['sliding_window=None', 'integer'],
+        ),
         (QWEN2 | WINDOWED | {'max_window_layers': 'x'}, ["max_window_layers='x'", 'integer']),
         (QWEN2 | {'layer_types': SLIDING}, ['use_sliding_window=None', 'must be true']),
         (QWEN3 | WINDOWED | {'layer_types': SLIDING[:2]}, ['each of num_hidden_layers=3']),

@@ -36,15 +36,24 @@ def test_stops_are_added_to_those_of_the_import(config, stops):
 
 
 def test_ids_without_text_are_not_drawn(tmp_path):
-    """Other fields of an existing file are kept, and so are its stops, which may have no text."""
+    """Other fields of an existing file are kept, and so are its stops, which may have no text.
+
+    Its suppressed ids are kept too, unless the run stops at them.
+    """
     file = tmp_path / special_tokens.GENERATION_FILE
     ids = {'bos_token_id': 1, 'eos_token_id': [1, 2]}
     special_tokens.suppress_unknown_ids(tmp_path, 6, Words, ids)
     assert json.loads(file.read_text()) == ids | {'suppress_tokens': [3, 5]}
-    existing = {'eos_token_id': 5, 'top_k': 4, '_from_model_config': True, 'suppress_tokens': [1]}
+    existing = {
+        'eos_token_id': 5,
+        'top_k': 4,
+        '_from_model_config': True,
+        'suppress_tokens': [0, 1],
+    }
     file.write_text(json.dumps(existing))
     special_tokens.suppress_unknown_ids(tmp_path, 6, Words, ids)
-    wanted = {'bos_token_id': 1, 'eos_token_id': [5, 1, 2], 'top_k': 4, 'suppress_tokens': [3]}
+    wanted = {'bos_token_id': 1, 'eos_token_id': [5, 1, 2], 'top_k': 4}
+    wanted['suppress_tokens'] = [0, 3]
     assert json.loads(file.read_text()) == wanted
 
 

@@ -34,7 +34,7 @@ KNOBS = {
     'training.num_steps': 2,
     'training.compilation_cache': False,
 }
-COPIED = ('tokenizer.json', 'tokenizer_config.json', 'generation_config.json')
+COPIED = 'tokenizer.json', 'tokenizer_config.json', 'generation_config.json', 'chat_template.jinja'
 
 
 @pytest.fixture(scope='module')
@@ -46,6 +46,7 @@ def folder(tmp_path_factory):
     train_bpe(iter(texts), 262).save(folder / 'trained')
     shutil.copy(folder / 'trained' / 'tokenizer.json', folder / 'hf')
     (folder / 'hf' / 'generation_config.json').write_text('{"eos_token_id": [258, 999, null]}')
+    (folder / 'hf' / 'chat_template.jinja').write_text('{{ messages }}')
     named = {'eos_token': '<|endoftext|>', 'model_max_length': 64}
     (folder / 'hf' / 'tokenizer_config.json').write_text(json.dumps(named))
     knobs = KNOBS | {'data.source': f'{folder}/text/*.txt', 'report.sample_tokens': 4}
@@ -203,16 +204,44 @@ def test_a_trained_run_is_exported_in_float32(folder, changed):
 
 @pytest.mark.parametrize('fails', [True, False])
 def test_an_output_folder_is_complete_or_absent(fails, tmp_path):
-    """A failure leaves nothing, and an empty folder that existed stays."""
+    """A failure leaves nothing, and an empty folder that existed stays.
+
+    Regression: a link to it was refused at the end, and all was lost.
+    """
     (tmp_path / 'new').mkdir()
+    (tmp_path / 'link').symlink_to('new')
     try:
-        with first_checkpoint.atomic_folder('workdir', str(tmp_path / 'new')) as part:
+        with first_checkpoint.atomic_folder('workdir', str(tmp_path / 'link')) as part:
             (part / 'file').write_text('x')
             assert not fails or 1 / 0
     except ZeroDivisionError:
         pass
-    assert [path.name for path in tmp_path.iterdir()] == ['new']
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['link', 'new']
     assert (tmp_path / 'new' / 'file').exists() != fails
+
+
+def test_a_mount_point_is_refused_as_an_output_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr('os.path.ismount', lambda path: path == str(tmp_path))
+    (tmp_path / 'new').mkdir()
+    first_checkpoint.check_new_folder('workdir', str(tmp_path / 'new'))
+    with pytest.raises(ValueError, match='is a mount point; must be a new folder in it$'):
+        first_checkpoint.check_new_folder('workdir', str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ('knobs', 'words'),
+    [
+        ({'model.looped_layers': 'all', 'model.loops': 3}, "model.looped_layers='all': --from_hf="),
+        ({'training.distill_from': 'gone'}, "training.distill_from='gone': holds no config.json"),
+    ],
+    ids=str,
+)
+def test_an_import_that_cannot_train_or_is_another_function_is_refused(knobs, words, tmp_path):
+    """Regression: a looped import ran its blocks three times; a teacher was not looked at."""
+    knobs = [f'--config.{name}={value}' for name, value in (KNOBS | knobs).items()]
+    hf = ('--from_hf', str(GOLDEN / 'llama'), '--workdir=new', '--config.data.source=synthetic')
+    done = call('convert', *hf, *knobs, cwd=tmp_path)
+    assert done.status and words in done.stderr and done.stderr.count('\n') == 1
 
 
 @pytest.mark.slow
