@@ -31,7 +31,6 @@ from moddepth_jax.training.preemption import PreemptionHandler
 from moddepth_jax.training.profile import Profile, check_profiled
 from moddepth_jax.training.progress import Progress
 from moddepth_jax.training.run_dir import (
-    CONFIG_FILE,
     check_source,
     check_writable,
     open_workdir,
@@ -142,7 +141,7 @@ def train(
     with contextlib.ExitStack() as stack:
         # The lock keeps other runs out of the directory until this one ends.
         multihost.run_on_leader(lambda: stack.enter_context(lock_directory(workdir)))
-        multihost.check_shared_directory(workdir / CONFIG_FILE)
+        multihost.check_shared_directory(workdir)
         folder = workdir / 'checkpoints'
         multihost.run_on_leader(lambda: check_writable(folder))
         checkpoints = stack.enter_context(Checkpoints(folder, hparams.training.keep_checkpoints))

@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import re
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 ADDRESS, COUNT, INDEX = 'JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID'
 LOCAL_DEVICES = 'JAX_LOCAL_DEVICE_IDS'
 SLURM_COUNT, SLURM_INDEX = 'SLURM_NTASKS', 'SLURM_PROCID'
+_SLURM_NODES = 'SLURM_STEP_NUM_NODES'
 _SLURM_STEP = ('SLURM_JOB_ID', 'SLURM_STEP_NODELIST', SLURM_COUNT, SLURM_INDEX, 'SLURM_LOCALID')
 HEARTBEAT_SECONDS = 10  # a process without a heartbeat for this long counts as lost
 SHUTDOWN_SECONDS = 10  # an exiting process waits this long for the others
@@ -48,7 +50,9 @@ def initialize(saves: bool = False) -> None:
 
     The processes are described by JAX_COORDINATOR_ADDRESS (HOST:PORT of process 0),
     JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0), or by a SLURM step of several tasks;
-    JAX_NUM_PROCESSES=1 overrides SLURM. With `saves`, JAX catches SIGTERM for `PreemptionHandler`.
+    JAX_NUM_PROCESSES=1 overrides SLURM. A SLURM task uses the device SLURM_LOCALID, or all devices
+    of its node if each node has one task; JAX_LOCAL_DEVICE_IDS overrides both. With `saves`, JAX
+    catches SIGTERM for `PreemptionHandler`.
     Raises ValueError, one line, if a variable is missing or malformed.
     """
     found = {name: os.environ[name] for name in (ADDRESS, COUNT, INDEX) if os.environ.get(name)}
@@ -63,7 +67,9 @@ def initialize(saves: bool = False) -> None:
         _connect('deactivate', coordinator_address=address, num_processes=count, process_id=index)
     elif all(name in os.environ for name in _SLURM_STEP) and _read_number(SLURM_COUNT, 1) > 1:
         _read_number(SLURM_INDEX, 0)
-        _connect('slurm')
+        alone = os.environ.get(_SLURM_NODES) == os.environ[SLURM_COUNT]  # on its node
+        # An empty list is all devices. Without it, JAX would use the first device of each node.
+        _connect('slurm', **({'local_device_ids': []} if alone and not devices else {}))
 
 
 def _connect(method, **settings):
@@ -74,6 +80,9 @@ def _connect(method, **settings):
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
     )
     _silence_native_stdout()
+    # All processes arrive here together, so this makes Gloo's group of all devices in time: it
+    # fails if one process reaches it 30 s after another, for example because it reads text first.
+    barrier('connected')
 
 
 def _silence_native_stdout():
@@ -124,8 +133,8 @@ def barrier(name: str) -> None:
 def warm_up_collectives(mesh) -> None:
     """Run one collective over every group of mesh axes; every process calls it.
 
-    Gloo drops a group if one process reaches its first collective 30 s after another. Compile times
-    can differ by more than that, since one process may find its program in a cache.
+    As in `_connect`, no process may be late. Compile times can differ by more than 30 s, since one
+    process may find its program in a cache.
     """
     if jax.process_count() == 1:
         return
@@ -237,19 +246,29 @@ def check_equal_on_all(values: dict) -> None:
 
 
 def check_shared_directory(path: pathlib.Path) -> None:
-    """Raise ValueError if a process does not find a file that process 0 has written."""
-    text = broadcast_from_leader(path.read_text)
+    """Raise ValueError if a process does not find a new file of process 0 in the directory.
 
-    def compare():
+    The file is removed afterwards. A file of the run would not do: a copy of the directory has it.
+    """
+    if jax.process_count() == 1:
+        return
+    probe = path / f'shared-{broadcast_from_leader(lambda: secrets.token_hex(8))}'
+
+    def find():
         for _ in range(_LOOKS):
-            if path.exists() and path.read_text() == text:
+            if probe.exists():
                 return
             time.sleep(1)
         right = 'must be a directory that all processes share'
-        what = f'process {jax.process_index()} does not find the {path.name} of process 0'
-        raise ValueError(f'--workdir={path.parent}: {what}; {right}')
+        what = f'process {jax.process_index()} does not find a new file of process 0'
+        raise ValueError(f'--workdir={path}: {what}; {right}')
 
-    run_on_all(compare)
+    run_on_leader(probe.touch)
+    try:
+        run_on_all(find)
+    finally:
+        if is_leader():
+            probe.unlink(missing_ok=True)
 
 
 def one_line(error: BaseException | None) -> str:

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from jax._src.clusters import ClusterEnv
 
 from moddepth_jax.training import multihost
 from tests.data.prepared_text import refusal
@@ -23,7 +24,7 @@ def connect_with(monkeypatch):
     calls = []
     monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: calls.append(given))
     monkeypatch.setattr(multihost, '_silence_native_stdout', lambda: None)
-    for name in (*OURS, *SLURM, 'JAX_LOCAL_DEVICE_IDS'):
+    for name in (*OURS, *SLURM, 'SLURM_STEP_NUM_NODES', 'JAX_LOCAL_DEVICE_IDS'):
         monkeypatch.delenv(name, raising=False)
 
     def connect(variables):
@@ -44,6 +45,25 @@ def test_one_process_joins_nothing_and_jax_reads_slurm(connect_with):
     assert connect_with({'JAX_NUM_PROCESSES': '', **SLURM, 'SLURM_NTASKS': '1'}) is None
     given = connect_with(SLURM)
     assert given['cluster_detection_method'] == 'slurm' and 'num_processes' not in given
+
+
+@pytest.mark.parametrize(
+    ('nodes', 'named', 'local'), [('2', '', [1]), ('8', '', []), ('8', '0,1', None)]
+)
+def test_one_slurm_task_per_node_uses_all_devices(connect_with, nodes, named, local):
+    """Regression: JAX gives a task only the device SLURM_LOCALID, the first one of each node.
+
+    An empty list is all devices. JAX itself reads JAX_LOCAL_DEVICE_IDS, if that is not empty.
+    """
+    named = {'JAX_LOCAL_DEVICE_IDS': named}
+    given = connect_with(SLURM | named | {'SLURM_STEP_NUM_NODES': nodes})
+    if local is None:
+        assert 'local_device_ids' not in given
+        return
+    address, *found = ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, given.get('local_device_ids'), given['cluster_detection_method'], 1
+    )
+    assert address.startswith('node007:') and found == [8, 5, local]
 
 
 def test_our_variables_are_passed_on(connect_with):
@@ -99,8 +119,10 @@ def test_the_loss_of_a_process_is_recognized():
 
 
 AGREE = """
-import json, jax
+import json, pathlib, sys, jax
 me = jax.process_index()
+multihost._LOOKS = 1
+folder = pathlib.Path(sys.argv[1])
 def outcome(call):
     try:
         return call()
@@ -122,13 +144,21 @@ print(json.dumps({
     'failed': outcome(lambda: multihost.run_on_all(lambda: fail(1, OSError('no disk')))),
     'alike': outcome(lambda: multihost.check_equal_on_all({'a': (1, 2), 'b': 3})),
     'unlike': outcome(lambda: multihost.check_equal_on_all({'a': 1, 'b': {'c': me}})),
+    'shared': outcome(lambda: multihost.check_shared_directory(folder)),
+    'copied': outcome(lambda: multihost.check_shared_directory(folder / str(me))),
 }))
 """
 
 
-def test_two_processes_agree():
-    """A result, an error on either, and a difference reach both; only one of them reports it."""
-    first, second = on_two_processes(AGREE)
+def test_two_processes_agree(tmp_path):
+    """A result, an error on either, and a difference reach both; only one of them reports it.
+
+    Regression: a copy of the directory of a run passed for the directory, and its first save hung.
+    """
+    for index in '01':
+        (tmp_path / index).mkdir()
+        (tmp_path / index / 'config.json').write_text('{}')
+    first, second = on_two_processes(AGREE, str(tmp_path))
     assert (first['first'], second['first']) == (True, False)
     assert first['long'] and second['long'] and (first['well'], second['well']) == (0, 1)
     assert (first['made'], second['made']) == (True, False)
@@ -141,3 +171,9 @@ def test_two_processes_agree():
     words = 'b.c: 1 on process 1 and 0 on 0; must be the same on all processes'
     assert second['unlike'] == ['ValueError', False, True, words]
     assert first['unlike'] == ['RemoteError', True, True, words]
+    assert first['shared'] is None and second['shared'] is None
+    assert first['copied'][:3] == ['RemoteError', True, True]
+    words = f'--workdir={tmp_path}/1: process 1 does not find a new file of process 0'
+    assert second['copied'][3].startswith(words)
+    left = [path.name for path in tmp_path.rglob('*') if path.is_file()]
+    assert left == ['config.json', 'config.json']
