@@ -233,7 +233,8 @@ def sharded_routed_mlp(
 ) -> jax.Array:
     """Run `experts.routed_mlp` over the mesh of the context, or as a plain call without one.
 
-    Experts are split along the mesh axis `expert`. The devices along it share their rows.
+    Experts are split along the mesh axis `expert`, if the mesh has it and it divides them. The
+    devices along it share their rows. Otherwise it only splits rows.
     """
     mesh = _mesh()
     # The gradients are split in the same way: a device gets those of its own rows.
@@ -242,19 +243,21 @@ def sharded_routed_mlp(
     if mesh is None:
         return routed_mlp(*arrays, *static)
 
+    experts = _axes(mesh, 'experts', w1_EDF.shape[0]) or ()
+    inner = _axes(mesh, 'ffn', w1_EDF.shape[2]) or ()
+    rows = _axes(mesh, 'batch', x_BTD.shape[0]) or ()
+    rows = tuple(axis for axis in rows if axis not in experts)
+
     def own(x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD):
-        expert_BTk -= jax.lax.axis_index('expert') * w1_EDF.shape[0]
+        if experts:
+            expert_BTk -= jax.lax.axis_index(experts) * w1_EDF.shape[0]
         y_BTD = routed_mlp(x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD, *static)
         return y_BTD[None]
 
-    rows = _axes(mesh, 'batch', x_BTD.shape[0]) or ()
-    rows = tuple(axis for axis in rows if axis != 'expert')
-    inner = 'tensor' if _axes(mesh, 'ffn', w1_EDF.shape[2]) else None
-    tokens, inwards = PartitionSpec(rows or None), PartitionSpec('expert', None, inner)
-    in_specs = (tokens, tokens, tokens, inwards, inwards, PartitionSpec('expert', inner))
-    parts = ('expert', inner) if inner else ('expert',)
+    tokens, inwards = PartitionSpec(rows), PartitionSpec(experts, None, inner)
+    in_specs = (tokens, tokens, tokens, inwards, inwards, PartitionSpec(experts, inner))
     # The sum is outside because, without check_vma, the transpose of a psum is a psum.
     part_XBTD = jax.shard_map(
-        own, in_specs=in_specs, out_specs=PartitionSpec(parts, rows or None), check_vma=False
+        own, in_specs=in_specs, out_specs=PartitionSpec((*experts, *inner), rows), check_vma=False
     )(*arrays)
     return constrain(jnp.sum(part_XBTD, axis=0), 'batch', None, None)

@@ -162,6 +162,13 @@ def test_one_device_runs_the_plain_function():
     assert 'shard_map' in traced(1, 2) and 'shard_map' in traced(2, 1)
 
 
+def test_a_mesh_may_lack_axes():
+    """Regression: experts needed a mesh with the axis `expert`."""
+    mesh = AbstractMesh((2,), ('data',), axis_types=(AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert 'shard_map' in str(jax.make_jaxpr(sharded)(*shapes()))
+
+
 def test_the_backward_pass_keeps_no_copy_of_the_weights():
     """A layer saves the weights themselves, as on one device."""
     kept = []
@@ -184,6 +191,7 @@ CASES = [
     ('expert=4', B, 'blocked', (4, 1, F)),
     ('data=2,tensor=2', B, 'blocked', (2, E, F // 2)),
     ('data=2,expert=2', B - 1, 'ragged_dot', None),  # rows that do not divide
+    ('expert=3', 3, 'blocked', None),  # experts that do not divide
 ]
 
 
@@ -206,8 +214,9 @@ def check_experts(layout, num_rows, product, own):
     (_, one_BTD), gradients = step(*inputs)
     one = [one_BTD, *gradients]
     over = batch_sharding(mesh, num_rows).spec
-    outer, inner = PartitionSpec('expert', None, 'tensor'), PartitionSpec('expert', 'tensor')
-    specs = [over, over, outer, outer, inner], over
+    sides = [('experts', None, 'ffn')] * 2 + [('experts', 'ffn', None)]
+    places = [spec(mesh, names, w.shape) for names, w in zip(sides, weights, strict=True)]
+    specs = [over, over, *places], over
     inputs = jax.device_put(inputs, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
     with jax.set_mesh(mesh):
         compiled = step.lower(*inputs).compile()
