@@ -18,8 +18,9 @@ class JsonTokenizer(PieceTokenizer):
     """A Tokenizer of a tokenizer.json; see `make_tokenizer`.
 
     Text that spells a special token is encoded as plain text. The template of the file is not
-    applied. Byte-level BPE without a normalizer restores every UTF-8 text byte for byte. Raises
-    ValueError, one line, for a file that is not a tokenizer or has no separator.
+    applied. Byte-level BPE without a normalizer or `add_prefix_space` restores every UTF-8 text
+    byte for byte. A suffix that ends words, such as '</w>', counts as a space. Raises ValueError,
+    one line, for a file that is not a tokenizer or has no separator.
     """
 
     def __init__(
@@ -108,22 +109,26 @@ def byte_characters() -> dict[str, int]:
 
 
 def _pieces(library, parsed, special, file):
-    """Return the bytes of each id, from 0 to the highest; b'' for special ids and gaps."""
+    """Return the bytes of each id, from 0 to the highest; b'' for special ids, unknown and gaps."""
     ids = library.get_vocab(with_added_tokens=True)
     highest = max(ids.values(), default=-1)
     if highest >= _MAX_IDS:
         raise ValueError(f'{file}: id {highest}: must be below {_MAX_IDS}')
     pieces = [b''] * (highest + 1)
-    to_bytes = _bytes_of_token(library, parsed, ids)
+    model = parsed['model']
+    unknown = ids.get(model.get('unk_token'), model.get('unk_id'))
+    suffix = model.get('end_of_word_suffix') or ''
+    to_bytes = _bytes_of_token(library, parsed, ids, suffix)
     for token, number in ids.items():
-        if number not in special:
-            pieces[number] = to_bytes(token)
+        if number not in special and number != unknown:
+            word = token.removesuffix(suffix)
+            pieces[number] = to_bytes(word) + b' ' * (word != token)
     for number, token in library.get_added_tokens_decoder().items():
         pieces[number] = b'' if number in special else token.content.encode()
     return pieces
 
 
-def _bytes_of_token(library, parsed, ids):
+def _bytes_of_token(library, parsed, ids, suffix):
     decoders = {part['type']: part for part in _parts(parsed.get('decoder'))}
     splitters = {part['type'] for part in _parts(parsed.get('pre_tokenizer'))}
     if 'ByteLevel' in decoders or 'ByteLevel' in splitters:
@@ -135,12 +140,14 @@ def _bytes_of_token(library, parsed, ids):
             return bytes(table[c] for c in token) if known else token.encode()
 
         return byte_level
+    if suffix:
+        return str.encode
     mark = None
     if 'Metaspace' in decoders:
         mark = decoders['Metaspace']['replacement']
     elif decoders.get('Replace', {}).get('content') == ' ':
         mark = decoders['Replace']['pattern'].get('String')
-    anchor = next(iter(ids.values()), None)
+    anchor = min(ids.values(), default=None)  # the order of `ids` is random
     alone = library.decode([anchor], skip_special_tokens=False) if ids else ''
 
     def plain(token):

@@ -62,6 +62,10 @@ def chunk_text(text: str, prefixed: bool) -> Iterator[str]:
     yield text[start:]
 
 
+def _digest(separator, content):
+    return hashlib.sha256(b'%d ' % separator + content).hexdigest()
+
+
 class PieceTokenizer(abc.ABC):
     """A Tokenizer whose text is the concatenated bytes of its ids; subclasses encode.
 
@@ -91,14 +95,15 @@ class PieceTokenizer(abc.ABC):
         self.dtype = np.uint16 if len(pieces) <= 2**16 else np.uint32
         self.token_bytes_V = np.array([len(piece) for piece in pieces], np.int32)
         self.token_bytes_V.flags.writeable = False
-        self.sha256 = hashlib.sha256(b'%d ' % self.separator + content).hexdigest()
+        self.sha256 = _digest(self.separator, content)
         self._kind, self._content, self._pieces = kind, content, pieces
         ids = self._ids('a')
         self._prefixed = bool(ids) and pieces[ids[0]].startswith(b' ')
-        if metadata is not None and metadata['sha256'] != self.sha256:
+        stored = None if metadata is None else _digest(metadata['separator'], content)
+        if metadata is not None and metadata['sha256'] != stored:
             right = 'restore the file, or prepare the text or train the model again'
             found = f'is not the file that {METADATA_FILE} next to it belongs to'
-            raise ValueError(f'{file}: {found}, its sha256 is {self.sha256}; {right}')
+            raise ValueError(f'{file}: {found}, its sha256 is {stored}; {right}')
         if not all(stop in range(self.vocab_size) for stop in self.stops):
             right = f'must be ids below {self.vocab_size}'
             raise ValueError(f'{file}: stops {self.stops} of {METADATA_FILE}: {right}')

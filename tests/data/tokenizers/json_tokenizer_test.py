@@ -60,14 +60,14 @@ def test_added_text_counts_its_bytes(tmp_path):
 
 
 def test_other_kinds_count_what_they_add_behind_a_token(tmp_path):
-    """WordPiece: a word is a space and itself, a part of one only itself."""
+    """WordPiece: a word is a space and itself, a part of one itself, an unknown one nothing."""
     file = content(
         model={
             'type': 'WordPiece',
             'unk_token': '[UNK]',
             'continuing_subword_prefix': '##',
             'max_input_chars_per_word': 100,
-            'vocab': {'[UNK]': 0, '<|endoftext|>': 1, 'un': 2, '##do': 3, 'it': 4},
+            'vocab': {'[UNK]': 0, '<|endoftext|>': 1, 'un': 2, '##do': 3, 'it': 4, 'a': 5},
         },
         pre_tokenizer={'type': 'BertPreTokenizer'},
         decoder={'type': 'WordPiece', 'prefix': '##', 'cleanup': False},
@@ -77,12 +77,37 @@ def test_other_kinds_count_what_they_add_behind_a_token(tmp_path):
     ids = tokenizer.encode(b'undo it')
     assert ids.tolist() == [2, 3, 4] and tokenizer.decode(ids) == b'undo it'
     assert tokenizer.token_bytes_V[ids].tolist() == [3, 2, 3]
+    ids = tokenizer.encode('it é'.encode())
+    assert ids.tolist() == [4, 0] and tokenizer.token_bytes_V[ids].tolist() == [3, 0]
+
+
+@pytest.mark.parametrize('kind', ['BPEDecoder', 'ByteLevel'])
+def test_the_suffix_of_a_word_is_a_space(tmp_path, kind):
+    """Regression: whether it was, depended on the random order of the library's vocabulary."""
+    vocab = {token: i for i, token in enumerate(['<|endoftext|>', *'hibye', 'i</w>', 'e</w>'])}
+    vocab |= {'hi</w>': 8, 'by': 9, 'bye</w>': 10}
+    merges = ['h i</w>', 'b y', 'by e</w>']
+    file = content(
+        model={'type': 'BPE', 'end_of_word_suffix': '</w>', 'vocab': vocab, 'merges': merges},
+        pre_tokenizer={'type': 'BertPreTokenizer'},
+        decoder=content()['decoder'] | {'type': kind, 'suffix': '</w>'},
+    )
+    file['added_tokens'][0]['id'] = 0
+    for _ in range(20):
+        tokenizer = of(tmp_path, file)
+        ids = tokenizer.encode(b'byhi bye')
+        assert tokenizer.decode(ids) == b'byhi bye '
+        assert tokenizer.token_bytes_V[ids].tolist() == [2, 3, 4]
 
 
 def test_a_tokenizer_that_cannot_tell_its_separator_is_refused(tmp_path):
     """A tokenizer of words takes '<s>' in a text for the token: such text would end a document."""
     file = content(
-        model={'type': 'WordLevel', 'unk_token': 'a', 'vocab': {'<|endoftext|>': 0, 'a': 1}},
+        model={
+            'type': 'WordLevel',
+            'unk_token': 'a',
+            'vocab': {'<|endoftext|>': 0, 'a': 1, 'b': 2},
+        },
         pre_tokenizer={'type': 'WhitespaceSplit'},
     )
     assert 'encodes a text to its separator, id 0' in refusal(of, tmp_path, file)

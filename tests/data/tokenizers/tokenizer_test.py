@@ -105,6 +105,9 @@ def test_a_saved_tokenizer_is_the_same(made, kind, tmp_path):
     for name in ('name', 'sha256', 'vocab_size', 'separator', 'stops', 'dtype'):
         assert getattr(again, name) == getattr(tokenizer, name), name
     assert again.token_bytes_V.tolist() == tokenizer.token_bytes_V.tolist()
+    if kind == 'llama':
+        other = make_tokenizer(tmp_path / 'one' / 'deep', '</s>')
+        assert other.separator_text == '</s>' and other.sha256 != tokenizer.sha256
     text = tokenizer_files.hard_texts(3, 2)[1]
     assert again.encode(text).tolist() == tokenizer.encode(text).tolist()
     again.save(tmp_path / 'two')
