@@ -53,13 +53,15 @@ def read_small(path: str | os.PathLike, limit: int = 1 << 26) -> bytes:
 def open_plain(path: pathlib.Path) -> Iterator[tuple[io.BufferedReader, Callable[[], int]]]:
     """Open `path` as (stream of plain bytes, function: bytes of the file that have been read).
 
-    Reading raises OSError; its errno is None if compressed data are truncated or damaged.
+    This or reading raises OSError; its errno is None if compressed data are truncated or damaged.
     """
     with open_file(path) as file:
         stream = file
         if is_compressed(path):
             import pyarrow  # slow to import, and most runs read no compressed file
 
+            if not os.fstat(file.fileno()).st_size:  # which pyarrow reads as an empty text
+                raise OSError('0 bytes')
             raw = pyarrow.PythonFile(file, 'r')
             raw = pyarrow.CompressedInputStream(raw, _CODECS[path.suffix.lower()])
             stream = io.BufferedReader(raw, _PLAIN_BUFFER)

@@ -7,7 +7,7 @@ import re
 
 from moddepth_jax.data import readers
 from moddepth_jax.data.directory import read_json
-from moddepth_jax.data.token_store import is_started
+from moddepth_jax.data.token_store import PLAN_FILE, PREPARED_FILE, is_started
 from moddepth_jax.hparams.checks import did_you_mean
 
 MADE = ('stdlib', 'python_environment', 'synthetic', 'recall', 'mixture')  # need no path
@@ -22,8 +22,9 @@ def find_files(
     """Find the files of a path, folder or glob; returns (root, files below it, files left out).
 
     An existing path is taken literally, even with brackets in it. Hidden files of a folder are
-    ignored. Of a folder and of a glob, files that `readers.may_be_text` refuses are left out. Links
-    are followed, but no folder is searched twice. The lists are sorted.
+    ignored, and so are folders in it that launch.prepare wrote. Of a folder and of a glob, files
+    that `readers.may_be_text` refuses are left out. Links are followed, but no folder is searched
+    twice. The lists are sorted.
 
     Args:
       source: path, folder or glob.
@@ -66,7 +67,7 @@ def check_source(source: str):
     _check_address(source, 'data.source')
     if os.path.isdir(path):
         _check_folder(source, 'data.source', right)
-    elif not os.path.lexists(path) and ('**' in path or not any(glob.iglob(path))):
+    elif not ('**' in path or os.path.lexists(path) or any(glob.iglob(path))):
         folder, name = os.path.split(path)
         near = os.listdir(folder or '.') if os.path.isdir(folder or '.') else []
         hint = did_you_mean(name, [*near, *([] if folder else MADE)])
@@ -123,12 +124,13 @@ def _expand(pattern):
 
 
 def _folders(top):
-    """Yield `top` and the folders below it that are not hidden, each once."""
+    """Yield `top` and the folders below it, each once, without hidden ones and prepared text."""
     seen = set(map(str, pathlib.Path(top).resolve().parents))  # a link to these is a loop
     folders, links = [top], []
     while folders or links:
         folder = (folders or links).pop()
-        if (real := os.path.realpath(folder)) in seen:
+        names = (os.path.join(folder, name) for name in (PREPARED_FILE, PLAN_FILE))
+        if (real := os.path.realpath(folder)) in seen or any(map(os.path.lexists, names)):
             continue
         seen.add(real)
         yield folder

@@ -310,6 +310,7 @@ def test_a_folder_is_its_text_and_counts_the_rest(docs):
     note = f'left out 1 file without text, such as {docs}/b/logo.png'
     for source in (docs, f'{docs}/', docs / '**', docs / '**/*'):
         assert _found(source) == (names, note)
+        check_source(str(source))
     assert _found(docs / '*') == (['README', 'a.py', 'z.py.gz'], '')
     assert _found(docs / '**/*.[mr]*') == (['b/x.md', 'b/y.rst'], '')
     documents, _ = load_documents(str(docs), 'text')

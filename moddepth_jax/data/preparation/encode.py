@@ -14,6 +14,7 @@ from moddepth_jax.data.tokenizers.piece_tokenizer import chunk_text
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, make_tokenizer, save_atomically
 
 _PROGRESS_BYTES = 1 << 18  # between two reports of progress
+_MOST_EXCESS = 0.1  # of a sample; the last text of each task is complete
 
 
 def _task_rows(task: Task, options: Options) -> Iterator[tuple[Row, int]]:
@@ -90,10 +91,13 @@ def train_tokenizer(
 def _sample(tasks, options, advance):
     share = options.bpe_bytes / max(1, sum(task.bytes for task in tasks))
     least_hash = _least_training_hash(tasks, options)
+    most, taken = _MOST_EXCESS * options.bpe_bytes, 0
     for task in tasks:
         wanted = share * task.bytes  # also above 1: the files may be compressed
-        for text in _texts(task, least_hash, options):
+        most += wanted
+        for text in _texts(task, least_hash, options) if taken < most else ():
             yield text
+            taken += len(text)
             wanted -= len(text)
             if wanted <= 0:
                 break

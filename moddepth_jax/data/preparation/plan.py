@@ -17,6 +17,7 @@ from moddepth_jax.data.directory import read_json, write_atomically
 from moddepth_jax.data.preparation.parts import Part
 from moddepth_jax.data.readers import WHOLE_FILE, BadText, Span
 from moddepth_jax.data.tokenizers.json_tokenizer import MIN_BPE_IDS
+from moddepth_jax.data.tokenizers.tokenizer import FILES
 
 _CHUNK = 1 << 20
 _MAX_FILES = 4096  # of one task
@@ -43,8 +44,9 @@ class Options:
         encoding = codecs.lookup(self.encoding).name
         trained = {'bpe_bytes': self.bpe_bytes} if self.vocab_size is not None else {}
         path = pathlib.Path(self.tokenizer).expanduser()
-        files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
-        content = b''.join(file.read_bytes() for file in files if file.is_file())
+        files = [path / name for name in FILES] if path.is_dir() else [path]
+        files = [file for file in files if file.is_file() and self.tokenizer != 'bytes']
+        content = b''.join(file.read_bytes() for file in files)
         identity = f'{path.name} of sha256 {hashlib.sha256(content).hexdigest()}'
         return {
             'tokenizer': identity if files else self.tokenizer,

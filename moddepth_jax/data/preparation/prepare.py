@@ -27,6 +27,7 @@ from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, save_atomical
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MIN_TASKS = 64  # unless the text is small
 _MIN_TASK_BYTES = 1 << 18
+_MAX_BPE_TASK_BYTES = 1 << 24  # of bpe:N, whose training sample depends on the tasks
 _KEPT = 'finished parts are kept: the same command continues'
 
 
@@ -89,8 +90,13 @@ def _find_files(options):
     found = [find_files(source, '--input', right, options.encoding) for source in options.sources]
     # Names are relative to a common folder, so that files of several sources differ in name.
     root = os.path.commonpath([os.path.abspath(root) for root, *_ in found])
-    paths = {os.path.abspath(path): path for _, files, _ in found for path in files}
-    left_out = {path for _, _, others in found for path in others} - set(paths.values())
+    output = os.path.join(os.path.realpath(options.directory), '')  # may lie in a source
+
+    def without_output(paths):
+        return [path for path in paths if not os.path.realpath(path).startswith(output)]
+
+    paths = {os.path.abspath(p): p for _, files, _ in found for p in without_output(files)}
+    left_out = {p for *_, others in found for p in without_output(others)} - set(paths.values())
     names = {pathlib.Path(os.path.relpath(place, root)).as_posix(): p for place, p in paths.items()}
     return sorted(names.items()), sorted(left_out)
 
@@ -213,8 +219,10 @@ class _Preparation:
         # For a small text, tasks are smaller than a part, so that all processes get some. Their
         # size does not depend on the number of processes, which the next start may change.
         total = sum(path.stat().st_size for _, path in self._paths if path.exists())
-        span_bytes = min(self._options.part_bytes, max(total // _MIN_TASKS, _MIN_TASK_BYTES))
-        if self._options.vocab_size and not self._tokenizer_directory.exists():
+        trains = self._options.vocab_size is not None
+        most = _MAX_BPE_TASK_BYTES if trains else self._options.part_bytes
+        span_bytes = min(most, max(total // _MIN_TASKS, _MIN_TASK_BYTES))
+        if trains and not self._tokenizer_directory.exists():
             # The training sample of a tokenizer depends on the tasks: make the tasks of a first
             # start.
             self._remove_other_parts([])

@@ -8,10 +8,16 @@ import typing
 import numpy as np
 
 from moddepth_jax.data.compression import read_small
-from moddepth_jax.data.tokenizers.piece_tokenizer import check_ids, read_metadata, write_metadata
+from moddepth_jax.data.tokenizers.piece_tokenizer import (
+    METADATA_FILE,
+    check_ids,
+    read_metadata,
+    write_metadata,
+)
 from moddepth_jax.hparams import DataHparams
 
 DIRECTORY = 'tokenizer'  # folder with the tokenizer of a run or a prepared text
+FILES = ('tokenizer.json', 'tokenizer.model', METADATA_FILE, 'tokenizer_config.json')  # of a folder
 _MAX_BYTES = 1 << 28  # of a tokenizer's file
 _DECODING_CONTEXT = 8  # tokens before a token that are decoded with it
 

@@ -26,6 +26,7 @@ from moddepth_jax.data.token_store import SPLITS, StoreWriter
 from moddepth_jax.data.tokenizers import json_tokenizer
 from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
+from tests.data import tokenizer_files
 from tests.data.prepared_text import data_hparams, refusal
 
 FRACTION = 0.25
@@ -231,6 +232,7 @@ BAD = {
         ["line 7: no field 'text'; set data.text_field to one that it has: 'body'"],
     ),
     'txt': ('b.txt', b'caf\xe9', [': byte 3 is 0xe9, which is not UTF-8', 'or save it as UTF-8']),
+    'empty': ('b.txt.gz', b'', [': its data are damaged or cut off (0 bytes); write']),
     'gz': ('b.jsonl.gz', gzip.compress(LONG)[:100_000], ['after row ', 'cut off (Truncated']),
 }
 
@@ -321,6 +323,30 @@ def test_another_preparation_is_refused(folder, store, tmp_path):
     assert 'a.jsonl is not what it was when this text was prepared; use another' in message
 
 
+def test_the_output_may_lie_in_the_input(tmp_path):
+    """Its files are no text, neither when a start continues nor for a run on the folder."""
+    folder, out = tmp_path / 'in', tmp_path / 'in/out'
+    path = _plant(folder, 'field')
+    for _ in range(2):
+        assert 'line 7: no field' in _error(folder, out, sources=(str(folder),))
+    path.write_bytes(_jsonl(TEXTS))
+    store = _prepare(folder, out, sources=(str(folder),))
+    assert _prepare(folder, out) == store
+    raw = load_corpus(data_hparams(folder, held_out_fraction=FRACTION))
+    assert [list(store.documents(part)) for part in SPLITS] == [raw.train, raw.held_out]
+
+
+def test_other_files_do_not_change_the_tokenizer(tmp_path, monkeypatch):
+    """Not those next to it in a folder, and no folder that is called bytes."""
+    monkeypatch.chdir(tmp_path)
+    _plant(tmp_path / 'in')
+    tokenizer_files.byte_level().save('model')
+    for output, tokenizer in (('out', 'model'), ('bytes', 'bytes')):
+        store = _prepare(tmp_path / 'in', output, tokenizer=tokenizer)
+        (tmp_path / 'model/README.md').write_text(output)
+        assert _prepare(tmp_path / 'in', output, tokenizer=tokenizer) == store
+
+
 class _Backwards(_InProcess):
     """Does the last job first, as if other processes were faster."""
 
@@ -371,29 +397,52 @@ def test_only_a_corrected_file_is_done_again(tmp_path, monkeypatch, order, lengt
     assert _content(store) == _content(fresh)
 
 
-def test_a_tokenizer_is_trained_on_bpe_bytes_of_compressed_text(tmp_path, monkeypatch):
+@pytest.fixture
+def sampled(monkeypatch):
+    """The lengths of the texts on which a tokenizer is trained."""
+    found, train = [], json_tokenizer.train_bpe
+
+    def counted(texts, vocab_size):
+        found[:] = map(len, texts := list(texts))
+        return train(iter(texts), vocab_size)
+
+    monkeypatch.setattr(json_tokenizer, 'train_bpe', counted)
+    return found
+
+
+def test_a_tokenizer_is_trained_on_bpe_bytes_of_compressed_text(tmp_path, sampled):
     """Regression: if the files were smaller than --bpe_bytes on disk, all text was read."""
     (tmp_path / 'in').mkdir()
     for name in 'ab':
         texts = _jsonl([f'to be or not {name}' * 20] * 2000)
         (tmp_path / f'in/{name}.jsonl.gz').write_bytes(gzip.compress(texts))
-    sampled, bpe_bytes = [], 50_000
+    bpe_bytes = 50_000
     assert sum(path.stat().st_size for path in (tmp_path / 'in').iterdir()) < bpe_bytes
-    train = json_tokenizer.train_bpe
-
-    def counted(texts, vocab_size):
-        sampled.extend(map(len, texts := list(texts)))
-        return train(iter(texts), vocab_size)
-
-    monkeypatch.setattr(json_tokenizer, 'train_bpe', counted)
     _prepare(tmp_path / 'in', tmp_path / 'out', tokenizer='bpe:260', bpe_bytes=bpe_bytes)
     assert bpe_bytes <= sum(sampled) < bpe_bytes + 2 * 300
+
+
+def test_a_sample_of_many_tasks_has_bpe_bytes_with_parts_of_any_size(
+    tmp_path, monkeypatch, sampled
+):
+    """Regression: each task gave a text, and there were as many tasks as parts."""
+    monkeypatch.setattr(prepare_module, '_MIN_TASK_BYTES', 100)
+    (tmp_path / 'in').mkdir()
+    texts = [f'to be or not {row} ' * 20 for row in range(400)]
+    (tmp_path / 'in/a.jsonl').write_bytes(_jsonl(texts))
+    samples = []
+    for part_bytes in (300, 10**6):
+        knobs = dict(tokenizer='bpe:260', bpe_bytes=3000, part_bytes=part_bytes)
+        _prepare(tmp_path / 'in', tmp_path / f'{part_bytes}', **knobs)
+        samples.append(list(sampled))
+    assert samples[0] == samples[1]
+    assert 3000 < sum(sampled) < 1.1 * 3000 + max(sampled)
 
 
 def test_a_tokenizer_is_trained_on_the_corrected_text(tmp_path, monkeypatch):
     """Its sample is that of a fresh start, although the text is longer and split elsewhere."""
     monkeypatch.setattr(prepare_module, '_MIN_TASK_BYTES', 100)
-    knobs = dict(tokenizer='bpe:300', bpe_bytes=3000, part_bytes=10**6)
+    knobs = dict(tokenizer='bpe:300', bpe_bytes=10_000, part_bytes=10**6)
     path, lines = _four_files(tmp_path / 'in', bad_line=0)
     message = _error(tmp_path / 'in', tmp_path / 'out', **knobs)
     assert message.endswith('the same command continues')
