@@ -6,6 +6,7 @@ python -m launch.dry_run again results/cpu/dry_run/*.json
 `again` runs the command of each file with the current code and JAX, and replaces the file.
 """
 
+import dataclasses
 import math
 import os
 import pathlib
@@ -26,7 +27,8 @@ MOST_DEVICES = 1024
 def run(hparams, mesh_spec: str):
     """Compile the train step for the fake devices of --mesh, print its cost, and write --json.
 
-    Only the CPU is used. Raises ValueError like `check_model`.
+    Only the CPU is used, and XLA's attention in place of one for GPUs. Raises ValueError like
+    `check_model`.
     """
     _fake_devices(mesh_spec)
     from moddepth_jax.compiled.dry_run import dry_run
@@ -36,6 +38,10 @@ def run(hparams, mesh_spec: str):
     from moddepth_jax.training.plan import check_model
 
     mesh = make_mesh(mesh_spec)
+    if (name := hparams.model.attention) not in ('auto', 'reference', 'xla'):
+        print(f'model.attention={name}: needs a GPU; compiled with xla', file=sys.stderr)
+        model = dataclasses.replace(hparams.model, attention='xla')
+        hparams = dataclasses.replace(hparams, model=model)
     check_model(hparams, tokenizer_of(hparams.data), mesh)
     with cli.open_json(JSON.value) as file:
         what = f'compiling the train step for {mesh.size} fake devices; a minute for large models'

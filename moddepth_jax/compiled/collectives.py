@@ -34,7 +34,7 @@ class Collective(NamedTuple):
 
     kind: str  # such as all-reduce
     axes: tuple[str, ...]  # mesh axes along which the devices of a group differ
-    group: tuple[int, ...]  # the first group that communicates, as indices into the mesh
+    groups: tuple[tuple[int, ...], ...]  # those that communicate, as indices into the mesh
     sent_bytes: float  # sent by one device per run
     sliced_bytes: float = 0.0  # part of sent_bytes: sums of which a device uses only its own slice
 
@@ -73,7 +73,7 @@ def _collective(instruction, computation, program, mesh_shape):
     return Collective(
         kind=kind,
         axes=tuple(itertools.compress(mesh_shape, differ)),
-        group=tuple(groups[0]),
+        groups=tuple(map(tuple, groups)),
         sent_bytes=math.ceil(sum(bits) / 8) * _SENT[kind](size),
         sliced_bytes=sum(itertools.compress(bits, sliced)) / 8 * _SENT[kind](size),
     )

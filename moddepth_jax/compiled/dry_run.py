@@ -168,7 +168,8 @@ def estimate(flops: float, runs: list[Occurrence], hardware: Hardware) -> dict:
     """
     by_axis, sliced = {}, 0.0
     for one, times, *_ in runs:
-        rate, axes = bandwidth(one.group, hardware), '+'.join(one.axes)
+        rate = min(bandwidth(group, hardware) for group in one.groups)  # all wait for the slowest
+        axes = '+'.join(one.axes)
         by_axis[axes] = by_axis.get(axes, 0.0) + times * one.sent_bytes / rate
         sliced += times * one.sliced_bytes / 2 / rate
     return {

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.hparams.flag_values import AXES, mesh_sizes
-from moddepth_jax.model.sharding import axis_names, spec
+from moddepth_jax.model.sharding import RULES, axis_names, spec
 from moddepth_jax.training.train_step import init_state
 
 
@@ -73,7 +73,7 @@ def check_mesh(hparams: Hparams, mesh: Mesh):
 def check_batch(mesh: Mesh, batch_size: int, accumulate_steps: int):
     """Raise ValueError, one line, if the rows of a micro-batch do not divide over the mesh."""
     rows = batch_size // accumulate_steps
-    axes = [axis for axis in ('data', 'fsdp', 'expert') if mesh.shape[axis] > 1]
+    axes = [axis for axis in dict(RULES)['batch'] if mesh.shape[axis] > 1]
     shards = math.prod(mesh.shape[axis] for axis in axes)
     if rows % shards:
         over = ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)
@@ -179,7 +179,10 @@ def _split(sharding, ndim):
 
 
 def sharding_lines(mesh: Mesh, params) -> list[str]:
-    """Return a table of parameters, summed over layers: their split, and bytes per device."""
+    """Return a table of parameters, summed over layers: their split, and bytes per device.
+
+    A last line says if `tensor` does not divide the vocabulary.
+    """
     sizes, bytes_held = collections.Counter(), collections.Counter()
     for name, leaf, sharding, held in _placed(mesh, params):
         name = re.sub(r'stack/run_\d+/layer_\d+/(block/)?', '', name)
@@ -196,7 +199,12 @@ def sharding_lines(mesh: Mesh, params) -> list[str]:
     for name, split, size, held in rows:
         numbers = f'{size:>13,}  {held / 1e6:>11.3f}'
         text.append(f'{name:{name_width}}  {split:{split_width}}  {numbers}')
-    return [*text, f'{_unsharded_fraction(mesh, params):.2%} of the parameters on every device']
+    text.append(f'{_unsharded_fraction(mesh, params):.2%} of the parameters on every device')
+    vocab_size, tensor = params['embedding'].shape[0], mesh.shape['tensor']
+    if vocab_size % tensor:
+        found = f'model.vocab_size={vocab_size} is not a multiple of tensor={tensor}'
+        text.append(f'every device computes all logits: {found}')
+    return text
 
 
 def mesh_lines(mesh: Mesh, state) -> list[str]:

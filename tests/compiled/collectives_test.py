@@ -57,7 +57,8 @@ def test_groups_are_read_in_every_form(groups, axes, size):
         f'ROOT %r = f32[4,8]{{1,0}} all-reduce(%p), channel_id=1, replica_groups={groups}, '
         'use_global_device_ids=true, to_apply=%add, metadata={op_name="jit(f)/psum" id=1}'
     )
-    assert (found.axes, len(found.group)) == (axes, size)
+    assert (found.axes, len(found.groups[0])) == (axes, size)
+    assert sorted(sum(found.groups, ())) == list(range(8))
     assert found.sent_bytes == 2 * 128 * (size - 1) / size
 
 

@@ -65,13 +65,17 @@ def test_the_slowest_link_of_a_ring_counts(group, rate):
 
 
 def test_an_estimate_is_a_division():
-    """FLOPs and bytes are divided by the vendor's numbers; reduce-scatters save half."""
-    near = Occurrence(Collective('all-gather', ('fsdp',), (0, 1), sent_bytes=500.0), times=4)
-    far = Collective('all-reduce', ('data',), (0, 4), sent_bytes=300.0, sliced_bytes=200.0)
-    found = estimate(2e6, [near, Occurrence(far), near], MADE_UP)
+    """FLOPs and bytes are divided by the vendor's numbers; reduce-scatters save half.
+
+    Regression: of groups of 3 on nodes of 4, only the first counted, which stays within a node.
+    """
+    near = Occurrence(Collective('all-gather', ('fsdp',), ((0, 1),), sent_bytes=500.0), times=4)
+    far = Collective('all-reduce', ('data',), ((0, 4),), sent_bytes=300.0, sliced_bytes=200.0)
+    mixed = Collective('all-gather', ('tensor',), ((0, 1, 2), (3, 4, 5)), sent_bytes=300.0)
+    found = estimate(2e6, [near, Occurrence(far), near, Occurrence(mixed)], MADE_UP)
     assert found == {
         'compute': 2.0,
-        'collectives': {'fsdp': 4.0, 'data': 3.0},
+        'collectives': {'fsdp': 4.0, 'data': 3.0, 'tensor': 2.0},
         'sliced': 1.0,
         'source': 'nowhere',
     }

@@ -22,14 +22,16 @@ def test_state_and_work_are_split_over_fake_devices(tmp_path):
     """State split over 8, work split over 8, gathered and summed over the axes that say so.
 
     The tables fit 88 columns when piped, and nothing but the file is written. Another number of
-    fake devices in the environment does not count.
+    fake devices in the environment does not count. Regression: an attention for GPUs was refused.
     """
     others = '--xla_force_host_platform_device_count=3'
     knobs = [f'--config.{name}={value}' for name, value in SMALL.items()]
     mesh = ('--mesh=data=2,fsdp=2,tensor=2', '--dry_run', '--json=found.json')
+    knobs.append('--config.model.attention=mosaic_gpu')
     given = (f'--config={ROOT}/configs/base.py', *knobs, *mesh)
     done = call('train', *given, cwd=tmp_path, XLA_FLAGS=others, COLUMNS='88')
     assert done.status == 0, done.stderr
+    assert 'model.attention=mosaic_gpu: needs a GPU; compiled with xla' in done.stderr
     assert os.listdir(tmp_path) == ['found.json']
     found = json.loads((tmp_path / 'found.json').read_text())
     sizes = dict.fromkeys(('data', 'fsdp', 'tensor'), 2) | {'expert': 1}
