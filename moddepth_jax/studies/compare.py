@@ -13,7 +13,7 @@ from matplotlib import rc_context
 from moddepth_jax.analysis import routing_gap
 from moddepth_jax.studies.plot_style import SETTINGS, new_figure, scientific, set_y_limits
 from moddepth_jax.studies.statistics import Interval, interval
-from moddepth_jax.studies.store import training_curve
+from moddepth_jax.studies.store import flops_at, training_curve
 from moddepth_jax.training.metrics import METRICS_FILE, read_metrics
 from moddepth_jax.training.progress import format_count
 from moddepth_jax.training.run_dir import read_finished
@@ -56,16 +56,6 @@ class FinishedRun:
         if self.knobs.get('training.distill_from'):
             return None
         return self.summary['flops_per_step'] / 3
-
-    def flops_at(self, steps) -> np.ndarray:
-        """Return the training FLOPs after each number of steps; stages have different costs."""
-        stages = self.summary['stages']
-        ends = [stage['first_step'] for stage in stages[1:]] + [math.inf]
-        total = np.zeros(len(steps))
-        for stage, end in zip(stages, ends, strict=True):
-            total += stage['flops_per_step'] * np.clip(steps, stage['first_step'], end)
-            total -= stage['flops_per_step'] * stage['first_step']
-        return total
 
     def curve(self, name: str) -> np.ndarray:
         """Return the steps and values of a metric in metrics.jsonl as an array [2, points]."""
@@ -277,9 +267,10 @@ def draw_curves(variants: list[Variant], path: pathlib.Path):
                 look = {'color': f'C{place}', 'linewidth': 1.2, 'alpha': 0.85}
                 label = None if number else f'{variant.name} (seeds: {len(variant.runs)})'
                 steps, means = np.reshape(training_curve(run.rows, SMOOTHED), (-1, 2)).T
-                panels[0].plot(run.flops_at(steps), means, label=label, **look)
+                panels[0].plot(flops_at(run.summary, steps), means, label=label, **look)
                 steps, bits = run.curve('eval/bits_per_byte')
-                panels[1].plot(run.flops_at(steps), bits, marker='o', markersize=2.5, **look)
+                spent = flops_at(run.summary, steps)
+                panels[1].plot(spent, bits, marker='o', markersize=2.5, **look)
         for axes, what in zip(
             panels, ('training loss (nats per token)', 'held-out (bits per byte)'), strict=True
         ):

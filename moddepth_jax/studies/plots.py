@@ -10,6 +10,7 @@ from matplotlib.ticker import EngFormatter
 from moddepth_jax.studies import fit, plot_style
 from moddepth_jax.studies.plan import OWN_VARIANTS
 from moddepth_jax.studies.plot_style import INK, PAPER, budget_name, style
+from moddepth_jax.studies.store import flops_at
 
 NO_RUNS = 'No run of this study has finished yet: there is nothing to draw.'
 _ROOM_ABOVE = 0.7  # losses further above, in ranges of the sized variants, are only named
@@ -265,7 +266,7 @@ def _curve(rows, kind):
     reaches = [min(_SMOOTH // 2, i, len(steps) - 1 - i) for i in range(len(steps))]
     windows = [slice(i - reach, i + reach + 1) for i, reach in enumerate(reaches)]
     losses_SP = np.stack([losses_SP[:, window].mean(1) for window in windows], axis=1)
-    return steps, steps if kind == 'steps' else steps * rows[0]['flops_per_step'], losses_SP
+    return steps, steps if kind == 'steps' else flops_at(rows[0], steps), losses_SP
 
 
 def _draw_band(axes, x, values_SP, keywords):

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import pathlib
 from typing import NamedTuple
 
@@ -359,7 +360,27 @@ def _of_summary(model, summary, curve):
         row[name] = summary['eval'].get(name)
     row['rule'] = model.routing.causal_rule if model.routed_layers else None
     row |= {'routing': summary['routing'], 'experts': summary['experts'], 'curve': curve}
+    stages = [
+        {name: stage[name] for name in ('first_step', 'flops_per_step')}
+        for stage in summary.get('stages', ())
+    ]
+    if any(stage['flops_per_step'] != row['flops_per_step'] for stage in stages):
+        row['stages'] = stages
     return row | {'state_sha256': summary['state_sha256']}
+
+
+def flops_at(run: dict, steps) -> np.ndarray:
+    """Return the training FLOPs after each number of steps, by the `stages` of a run.
+
+    `run` is a summary or a row of study.json. A row without `stages` has `flops_per_step` in all.
+    """
+    stages = run.get('stages') or [{'first_step': 0, 'flops_per_step': run['flops_per_step']}]
+    ends = [stage['first_step'] for stage in stages[1:]] + [math.inf]
+    total = np.zeros(len(steps))
+    for stage, end in zip(stages, ends, strict=True):
+        total += stage['flops_per_step'] * np.clip(steps, stage['first_step'], end)
+        total -= stage['flops_per_step'] * stage['first_step']
+    return total
 
 
 def training_curve(rows: list[dict], points: int) -> list[list[float]]:

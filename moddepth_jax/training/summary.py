@@ -238,8 +238,10 @@ def summarize(
             name: {'share': shares[name], 'epochs': epochs[name], **losses}
             for name, losses in evaluation['domains'].items()
         }
+    # Runs that draw loops have a single stage, whose steps have different costs.
+    mean = total_flops / max(1, step) if hparams.training.loops else None
     stages = [
-        {'first_step': first, 'flops_per_step': step_flops(hparams, stage)}
+        {'first_step': first, 'flops_per_step': mean or step_flops(hparams, stage)}
         | {'capacity': stage.capacity, 'routing': stage.routing}
         for first, stage in stage_starts(hparams, state.num_steps)
     ]

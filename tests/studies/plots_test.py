@@ -99,12 +99,22 @@ def test_losses_far_above_the_others_are_shown_as_numbers_at_the_edge():
 
 
 def test_curves_end_at_the_last_loss_and_show_variants_of_the_config(monkeypatch):
-    """Smoothed in between; a variant of the project that is not among the main ones is left out."""
+    """Smoothed in between; a variant of the project that is not among the main ones is left out.
+
+    Regression: the FLOPs of all steps were those of the last stage.
+    """
     monkeypatch.setitem(VARIANTS, 'mine', Variant('my own', {}, 'rose h'))
     study = made_up(budgets=(6e11,), variants=('dense', 'mine', 'norm'), seeds=(0,))
+    for mine in (row for row in study['runs'] if row['variant'] == 'mine'):
+        cost, half = mine['flops_per_step'], mine['steps'] // 2
+        costs = {0: 3 * cost, half: cost}
+        mine['stages'] = [{'first_step': n, 'flops_per_step': cost} for n, cost in costs.items()]
+        mine['total_flops'] = cost * (2 * half + mine['steps'])
     figure = FIGURES['loss_by_steps'](study)
     assert _legend(figure) == ['dense', 'my own']
     rows = {name: fit.at_best_size(fit.select(study, name, 6e11)) for name in ('dense', 'mine')}
+    spent = [line.get_xdata()[-1] for line in figure.axes[1].lines if len(line.get_xdata()) > 1]
+    np.testing.assert_allclose(spent, [row['total_flops'] for (row,) in rows.values()])
     lines = [line.get_ydata() for line in figure.axes[0].lines if len(line.get_ydata()) > 1]
     for (row,), losses in zip(rows.values(), lines, strict=True):
         np.testing.assert_allclose(losses[[0, -1]], [row['curve'][i][1] for i in (0, -1)])

@@ -38,6 +38,11 @@ def finish(directory, run, hparams, loss):
     summary = dict.fromkeys(numbers, 7) | {'flops_per_step': 6.0, 'final_step': 4}
     summary |= {'eval': {'loss': loss, 'bits_per_byte': loss / 0.7}, 'routing': {}, 'experts': {}}
     summary |= {'versions': {'jax': '1'}, 'corpus_sha256': 'c', 'state_sha256': run.name}
+    costs = (9.0, 6.0) if run.variant == 'mod' else (6.0,)
+    summary['stages'] = [
+        {'first_step': first, 'flops_per_step': cost, 'routing': 'top_c'}
+        for first, cost in enumerate(costs)
+    ]
     summary['seconds'] = id(run)  # different each time, as a clock
     (place / 'summary.json').write_text(json.dumps(summary))
     rows = [{'step': step, 'loss': 5.0 - step} for step in range(1, 5)]
@@ -79,6 +84,9 @@ def test_study_json_does_not_depend_on_the_order_of_the_runs(tmp_path, hparams_o
     assert places == sorted(places) and len(places) == 10
     assert [row['at_best_size'] for row in rows[:4]] == [False, True, False, True]
     assert rows[0]['curve'] == [[1, 4.0], [2, 3.0], [3, 2.0], [4, 1.0]]
+    first, last = ({'first_step': n, 'flops_per_step': cost} for n, cost in ((0, 9.0), (1, 6.0)))
+    stages = {row['variant']: row.get('stages') for row in rows}
+    assert stages == {'dense': None, 'mod': [first, last]}  # only where the costs differ
 
 
 def write_results(directory, results, study, measures='{}'):

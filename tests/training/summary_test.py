@@ -23,10 +23,8 @@ def test_the_estimate_of_xla_counts_all_layers_and_no_recomputation(tiny_config)
     assert 1 < flops['flops_per_step_xla'] / flops['flops_per_step'] < 2
 
 
-def test_routed_layers_and_layers_with_experts_have_separate_groups(tiny_config, monkeypatch):
-    """Each group has the indices of its layers; `eval` has the values of the full model."""
-    changes = {'model.routing.router': 'learned', 'model.experts.choice': 'token'}
-    hparams = from_config(tiny_config(**changes))
+def _summarize(hparams, evaluation, monkeypatch):
+    """The summary after four steps, without what needs a trained state."""
     for name in ('step_flops_report', 'state_sha256'):
         monkeypatch.setattr(summary, name, lambda *_: {})
     step = jax.device_put(4, replicated(make_mesh('data=1')))
@@ -36,12 +34,27 @@ def test_routed_layers_and_layers_with_experts_have_separate_groups(tiny_config,
     )
     metadata = {'train_loss': 1.0, 'seconds': 2.0, 'versions': {}, 'extended': []}
     metadata['metrics_problems'] = []
+    return summary.summarize(hparams, state, evaluation, dataset, metadata)
+
+
+def test_routed_layers_and_layers_with_experts_have_separate_groups(tiny_config, monkeypatch):
+    """Each group has the indices of its layers; `eval` has the values of the full model."""
+    changes = {'model.routing.router': 'learned', 'model.experts.choice': 'token'}
+    hparams = from_config(tiny_config(**changes))
     evaluation = {'loss': 1.5, 'routing': {'recall': [0.5]}, 'experts': {'unused': [0.0, 3.0]}}
-    found = summary.summarize(hparams, state, evaluation, dataset, metadata)
+    found = _summarize(hparams, evaluation, monkeypatch)
     assert found['flops_per_forward'] == forward_flops(hparams, 4, 32)
     assert found['eval'] == {'loss': 1.5}
     assert found['routing'] == {'layer_01': {'recall': 0.5}}
     assert found['experts'] == {'layer_00': {'unused': 0.0}, 'layer_01': {'unused': 3.0}}
+
+
+def test_the_steps_of_a_run_that_draws_its_loops_cost_their_mean(tiny_config, monkeypatch):
+    """Regression: a stage had the FLOPs of a step with all loops of the model."""
+    changes = {'model.looped_layers': 'all', 'model.loops': 3, 'training.loops': (1, 3)}
+    found = _summarize(from_config(tiny_config(**changes)), {'loss': 1.5}, monkeypatch)
+    (stage,) = found['stages']
+    assert 4 * stage['flops_per_step'] == found['total_flops'] < 12 * found['flops_per_forward']
 
 
 @pytest.mark.parametrize(
