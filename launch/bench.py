@@ -1,4 +1,4 @@
-"""Runs a benchmark. Times are compared within one run, in interleaved rounds.
+"""Runs a benchmark. Ratios of times are of interleaved rounds in one process.
 
   python -m launch.bench step
   python -m launch.bench step --variants=dense,mod,moda,mod_moda --size=124m --dtype=bfloat16
@@ -59,8 +59,10 @@ def _parse(flag, text, annotation):
         return text
     words, least = text.split(','), 0 if flag in ZERO_ALLOWED else 1
     if kind in (int, list[int]):
-        if not all(word.isdecimal() and int(word) >= least for word in words):
-            right = 'one number' if kind is int else f'numbers of {least} or more, such as 8,2'
+        valid = all(word.isdecimal() and int(word) >= least for word in words)
+        if not valid or (kind is int and len(words) > 1):
+            what, example = ('one number', '') if kind is int else ('numbers', ', such as 8,2')
+            right = f'{what} of {least} or more{example}'
             raise ValueError(f'--{flag}={text}: must be {right}')
         words = [int(word) for word in words]
     return words if typing.get_origin(kind) is list else text if kind is str else words[0]

@@ -149,9 +149,10 @@ def _describe(out, data):
     parts = [f'{totals["tokens"]:,} tokens of {about["text"]} in {windows}']
     if totals['loss'] is not None:
         parts.append(f'loss {totals["loss"]:.4f} nats per token')
-    if about['routed']:
-        looks = ', which looks at the future' * about['looks_ahead']
+    looks = ', which looks at the future' * about['looks_ahead']
+    if about['routed'] or looks:
         parts.append(f'by {about["routing"]}{looks}')
+    if about['routed']:
         few, what = totals['enter_none'], 'skip every routed block'
         if about['loops']:
             few = totals['blocks_entered'][1]['tokens'] / totals['tokens']
@@ -178,6 +179,7 @@ def _rank_blocks(run, out):
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.hparams.rules import causal_routing, check_routing
     from moddepth_jax.training.mesh import make_mesh
+    from moddepth_jax.training.metrics import replace_nonfinite
     from moddepth_jax.training.run_dir import write_atomically
 
     hparams, mesh = run.hparams_of_stage, make_mesh('data=1')
@@ -197,7 +199,7 @@ def _rank_blocks(run, out):
     name = _printable(pathlib.Path(WORKDIR.value).resolve().name)
     about = {'run': name, 'step': run.step, 'routing': routing, 'batches': batches}
     cli.make_directory('out', out)
-    text = json.dumps(about | found, indent=2, allow_nan=False) + '\n'
+    text = json.dumps(replace_nonfinite(about | found), indent=2, allow_nan=False) + '\n'
     write_atomically(out / 'importance.json', text)
     title = f'{name}: increase of the loss {found["loss"]:.4f} if a block is skipped'
     plot_importance(found, title, out / 'importance.png')

@@ -160,23 +160,23 @@ def layers(observed: Observations) -> list[dict]:
         scored on the others. Low values mean that the signal is diluted. Each half needs far more
         tokens than the model's width.
     """
-    tokens, routed = observed.tokens, observed.hparams.model.routed_layers
+    tokens, routers = observed.tokens, observed.hparams.model.router_of_block
     halves = zip(observed.fitted_L, observed.scored_L, strict=True)
     rows = []
     for layer, (fitted, scored) in enumerate(halves):
-        selected_N = tokens.selected_LN[layer]
+        selected_N, router = tokens.selected_LN[layer], routers[layer]
         row = {
             'layer': layer,
-            'routed': layer in routed,
+            'routed': router is not None,
             'tokens': int(selected_N.sum()),
             'input_rms': _mean(tokens.input_rms_LN[layer, selected_N]),
             'score_correlation': None,
             'probe_r2': probe_r2(fitted, scored),
         }
-        if layer in routed:
+        if router is not None:
             row['score_correlation'] = rank_correlation(
                 tokens.change_LN[layer, selected_N],
-                tokens.scores_RN[routed.index(layer), selected_N],
+                tokens.scores_RN[router, selected_N],
             )
         rows.append(row)
     return rows

@@ -73,9 +73,8 @@ def block_importance(
 
     every_L2 = np.ones((model.num_layers, 2), bool)
     base, blocks = measure(every_L2), []
-    routed = {
-        block for place, block in enumerate(model.block_order) if place in model.routed_layers
-    }
+    places = zip(model.block_order, model.router_of_block, strict=True)
+    routed = {block for block, router in places if router is not None}
     for layer in range(model.num_layers):
         row = {'layer': layer, 'routed': layer in routed}
         for part, skipped in PARTS.items():

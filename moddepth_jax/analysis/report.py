@@ -176,7 +176,8 @@ def _roc_lines(run):
         routing: router_roc(run.state.variables, run.hparams, run.dataset, num_batches, routing)
         for routing in ('top_c', causal_routing(run.hparams))
     }
-    (run.workdir / ROC_FILE).write_text(json.dumps(found, indent=2) + '\n', encoding='utf-8')
+    text = json.dumps(replace_nonfinite(found), indent=2, allow_nan=False) + '\n'
+    write_atomically(run.workdir / ROC_FILE, text)
     for layer, values in found['top_c']['layers'].items():
         yield (
             f'layer {layer:02d}: ROC area {values["area"]:.3f} of its scores for the positions '

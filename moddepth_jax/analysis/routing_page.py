@@ -87,6 +87,7 @@ def page_data(
 
 def _about(inspection, hparams, routing, logits_of):
     model, length = hparams.model, hparams.data.sequence_length
+    least = f'{100 * model.routing.num_selected(length) / length:.3g}%'
     routed, windows = bool(model.routed_layers), -(-len(inspection.tokens_N) // length)
     return {
         'routing': routing,
@@ -106,7 +107,7 @@ def _about(inspection, hparams, routing, logits_of):
         ),
         'router': model.routing.router,
         'gate': model.routing.gate,
-        'capacity': f'{"100% to " * model.routing.routes_loops}{100 * model.routing.capacity:.3g}%',
+        'capacity': '100% to ' * (model.routing.routes_loops and least != '100%') + least,
         'vocab_size': model.vocab_size,
         'max_entropy': round(math.log(model.vocab_size), 2),
     }

@@ -75,9 +75,12 @@ def test_measures_of_a_dense_model(tiny_config):
     assert min(mass['first_token']) > 0 and min(result['gradient_norms']) > 0
 
 
-def test_routed_loops_have_no_depth_mass(tiny_config):
-    result = _measured(tiny_config, RECURSIONS, {'model.num_layers': 3}, num_batches=2)
-    assert result['depth_mass'] is None and len(result['layers']) == 5
+def test_all_blocks_of_a_routed_loop_are_routed(tiny_config):
+    """Regression: only the first of each loop was. Routed loops have no depth mass."""
+    result = _measured(tiny_config, RECURSIONS, {'model.num_layers': 4}, num_batches=2)
+    assert result['depth_mass'] is None
+    assert [row['routed'] for row in result['layers']] == [False, *[True] * 6, False]
+    assert all(row['score_correlation'] is not None for row in result['layers'][1:7])
 
 
 def test_scores_of_routed_blocks_are_correlated_with_their_changes(tiny_config):

@@ -15,6 +15,7 @@ from moddepth_jax.analysis.inspection import Inspection
 from moddepth_jax.analysis.routing_page import page_data, render, shown_tokens
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.routing import RoutingRecord
+from tests.model.cases import RECURSIONS, TOKEN_CHOICE
 
 HOSTILE = b'</script><script>alert(1)</script><!--"\'&amp;__DATA__'
 HOSTILE += b'\x00\x1b[31m\xff\xed\xa0\x80\xe2\x80\xae'
@@ -161,6 +162,21 @@ def test_blocks_of_a_routed_loop_share_its_router(tiny_config):
     counts = [sum(x) for x in zip(*(layers[i]['entered'] for i in (1, 3, 5)), strict=True)]
     assert data['tokens']['passed'] == counts
     assert (about['loops'], about['blocks'], about['capacity']) == (3, False, '100% to 12.5%')
+
+
+@pytest.mark.parametrize(
+    ('changes', 'capacity'),
+    [
+        (RECURSIONS | {'model.num_layers': 3}, '100% to 25%'),
+        (TOKEN_CHOICE | {'model.num_layers': 3}, '100%'),
+        ({'model.routing.capacity_form': 'log_length', 'model.routing.capacity': 0.5}, '75%'),
+    ],
+)
+def test_the_page_states_the_share_of_the_tokens_that_training_selects(
+    changes, capacity, tiny_config
+):
+    """Regression: it was the knob `capacity` for every form and router."""
+    assert make_data(tiny_config, b'abc', changes=changes)['about']['capacity'] == capacity
 
 
 @pytest.mark.skipif(

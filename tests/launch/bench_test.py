@@ -5,7 +5,14 @@ import shutil
 
 import pytest
 
-from tests.forked_commands import run_commands
+from tests.forked_commands import ROOT, run_commands
+
+
+def test_several_numbers_where_one_is_expected_are_refused():
+    """Regression: only the first one was used."""
+    (done,) = run_commands([['bench', 'step', '--repeats=3,5']], ROOT)
+    assert (done.status, done.stdout) == (2, '')
+    assert done.stderr == 'error: --repeats=3,5: must be one number of 1 or more\n'
 
 
 @pytest.mark.slow
