@@ -109,6 +109,7 @@ def test_router_of_a_config_scores_each_token_alone(load, scores, error):
         ('', '', None),
         ('depth.slots[0]', 'depth.slots[0].mean(axis=1, keepdims=True)', SEES_OTHERS),
         ('return x_BTD, None', 'return x_BTD[:, ::-1], None', SEES_OTHERS),
+        ('has_ends', 'enter = classmethod(lambda *a: a[-1][:, ::-1]); has_ends', SEES_OTHERS),
         ('(y_BTD,) if', '(y_BTD.at[:, 1:].add(y_BTD[:, :-1]),) if', SEES_OTHERS),
     ],
 )

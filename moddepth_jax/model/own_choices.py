@@ -80,7 +80,6 @@ def _check_stream(hparams: ModelHparams, added: str):
         return jnp.array(values, jnp.float32)
 
     x_BTD = stream.enter(hparams, rows((2, LENGTH, hparams.d_model)))
-    x_BTD = rows(x_BTD.shape)
     empty, valid_LBT = empty_slots(hparams, x_BTD)
     slots = jax.tree.map(lambda side: jnp.stack([rows(side.shape[1:]) for _ in side]), empty)
     valid_LBT = None if valid_LBT is None else jnp.ones_like(valid_LBT)
