@@ -36,7 +36,7 @@ class Family(NamedTuple):
 
 
 def _from_max_window_layers(config, layer):
-    in_use = config.get('use_sliding_window') and config.get('sliding_window') is not None
+    in_use = config.get('use_sliding_window') and config['sliding_window'] is not None
     return bool(in_use) and layer >= config['max_window_layers']
 
 
