@@ -6,7 +6,8 @@ python -m launch.backends --page=docs/backends.md
 
 The output is a Markdown table. The model of each config is traced at its own size, and the backends
 are chosen as `model.attention=auto` does. --page replaces the text between the two markers of a
-file. It needs JAX 0.11.2 or newer, because older releases support fewer backends.
+file. That needs JAX 0.11.2 or newer: for older releases, which support fewer backends, the table
+is only printed.
 """
 
 import functools

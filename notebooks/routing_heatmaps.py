@@ -52,7 +52,8 @@ TOKENS = int(os.environ.get('NOTEBOOK_TOKENS', 8192))  # of the text that is rea
 # ## A run
 #
 # The small run trains on the bytes of sixty modules of Python's standard library. `config` is that
-# of `python -m launch.train --config=configs/mod_isoflop.py`, with fewer and shorter sequences.
+# of `python -m launch.train --config=configs/mod_isoflop.py:size=4x64`, for fewer steps, with fewer
+# and shorter sequences.
 # Change a knob here, such as `config.model.routing.capacity`, and run the notebook again.
 
 # %%

@@ -149,15 +149,12 @@ def read_earlier(results, description: dict, plan: Plan) -> EarlierRuns:
     """Read the finished runs from a folder written by `copy_results`: they are not trained again.
 
     Returns NO_RESULTS if `results` is None or holds no study. Raises ValueError if that study has
-    another `description`, if the plan differs from its plan by more than additions to the fields of
-    MAY_GROW, or has no place for one of its runs, or if its runs may not be used again.
+    another `description`, or if the plan differs from its plan by more than additions to the fields
+    of MAY_GROW, or has no place for one of its runs.
     """
     if results is None or not (file := pathlib.Path(results) / STUDY_FILE).exists():
         return NO_RESULTS
     content = read_json(file, '')
-    if reason := content.get('not_reusable'):
-        right = 'move that folder, or use another --results'
-        raise ValueError(f'--results={results}: its runs cannot be used again: {reason}; {right}')
     new = json.loads(json.dumps(plan_content(description, plan.study)))
     old = {name: content.get(name) for name in new} | {'variants': [*content.get('variants', ())]}
     tried = [entry['learning_rate'] for entry in content.get('tuning', ())]

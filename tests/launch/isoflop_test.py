@@ -112,7 +112,7 @@ def study_of(flags):
     return config, Plan(study, config.shallower), description
 
 
-@pytest.mark.parametrize('target', ['study', *sorted(STUDIES - {'study-experts'})])
+@pytest.mark.parametrize('target', ['study', *sorted(STUDIES)])
 def test_a_target_continues_from_its_committed_results(target, tmp_path):
     """No committed run is trained again, and each belongs to the study."""
     for flags in commands_of(target):
@@ -125,16 +125,6 @@ def test_a_target_continues_from_its_committed_results(target, tmp_path):
         found = store.progress(tmp_path / results.name, plan, earlier)
         assert earlier.rows.keys() <= {run.name for run in found.runs}
         assert not earlier.rows.keys() & {run.name for run in found.missing}
-
-
-def test_runs_of_the_earlier_plan_of_experts_are_not_used(tmp_path):
-    """Regression: three seeds that are no pairs counted as finished, and claims used them."""
-    (flags,) = commands_of('study-experts')
-    _, plan, description = study_of(flags)
-    results = ROOT / 'results/cpu/study-experts'
-    words = 'with the same seed do not share their initial draws; move that folder, or use another'
-    with pytest.raises(ValueError, match=f'^--results={results}: its runs cannot .*: runs {words}'):
-        store.read_earlier(results, description, plan)
 
 
 def test_the_default_workdir_is_no_other_study_or_run(tmp_path):
