@@ -324,6 +324,9 @@ def load_saved_run(workdir: str, mesh_of=None, say_remaining=True):
 
     mesh = mesh_of and multihost.run_on_all(lambda: mesh_of(read_hparams(workdir)[0]))
     step, loops, threshold = map(_value, ('step', 'loops', 'exit_threshold'))
+    if threshold and _value('routing') == 'top_c':
+        right = 'no token exits under --routing=top_c, as in training; leave one out'
+        raise ValueError(f'--exit_threshold={threshold:g}: {right}')
     run = load_run(workdir, mesh, step)
     run = run if loops is None else run.with_loops(loops)
     run = run if threshold is None else run.with_exits(threshold)

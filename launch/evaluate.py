@@ -54,6 +54,9 @@ def _load_data(run):
         check_routing(run.hparams, ROUTING.value)
     if PER_LAYER.value and not run.hparams.model.routed_layers:
         raise ValueError('--per_layer: this run is dense and has no routed block')
+    if PER_LAYER.value and not run.hparams.model.routing.looks_ahead:
+        router = run.hparams.model.routing.router
+        raise ValueError(f'--per_layer: the router {router} is causal in training and has no gap')
     data = run.hparams.data
     tokenizer = tokenizer_of(data, WORKDIR.value)
     if DATA.value is None and DOMAINS.value is None:
@@ -156,7 +159,8 @@ def _print_report(report, experts):
     if 'routing_gap' in report:
         cli.show(routing_gap.describe(report['routing_gap'], report['loss']))
     if layers := report['routing'].values():
-        columns = {'selected_fraction': 3, 'precision': 3, 'recall': 3}
+        columns = {'selected_fraction': 3}
+        columns |= {'precision': 3, 'recall': 3} if report['compared'] else {}
         refused = any(layer['refused_fraction'] > 0 for layer in layers)
         columns |= {'refused_fraction': 3} if refused else {}
         columns |= {'routing_gap': 4} if any('routing_gap' in layer for layer in layers) else {}
@@ -169,7 +173,8 @@ def _print_report(report, experts):
         }
         heads = ['layer', *(column.replace('_', ' ') for column in columns)]
         cli.show(to_rich(Table(None, heads, rows)))
-        cli.show(f'precision and recall: {report["compared"]} against the top C of each row')
+        if report['compared']:
+            cli.show(f'precision and recall: {report["compared"]} against the top C of each row')
         unselected = 'selected by no routed block or loop after the first'
         cli.show(f'dead tokens ({unselected}): {report["dead_tokens"]:.3f}')
         if refused:
@@ -242,13 +247,14 @@ def main(_):
         if not multihost.is_leader():
             return
         rule = ROUTING.value or own
+        compared = own if rule == 'top_c' else rule
         report = {
             'workdir': WORKDIR.value,
             'step': run.step,
             'num_steps': run.num_steps,
             'loops': model.loops if model.looped else None,
             'rule': rule if model.looks_ahead else None,
-            'compared': (own if rule == 'top_c' else rule) if model.routed_layers else None,
+            'compared': compared if model.routed_layers and model.routing.looks_ahead else None,
             **result,
         }
         if JSON.value:

@@ -74,14 +74,25 @@ class _Progress:
         self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
         self._new = b'' if shown else tokenizer.decode(prompt)  # bytes that are not printed yet
         self._last, self._begin = '', time.monotonic()
-        self.ends, self.num_tokens = [], []  # for each step: end time, and new tokens of all rows
-        self.num_rows = None  # rows of the current batch, without those that fill it up
-        self.advance = None  # advances the progress bar
+        self._rate = [0, 0.0]  # tokens, and seconds of the steps that compile nothing
+        self.num_tokens = 0  # of all rows
+        self.begin_batch(None, None)
+
+    def begin_batch(self, num_rows, advance):
+        """`num_rows` leaves out the rows that fill it up; `advance` moves the progress bar."""
+        self._num_rows, self._advance = num_rows, advance
+        # The first two steps may compile. A step draws up to this many tokens of a row.
+        self._left, self._end = 2 * (1 + DRAFT_TOKENS.value), None
 
     def __call__(self, tokens_B, active_B):
-        self.ends.append(time.monotonic())
-        self.num_tokens.append(int(active_B[: self.num_rows].sum()))
-        self.advance(self.num_tokens[-1])
+        end, new = time.monotonic(), int(active_B[: self._num_rows].sum())
+        if self._left:
+            self._left -= 1
+        else:
+            self._rate = [self._rate[0] + new, self._rate[1] + end - self._end]
+        self._end = end
+        self.num_tokens += new
+        self._advance(new)
         if self._single and active_B[0]:
             self._new += self._stream.add(int(tokens_B[0]))
             self.show()
@@ -97,10 +108,10 @@ class _Progress:
     def describe(self, stopped, notes):
         """Return one line: tokens, speed, rows whose document ended (`stopped`), and `notes`."""
         seconds = time.monotonic() - self._begin
-        parts = [f'{sum(self.num_tokens)} tokens in {seconds:.1f} s']
-        if later := sum(self.num_tokens[2:]):  # the first two steps include compilation
-            rate = later / (self.ends[-1] - self.ends[1])
-            parts.append(f'{rate:.0f} tokens/s once compiled')
+        parts = [f'{self.num_tokens} tokens in {seconds:.1f} s']
+        tokens, later = self._rate
+        if tokens and later:
+            parts.append(f'{tokens / later:.0f} tokens/s once compiled')
         if ended := sum(stopped):
             which = 'the document' if len(stopped) == 1 else f'{ended} of {len(stopped)}'
             parts.append(f'{which} ended by itself')
@@ -208,15 +219,15 @@ def _write(run, tokenizer, shown=False, *, prompts, num_tokens, **request):
     progress, parts = _Progress(tokenizer, prompts[0], single and leader, shown), []
     for first in range(0, len(prompts), size):
         batch, most = prompts[first : first + size], num_tokens[first : first + size]
-        progress.num_rows = len(batch) * samples
-        total = sum(most) * samples
-        # All batches have one size, so that one program serves them: the last is filled up.
+        num_rows, total = len(batch) * samples, sum(most) * samples
+        # The last batch is filled up to the size of the others, so that a program may serve more.
         missing = size - len(batch)
         batch, most = batch + batch[:1] * missing, most + most[:1] * missing
-        with cli.progress_bar('writing', total, hidden=single) as progress.advance:
+        with cli.progress_bar('writing', total, hidden=single) as advance:
+            progress.begin_batch(num_rows, advance)
             how = {'tokenizer': tokenizer, 'on_tokens': progress, **request}
             result = generate(run.state.variables, run.hparams_of_stage, batch, most, **how)
-        parts.append(result.first_rows(progress.num_rows))
+        parts.append(result.first_rows(num_rows))
         if single and leader:
             progress.show(final=True)
         elif leader:

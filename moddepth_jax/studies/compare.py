@@ -13,7 +13,7 @@ from matplotlib import rc_context
 from moddepth_jax.analysis import routing_gap
 from moddepth_jax.studies.plot_style import SETTINGS, new_figure, scientific, set_y_limits
 from moddepth_jax.studies.statistics import Interval, interval
-from moddepth_jax.studies.store import flops_at, training_curve
+from moddepth_jax.studies.store import MAY_DIFFER, flops_at, training_curve
 from moddepth_jax.training.metrics import METRICS_FILE, read_metrics
 from moddepth_jax.training.progress import format_count
 from moddepth_jax.training.run_dir import read_finished
@@ -21,8 +21,7 @@ from moddepth_jax.training.summary import read_summary
 from moddepth_jax.training.tables import Table
 
 SAME_FLOPS = 0.01  # budgets that differ by less are called equal
-# Knobs that change the output, speed or rounding of a run but not what it learns.
-SILENT = ('report', 'logging', 'model.remat', 'training.compilation_cache', 'seed')
+SILENT = (*MAY_DIFFER, 'seed')  # knobs in which the runs of a variant may differ
 SMOOTHED = 30  # points of a training curve, each the mean of the rows before it
 _SUMMARY = {  # fields of summary.json that are compared
     'stages': [{'first_step': int, 'flops_per_step': float}],
@@ -156,7 +155,8 @@ def warnings(variants: list[Variant]) -> list[str]:
     texts = [run.summary['corpus_sha256'][:8] for run in runs]
     differ('texts', texts, 'their losses say nothing about the models')
     differ('rows', knobs('data.sequence_length'), 'longer rows give tokens more context')
-    differ('batches', knobs('evaluation.final_batches'), 'the held-out text is not the same')
+    for name in ('evaluation.final_batches', 'data.batch_size', 'data.held_out_fraction'):
+        differ(f'values of {name}', knobs(name), 'the held-out text is not the same')
     flops = [run.summary['total_flops'] for run in runs]
     if max(flops) > (1 + SAME_FLOPS) * min(flops) > 0:
         ratio = max(flops) / min(flops)
@@ -189,7 +189,7 @@ def describe(variants: list[Variant]) -> list[dict]:
             'seeds': variant.seeds,
             'bits_per_byte': losses,
             'mean_bits_per_byte': statistics.fmean(losses),
-            'std_bits_per_byte': statistics.stdev(losses) if len(losses) > 1 else None,
+            'std_bits_per_byte': float(np.std(losses, ddof=1)) if len(losses) > 1 else None,
             'loss': statistics.fmean(variant.values('loss')),
             'routing_gap': statistics.fmean(variant.values('routing_gap')),
             'parameters': summary['parameters'],
@@ -225,10 +225,11 @@ def _difference(row):
 def _cells(row):
     """The cells of a variant by heading."""
     forward = row['flops_per_forward']
-    spread = '' if len(row['seeds']) < 2 else f' ± {row["std_bits_per_byte"]:.4f}'
+    spread = _number(row['std_bits_per_byte'], '.4f')
     return {
         'seed numbers': ', '.join(map(str, row['seeds'])),
-        'bits per byte, held out': _number(row['mean_bits_per_byte'], '.4f', 'n/a') + spread,
+        'bits per byte, held out': _number(row['mean_bits_per_byte'], '.4f', 'n/a')
+        + (spread and f' ± {spread}'),
         'difference (95%)': _difference(row),
         'nats per token': _number(row['loss'], '.4f', 'n/a'),
         'routing gap (nats)': _number(row['routing_gap'], '+.4f'),

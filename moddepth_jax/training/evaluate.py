@@ -186,7 +186,8 @@ def evaluate_causal(
     `loss_top_c`, the loss of the same weights under top-C, and `routing_gap` = loss - loss_top_c
     (see analysis/routing_gap.py), and so have the members in `domains`.
     With `batches_per_layer`, `routing` also has a list `routing_gap`: the gap if only that layer
-    uses the causal rule, measured on that many batches.
+    uses the causal rule, measured on that many batches. Experts that choose tokens use thresholds
+    in all layers there.
     """
     rule, inputs = causal_routing(hparams), (variables, hparams, dataset, mesh)
     result = evaluate(*inputs, num_batches, rule)

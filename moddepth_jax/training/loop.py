@@ -164,9 +164,11 @@ def train(
             again = '' if first_step else f'no checkpoint after step 0 in {folder}: starts there; '
             notes.append(f'{again}kept: {kept}')
 
-        profile = multihost.run_on_all(lambda: Profile(workdir, profiled, num_steps, first_step))
         with jax.set_mesh(mesh), contextlib.ExitStack() as outputs:
-            outputs.enter_context(profile)
+            profile = outputs.enter_context(Profile(workdir, profiled, num_steps))
+            if profiled and profiled[1] <= first_step:
+                steps = ':'.join(map(str, profiled))
+                notes.append(f'--profile={steps}: these steps are done, so there is no new trace')
             tokens = hparams.data.batch_size * hparams.data.sequence_length
             silent = not multihost.is_leader()
             progress = outputs.enter_context(Progress(num_steps, first_step, tokens, silent=silent))
@@ -213,7 +215,9 @@ def train(
             evaluation = trainer.evaluate(num_steps, hparams.evaluation.final_batches)
         summary = summarize(hparams, state, evaluation, dataset, metadata)
         multihost.run_on_leader(lambda: write_summary(workdir, summary))
-    return Run(hparams, workdir, state, dataset, summary)
+    # A run that ends before its last stage never had the capacity of that stage.
+    trained = hparams.at(stage_at(hparams, num_steps, step - 1))
+    return Run(trained, workdir, state, dataset, summary)
 
 
 def _open_metrics(workdir, state, metadata, wandb):

@@ -13,9 +13,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 class PreemptionHandler:
     """Context manager that catches SIGTERM, SIGINT (Ctrl-C) and SIGUSR1.
 
-    Each signal prints one line on stderr. The caller asks `should_stop` after each step. A second
-    SIGINT raises KeyboardInterrupt. On exit, the previous handlers are restored. Python handles
-    signals in the main thread only, so in another thread this installs no handler.
+    The first signal and each SIGINT print one line on stderr. The caller asks `should_stop` after
+    each step. A second SIGINT raises KeyboardInterrupt. On exit, the previous handlers are
+    restored. Python handles signals in the main thread only, so in another thread this installs no
+    handler.
 
     With several processes, JAX catches SIGTERM and agrees on a step after which all of them stop.
     Handlers of our own would disable that, so none are installed.

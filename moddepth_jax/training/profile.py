@@ -9,29 +9,26 @@ import jax
 PROFILE_DIRECTORY = 'profile'
 
 
-def check_profiled(steps: tuple[int, int] | None, num_steps: int, first_step: int = 0):
-    """Raise ValueError, one line, if no step of (first, last) remains after `first_step`."""
-    if steps is not None and not (first_step < steps[1] and steps[0] < num_steps):
-        done = f', {first_step} of which are done' if first_step else ''
-        found = f'this run has {num_steps} steps{done}'
-        right = 'must include one of the remaining steps'
-        raise ValueError(f'--profile={steps[0]}:{steps[1]}: {found}; {right}')
+def check_profiled(steps: tuple[int, int] | None, num_steps: int):
+    """Raise ValueError, one line, if a run of `num_steps` has no step of (first, last)."""
+    if steps is not None and steps[0] >= num_steps:
+        found = f'this run has {num_steps} steps; must include one of them'
+        raise ValueError(f'--profile={steps[0]}:{steps[1]}: {found}')
 
 
 class Profile(contextlib.AbstractContextManager):
     """Traces the steps after `first` and up to `last` into `profile/` in the directory of a run.
 
-    Each process traces itself. A run that stops or fails meanwhile keeps the trace so far. Raises
-    ValueError like `check_profiled`.
+    Each process traces itself. A run that stops or fails meanwhile keeps the trace so far. A run
+    that resumes after `last` traces nothing, so that the same command resumes it.
     """
 
-    def __init__(self, workdir, steps: tuple[int, int] | None, num_steps: int, first_step: int):
+    def __init__(self, workdir, steps: tuple[int, int] | None, num_steps: int):
         self.first, self.last = steps or (num_steps, num_steps)
         self.folder = pathlib.Path(workdir) / PROFILE_DIRECTORY
         if jax.process_count() > 1:  # on one host they would write the same file
             self.folder /= f'process-{jax.process_index()}'
         self._tracing = False
-        check_profiled(steps, num_steps, first_step)
 
     def begins(self, step: int) -> bool:
         """Return whether to start the trace when `step` steps are done."""

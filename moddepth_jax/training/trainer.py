@@ -99,7 +99,11 @@ class Trainer:
     def _save(self, step, checkpoints):
         self._collect(in_flight=0)
         self.metadata['seconds'] = self.stopwatch.seconds()
-        self.metadata['peak_memory'] = devices.peak_memory()
+        size, holder = devices.peak_memory()
+        before = self.metadata.get('peak_memory') or (0, holder)  # of an earlier start
+        if holder == before[1]:
+            size = max(size, before[0])
+        self.metadata['peak_memory'] = size, holder
         self.metadata['stage'] = self._stage(step - 1)._asdict()
         if self.writer is not None:
             self.metadata['metrics'] = self.writer.digest()

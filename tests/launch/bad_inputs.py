@@ -88,6 +88,7 @@ COMMANDS = {
         ('--loops=2', ['--loops=2: no block of this run is looped']),
         ('--loops=0', ['--loops=0']),
         ('--exit_threshold=0.1', ['--exit_threshold=0.1: no block of this run is looped']),
+        ('--exit_threshold=0.1 --routing=top_c', ['--exit_threshold=0.1: no token exits under']),
         ("'--data=*.rst'", ['--data=', '*.rst', 'no file']),
         ('--data=other/short.txt', ['6 tokens', 'needs 33']),
         ("'--data=other/*.jsonl'", ['--text_field', "'body'"]),

@@ -146,6 +146,8 @@ def test_flops_follow_the_stages(paths):
         ({'versions': {'device': 'gpu'}}, {}, 'devices differ'),
         ({'eval': {'loss': 1, 'bits_per_byte': 1, 'routing_gap': 0.06}}, {}, '0.060 nats'),
         ({}, {'data.sequence_length': 64}, 'rows differ'),
+        ({}, {'data.batch_size': 3}, 'values of data.batch_size differ'),
+        ({}, {'data.held_out_fraction': 0.3}, 'values of data.held_out_fraction differ'),
         ({}, {'model.num_layers': 3}, 'one seed'),
     ],
 )
@@ -161,9 +163,15 @@ def test_comparable_runs_have_no_warning(paths):
 def test_a_diverged_run_is_shown(make_run):
     """Its loss is null in summary.json."""
     lost = make_run('lost', 2.0, eval={'loss': None, 'bits_per_byte': None})
-    (variant,) = read([lost])
-    (table,) = compare.tables([variant], compare.describe([variant]))
-    assert table.lines['bits per byte, held out'] == ['n/a']
+    for paths in ([lost], [lost, make_run('kept', 2.0, {'seed': 1})]):
+        variants = read(paths)
+        (table,) = compare.tables(variants, compare.describe(variants))
+        assert table.lines['bits per byte, held out'] == ['n/a']
+
+
+def test_seeds_that_log_or_save_at_other_times_are_one_variant(make_run):
+    knobs = {'seed': 1, 'training.log_every': 7, 'training.checkpoint_every': 3}
+    assert len(read([make_run('one', 2.0), make_run('two', 2.1, knobs)])) == 1
 
 
 def test_refusals_are_one_line(make_run, paths, tmp_path):

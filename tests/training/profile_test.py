@@ -8,16 +8,16 @@ import pytest
 
 from moddepth_jax.hparams.flag_values import parse_steps
 from moddepth_jax.training import loop
-from moddepth_jax.training.profile import Profile
+from moddepth_jax.training.profile import check_profiled
 from tests.data.prepared_text import refusal
 
 pytestmark = pytest.mark.usefixtures('compiled_once')
 
 
-def test_bad_ranges_are_one_line(tmp_path):
+def test_bad_ranges_are_one_line():
     for text in ('', '20:', ':20', '5:5', '-1:5', 'a:b', '1:2:3'):
         assert f'--profile={text}: must be START:STOP' in refusal(parse_steps, text)
-    assert '--profile=2:5: this run has 10 steps' in refusal(Profile, tmp_path, (2, 5), 10, 5)
+    assert '--profile=10:12: this run has 10 steps' in refusal(check_profiled, (10, 12), 10)
 
 
 def traced_steps(workdir):
@@ -37,6 +37,10 @@ def test_the_given_steps_are_traced(finished, run_hparams, tmp_path, signals, ca
     assert traced_steps(workdir) == [2]
     assert f'xprof --logdir={workdir}/profile' in ''.join(capsys.readouterr().out.split('\n'))
     shutil.rmtree(workdir / 'profile')
+    signals[3] = 'SIGTERM'
+    assert loop.train(run_hparams, workdir, profiled=(1, 3)).signal == 'SIGTERM'
+    assert '--profile=1:3: these steps are done' in ' '.join(capsys.readouterr().out.split())
+    assert not (workdir / 'profile').exists()
     resumed = loop.train(run_hparams, workdir, profiled=(4, 6))
     assert traced_steps(workdir) == [4, 5]
     assert resumed.summary['state_sha256'] == finished.summary['state_sha256']
