@@ -74,24 +74,29 @@ class _Progress:
         self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
         self._new = b'' if shown else tokenizer.decode(prompt)  # bytes that are not printed yet
         self._last, self._begin = '', time.monotonic()
-        self._rate = [0, 0.0]  # tokens, and seconds of the steps that compile nothing
-        self.num_tokens = 0  # of all rows
-        self.begin_batch(None, None)
+        self._num_tokens = 0  # of all rows
+        self._timed_tokens, self._timed_seconds = 0, 0.0  # of the steps that do not compile
 
-    def begin_batch(self, num_rows, advance):
-        """`num_rows` leaves out the rows that fill it up; `advance` moves the progress bar."""
+    def begin_batch(self, num_rows, most_per_step, advance):
+        """Call before each batch.
+
+        Args:
+          num_rows: rows of the batch, without those that fill it up.
+          most_per_step: the most tokens that a step adds to a row.
+          advance: advances the progress bar by a number of tokens.
+        """
         self._num_rows, self._advance = num_rows, advance
-        # The first two steps may compile. A step draws up to this many tokens of a row.
-        self._left, self._end = 2 * (1 + DRAFT_TOKENS.value), None
+        self._untimed = 2 * most_per_step  # calls left of the first two steps, which may compile
 
     def __call__(self, tokens_B, active_B):
         end, new = time.monotonic(), int(active_B[: self._num_rows].sum())
-        if self._left:
-            self._left -= 1
+        if self._untimed:
+            self._untimed -= 1
         else:
-            self._rate = [self._rate[0] + new, self._rate[1] + end - self._end]
+            self._timed_tokens += new
+            self._timed_seconds += end - self._end
         self._end = end
-        self.num_tokens += new
+        self._num_tokens += new
         self._advance(new)
         if self._single and active_B[0]:
             self._new += self._stream.add(int(tokens_B[0]))
@@ -108,10 +113,10 @@ class _Progress:
     def describe(self, stopped, notes):
         """Return one line: tokens, speed, rows whose document ended (`stopped`), and `notes`."""
         seconds = time.monotonic() - self._begin
-        parts = [f'{self.num_tokens} tokens in {seconds:.1f} s']
-        tokens, later = self._rate
-        if tokens and later:
-            parts.append(f'{tokens / later:.0f} tokens/s once compiled')
+        parts = [f'{self._num_tokens} tokens in {seconds:.1f} s']
+        if self._timed_tokens:
+            rate = self._timed_tokens / self._timed_seconds
+            parts.append(f'{rate:.0f} tokens/s once compiled')
         if ended := sum(stopped):
             which = 'the document' if len(stopped) == 1 else f'{ended} of {len(stopped)}'
             parts.append(f'{which} ended by itself')
@@ -224,7 +229,7 @@ def _write(run, tokenizer, shown=False, *, prompts, num_tokens, **request):
         missing = size - len(batch)
         batch, most = batch + batch[:1] * missing, most + most[:1] * missing
         with cli.progress_bar('writing', total, hidden=single) as advance:
-            progress.begin_batch(num_rows, advance)
+            progress.begin_batch(num_rows, 1 + DRAFT_TOKENS.value, advance)
             how = {'tokenizer': tokenizer, 'on_tokens': progress, **request}
             result = generate(run.state.variables, run.hparams_of_stage, batch, most, **how)
         parts.append(result.first_rows(num_rows))

@@ -73,7 +73,10 @@ KEPT = (  # metadata that a resumed run takes over
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The result of `train`. A run that a signal stopped has no summary, but the signal's name."""
+    """The result of `train`. A run that a signal stopped has no summary, but the signal's name.
+
+    The capacity in `hparams` of a finished run is that of its last step.
+    """
 
     hparams: Hparams
     workdir: pathlib.Path
@@ -152,29 +155,31 @@ def train(
         first_step = int(state.step)
         teacher = load_teacher(hparams, mesh, metadata)
 
-        def write_files():
-            update_config(workdir, config, metadata['extended'])
-            save_source(workdir, source)
-            save_tokenizer(workdir, hparams, dataset.tokenizer)
-            # A run that goes on is not finished, also if it was before its extension.
-            goes_on = first_step < num_steps
-            return keep_earlier(workdir, SUMMARY_FILE, first_step) if goes_on else ''
-
-        if kept := multihost.run_on_leader(write_files):
-            again = '' if first_step else f'no checkpoint after step 0 in {folder}: starts there; '
-            notes.append(f'{again}kept: {kept}')
-
         with jax.set_mesh(mesh), contextlib.ExitStack() as outputs:
             profile = outputs.enter_context(Profile(workdir, profiled, num_steps))
             if profiled and profiled[1] <= first_step:
                 steps = ':'.join(map(str, profiled))
                 notes.append(f'--profile={steps}: these steps are done, so there is no new trace')
+
             tokens = hparams.data.batch_size * hparams.data.sequence_length
             silent = not multihost.is_leader()
             progress = outputs.enter_context(Progress(num_steps, first_step, tokens, silent=silent))
             writer = multihost.run_on_leader(
                 lambda: outputs.enter_context(_open_metrics(workdir, state, metadata, wandb))
             )
+
+            def write_files():
+                update_config(workdir, config, metadata['extended'])
+                save_source(workdir, source)
+                save_tokenizer(workdir, hparams, dataset.tokenizer)
+                # A run that goes on is not finished, also if it was before its extension.
+                goes_on = first_step < num_steps
+                return keep_earlier(workdir, SUMMARY_FILE, first_step) if goes_on else ''
+
+            if kept := multihost.run_on_leader(write_files):  # after W&B, which may fail to start
+                again = f'no checkpoint after step 0 in {folder}: starts there; '
+                notes.append(f'{"" if first_step else again}kept: {kept}')
+
             log = None
             if hparams.data.log_windows:
                 log = outputs.enter_context(WindowLog(workdir, first_step, jax.process_index()))

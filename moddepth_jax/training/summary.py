@@ -110,7 +110,8 @@ def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
         active = format_count(active_parameters(hparams, params))
         parameters = f'{parameters}, {active} of them active per token'
     trainable, frozen = split_params(params, hparams.optimizer.trainable)
-    lines = [f'model     {", ".join(_describe_model(hparams))}; {parameters}']
+    starts = stage_starts(hparams, num_steps)
+    lines = [f'model     {", ".join(_describe_model(hparams, starts[-1][1]))}; {parameters}']
     if frozen:
         patterns = ' '.join(hparams.optimizer.trainable)
         lines.append(f'trainable {num_parameters(trainable):,} parameters: {patterns}')
@@ -126,14 +127,13 @@ def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
         how = f'weight {weight:g}, temperature {temperature:g}'
         share = f'{flops / step_flops(hparams):.0%} of the FLOPs of a step'
         lines.append(f'teacher   {hparams.training.distill_from}: {how}; {share}')
-    starts = stage_starts(hparams, num_steps)
     for first, stage in starts if len(starts) > 1 else ():
         lines.append(f'stage     from step {first}: {_describe_selection(hparams, stage)}')
     return lines
 
 
-def _describe_model(hparams):
-    """Return phrases such as ['12 layers of width 256', '6 routed (learned)']."""
+def _describe_model(hparams, stage):
+    """Return phrases such as ['12 layers of width 256', '6 routed (learned)'] for a stage."""
     model = hparams.model
     parts = [f'{model.num_layers} layers of width {model.d_model}']
     if model.looped:
@@ -144,7 +144,7 @@ def _describe_model(hparams):
         what = 'routed loops' if model.routing.routes_loops else 'routed'
         only = '' if model.routing.part == 'block' else f', {model.routing.part} only'
         parts.append(f'{len(model.routed_layers)} {what} ({model.routing.router}{only})')
-        parts.append(_describe_selection(hparams, hparams.stages[-1]))
+        parts.append(_describe_selection(hparams, stage))
     elif not model.expert_layers:
         parts.append('dense')
     if model.expert_layers:

@@ -100,10 +100,8 @@ class Trainer:
         self._collect(in_flight=0)
         self.metadata['seconds'] = self.stopwatch.seconds()
         size, holder = devices.peak_memory()
-        before = self.metadata.get('peak_memory') or (0, holder)  # of an earlier start
-        if holder == before[1]:
-            size = max(size, before[0])
-        self.metadata['peak_memory'] = size, holder
+        before, where = self.metadata.get('peak_memory') or (0, '')  # of an earlier start
+        self.metadata['peak_memory'] = max(size, before if where == holder else 0), holder
         self.metadata['stage'] = self._stage(step - 1)._asdict()
         if self.writer is not None:
             self.metadata['metrics'] = self.writer.digest()

@@ -5,8 +5,10 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from launch import generate as generate_command
 from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
 from moddepth_jax.hparams import from_config
@@ -50,6 +52,21 @@ def test_one_text_is_printed_while_it_grows(trained, hasty, run):
     added = len(result.tokens[0]) - 5
     line = rf'{added} tokens in [\d.]+ s, \d+ tokens/s once compiled(, .*)?\n'
     assert re.fullmatch(line, err.decode())
+
+
+def test_the_speed_leaves_out_the_first_two_steps_of_each_batch(monkeypatch):
+    """Regression: it included the compilation of later batches, and of steps with drafts."""
+    now = [0.0]
+    monkeypatch.setattr(generate_command.time, 'monotonic', lambda: now[0])
+    tokenizer = make_tokenizer('bytes')
+    progress = generate_command._Progress(tokenizer, [tokenizer.separator], False, False)
+    for most_per_step, slow_calls in ((1, 2), (3, 6)):
+        progress.begin_batch(2, most_per_step, lambda count: None)
+        for call in range(10):
+            now[0] += 50 if call < slow_calls else 0.5
+            progress(np.zeros(3, int), np.ones(3, bool))  # the third row fills the batch up
+    text = progress.describe([False, False], [])
+    assert text == '40 tokens in 406.0 s, 4 tokens/s once compiled'
 
 
 @pytest.mark.slow

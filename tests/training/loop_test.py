@@ -266,6 +266,47 @@ def skipping(bad_steps):
     return step
 
 
+def test_a_run_that_ends_before_its_last_stage_has_the_capacity_of_its_last_step(
+    tiny_config, tmp_path, signals, monkeypatch, capsys
+):
+    """Regression: its report drew and sampled a model of a capacity that it never had.
+
+    Its peak memory is that of all its starts.
+    """
+    monkeypatch.setattr(trainer, 'train_step', skipping([]))
+    monkeypatch.setattr(trainer.devices, 'peak_memory', lambda: (9, 'the host'))
+
+    def hparams(num_steps):
+        knobs = STAGED | {'model.routing.capacity_stages': '1:0.75', 'evaluation.every': 0}
+        knobs |= {'model.routing.train_rule': 'top_c', 'training.num_steps': num_steps}
+        return from_config(tiny_config(**knobs))
+
+    signals[1] = 'SIGTERM'
+    assert loop.train(hparams(8), tmp_path / 'run').signal == 'SIGTERM'
+    monkeypatch.setattr(trainer.devices, 'peak_memory', lambda: (7, 'the host'))
+    capsys.readouterr()
+    run = loop.train(hparams(4), tmp_path / 'run')
+    assert run.hparams.model.routing.capacity == 1
+    assert 'routed (learned), 32 of 32 tokens by top_c' in ' '.join(capsys.readouterr().out.split())
+    assert run.summary['peak_memory'] == (9, 'the host')
+
+
+def test_an_extension_that_cannot_start_leaves_the_run_finished(run_hparams, copied, monkeypatch):
+    """Regression: the summary was set aside before W&B failed to start."""
+
+    def fail(*_):
+        raise ConnectionError('no W&B')
+
+    names = ('config.json', 'summary.json')
+    before = [(copied / name).read_bytes() for name in names]
+    monkeypatch.setattr(loop, 'check_wandb', lambda project: None)
+    monkeypatch.setattr(loop, 'WandbWriter', fail)
+    budget = run_hparams.flop_budget / (NUM_STEPS + 0.5) * 10.5
+    with pytest.raises(ConnectionError, match='no W&B'):
+        loop.train(dataclasses.replace(run_hparams, flop_budget=budget), copied, wandb='project')
+    assert [(copied / name).read_bytes() for name in names] == before
+
+
 def test_too_many_nonfinite_steps_in_a_row_end_the_run(run_hparams, tmp_path, monkeypatch, capsys):
     hparams = changed(run_hparams, 'training', max_nan_steps=2)
     monkeypatch.setattr(trainer, 'train_step', skipping([1, 3, 4, 5]))
