@@ -68,7 +68,8 @@ def test_the_steps_of_a_run_that_draws_its_loops_cost_their_mean(tiny_config, mo
 def test_a_run_names_its_stream(stream, words, tiny_config):
     """In the words of the class. A sum of blocks needs none."""
     changes = {'model.depth.stream': stream, 'model.routing.router': 'learned'}
-    *_, last = summary._describe_model(from_config(tiny_config(**changes)))
+    hparams = from_config(tiny_config(**changes))
+    *_, last = summary._describe_model(hparams, hparams.stages[-1])
     assert last == words if words else ' of 32 tokens by ' in last
 
 
