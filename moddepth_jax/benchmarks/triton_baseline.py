@@ -11,6 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 import jax_triton
+import numpy as np
 import triton
 import triton.language as tl
 
@@ -115,7 +116,7 @@ def _call(kernel, arrays, out, block, **sizes):
     return jax_triton.triton_call(
         *arrays,
         length,
-        width**-0.5 * math.log2(math.e),
+        np.float32(width**-0.5 * math.log2(math.e)),  # jax-triton makes a Python float float64
         kernel=kernel,
         out_shape=out,
         grid=(triton.cdiv(length, block), batch * heads),

@@ -9,6 +9,7 @@ from kernels_pallas import autotune, autotune_trial
 from kernels_pallas.backends import Device, Parts, choose, log_lines
 from kernels_pallas.triton import depth as triton
 from tests.kernels.cases import USUAL
+from tests.kernels.depth_backends_test import interpreted
 
 TINY = USUAL._replace(q=(2, 9, 4, 8), k=(2, 9, 2, 8), num_slots=5, dtypes=('float32',), scale=0.3)
 INTERPRETED = Parts('xla', 'pallas', interpret=True)
@@ -77,6 +78,14 @@ def test_a_broken_kernel_is_found(monkeypatch):
 
     monkeypatch.setattr(triton, 'depth_backward', broken)
     assert autotune_trial.check(INTERPRETED, TINY).startswith('wrong: dk_depth is off by')
+
+
+@interpreted
+def test_a_kernel_may_round_weights_that_xla_keeps_in_float32():
+    """A right Hopper kernel passes with sums in float32, the default of a bfloat16 model."""
+    sizes = {'q': (1, 16, 2, 64), 'k': (1, 16, 1, 64), 'dtypes': ('bfloat16',), 'sums': 'float32'}
+    parts = Parts('xla', 'mosaic_gpu', interpret=True)
+    assert autotune_trial.check(parts, TINY._replace(**sizes)) is None
 
 
 CALLS = {
