@@ -81,7 +81,7 @@ def _measured(candidates, shapes, device) -> Measured:
     """Return what this process knows, or the results in the file, or those measured now."""
     key = key_of(shapes, device)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    name = f'{re.sub(r"[^0-9A-Za-z_]+", "_", device.kind)}-{digest}.json'
+    name = f'{file_prefix(device.kind)}{digest}.json'
     labels = frozenset(parts.label(shapes) for parts in candidates)
     asked = _known[name].asked if name in _known else frozenset()
     if labels <= asked:
@@ -165,6 +165,11 @@ def cache_folder() -> pathlib.Path | None:
     return pathlib.Path(cache, 'moddepth_jax') if os.path.isabs(cache) else None
 
 
+def file_prefix(kind: str) -> str:
+    """Return the first part of the names of the files with measurements on a kind of device."""
+    return re.sub(r'[^0-9A-Za-z_]+', '_', kind) + '-'
+
+
 def _read(path, key):
     """Return the results in a file; {} if it is missing, damaged or has another key."""
     try:
@@ -244,7 +249,9 @@ def run_trial(parts, shapes, device, limit: float) -> dict:
     finally:
         if child.returncode is None:
             os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
+            # A driver may hold a process that spins on the device.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.communicate(timeout=10)
     return _result(out.decode(errors='replace'), err.decode(errors='replace'), status, limit)
 
 

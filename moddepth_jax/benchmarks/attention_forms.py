@@ -51,10 +51,14 @@ def _flash_attention_2(q_BTNH, k_BTKH, v_BTKH, **_):
 
 # Public implementations. They ignore documents and treat a row as one text.
 RIVALS = {'cudnn': _cudnn, 'flash_attention_2': _flash_attention_2}
-SEQUENCE = 'mosaic_gpu_sequence'
-# One backend for the sequence, and XLA for the slots. The implementation mosaic_gpu takes its own
-# sequence kernel only where cuDNN refuses.
-PARTS = {'cudnn': Parts('cudnn', 'xla'), SEQUENCE: Parts('mosaic_gpu', 'xla')}
+SEQUENCE, SPLIT = 'mosaic_gpu_sequence', 'mosaic_gpu_split'
+# Two with XLA for the slots, and our kernels for both parts. The implementation mosaic_gpu takes
+# its own sequence kernel only where cuDNN refuses.
+PARTS = {
+    'cudnn': Parts('cudnn', 'xla'),
+    SEQUENCE: Parts('mosaic_gpu', 'xla'),
+    SPLIT: Parts('mosaic_gpu', 'mosaic_gpu'),
+}
 
 
 def chosen(name: str) -> str | Parts:

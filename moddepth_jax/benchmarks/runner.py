@@ -5,7 +5,6 @@ group share a child, because starting one takes many seconds. A crash or hang of
 the case that it was running.
 """
 
-import collections
 import dataclasses
 import datetime
 import multiprocessing
@@ -19,7 +18,6 @@ from moddepth_jax.benchmarks.results import BAD, FINAL, Results
 
 START_SECONDS = 12.0  # expected time until a new child has imported JAX and found the device
 START_LIMIT = 120.0
-MOST_HUNG = 2  # after this many hung cases of a group, the rest of the group is skipped
 
 
 class Case(NamedTuple):
@@ -110,7 +108,7 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:  # it has no process group yet, or no longer
             self.process.kill()
-        self.process.join()
+        self.process.join(10)  # a driver may hold a process that spins on the device
         self.connection.close()
 
 
@@ -130,7 +128,7 @@ class CaseRunner:
         Raises:
           LostError: a child cannot start or has no device; the remaining cases did not run.
         """
-        self.child, self.group, self.hung, later = None, None, collections.Counter(), []
+        self.child, self.group, self.hung, later = None, None, {}, []
         try:
             for case in cases:
                 begin, row = time.monotonic(), self._skip(case)
@@ -143,7 +141,10 @@ class CaseRunner:
                         continue
                     self._start_child(case.group)
                     begin, row = time.monotonic(), self._one(case)
+                ends = row.pop('ends', False)
                 self._add(case, row, time.monotonic() - begin)
+                if ends:
+                    self._end_child()
                 if row['status'] not in FINAL:
                     later.append(case.name)
         finally:
@@ -152,8 +153,8 @@ class CaseRunner:
 
     def _skip(self, case):
         """The row of a case that is skipped; None if it has to run."""
-        if self.hung[case.group] >= MOST_HUNG:
-            return {'status': 'skipped', 'reason': f'{MOST_HUNG} of {case.group} hung before it'}
+        if hung := self.hung.get(case.group):
+            return {'status': 'skipped', 'reason': f'{hung} hung before it'}
         for name, row in self.results.latest.items():
             if row.get('status') in BAD and name.startswith(case.needs):
                 reason = f'a wrong kernel is not timed: {name} {row["status"]}'
@@ -161,16 +162,14 @@ class CaseRunner:
         return None
 
     def _one(self, case):
-        """Run a case and return its row without the common fields."""
+        """Run a case and return its row without the common fields, and whether its child `ends`."""
         left = self.seconds_left()
         row = self.child.answer(min(case.limit, left), case.name)
         if row is None and left < case.limit:
             row = {'status': 'cut', 'reason': 'the deadline came first', 'ends': True}
         elif row is None:
             row = {'status': 'hung', 'reason': f'no answer in {case.limit:g} s', 'ends': True}
-            self.hung[case.group] += 1
-        if row.pop('ends', False):
-            self._end_child()
+            self.hung[case.group] = case.name
         return row
 
     def _start_child(self, group):

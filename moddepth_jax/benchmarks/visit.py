@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import functools
 import importlib.metadata
 import json
 import os
@@ -11,9 +10,12 @@ import subprocess
 import sys
 import tempfile
 
+from kernels_pallas import autotune
 from moddepth_jax.benchmarks import results, runner, worker
 from moddepth_jax.benchmarks.gpu_cases import cases
+from moddepth_jax.data.directory import parse_object
 
+MEASURED = 'attention.json'  # what model.attention=auto measured, by the names of the files
 PACKAGES = ('jax', 'jaxlib', 'jax-cuda13-plugin', 'jax-triton', 'triton', 'flax', 'numpy')
 _PROBE = """
 import json, jax
@@ -68,6 +70,37 @@ def probe() -> tuple[dict, str]:
     output, errors = done.stdout.strip().splitlines(), done.stderr.strip().splitlines()
     found = json.loads(output[-1]) if done.returncode == 0 and output else {}
     return found, errors[-1] if errors else ''
+
+
+def _share_measurements(path: pathlib.Path, kind: str):
+    """Copy what `auto` measured on this kind of GPU between the user's cache and a file, both ways.
+
+    The next session may be on a machine with an empty cache.
+    """
+    if (cache := autotune.cache_folder()) is None:
+        return
+    kept, folder = _read_object(path), cache / 'attention'
+    for name, contents in kept.items():
+        file = folder / pathlib.Path(name).name
+        with contextlib.suppress(OSError):  # without a cache, `auto` measures again, and says so
+            folder.mkdir(parents=True, exist_ok=True)
+            if not file.exists():
+                file.write_text(json.dumps(contents), encoding='utf-8')
+    found = folder.glob(f'{autotune.file_prefix(kind)}*.json')
+    measured = {file.name: _read_object(file) for file in sorted(found)}
+    both = kept | {name: contents for name, contents in measured.items() if contents}
+    if both != kept:
+        new = path.with_suffix('.new')
+        new.write_text(json.dumps(both, indent=1), encoding='utf-8')
+        os.replace(new, path)
+
+
+def _read_object(path):
+    """Return the JSON object in a file; {} if the file is missing or damaged."""
+    try:
+        return parse_object(path.read_text(encoding='utf-8'))
+    except (OSError, ValueError):
+        return {}
 
 
 def _set_environment(toy):
@@ -152,7 +185,11 @@ def visit(
         args = {case.name: case for case in todo if case.group == group}, not toy
         return runner.Child(worker.serve, args, out / 'log.txt')
 
-    say = functools.partial(print, flush=True)
+    def say(line):
+        print(line, flush=True)
+        _share_measurements(out / MEASURED, found['device'])
+
+    _share_measurements(out / MEASURED, found['device'])
     run = runner.CaseRunner(store, start, stamp | code, seconds_left, say)
     try:
         later = run.run(todo)

@@ -1,7 +1,7 @@
 """The FlashAttention-2 baseline lowers for a Hopper GPU, without having one.
 
-    pip install 'jax[cuda13]' jax-triton triton
-    python -m pytest -m aot tests/benchmarks/triton_baseline_test.py
+pip install 'jax[cuda13]' jax-triton triton
+python -m pytest -m aot tests/benchmarks/triton_baseline_test.py
 """
 
 import jax

@@ -168,6 +168,10 @@ def resources(function, *arrays) -> list[tuple]:
     os.environ.update(MOSAIC_GPU_DUMP_PTXAS='1', MOSAIC_GPU_DUMP_HOST_LLVM='1')
     # Without a GPU each compilation symbolizes a stack trace, four fifths of its time.
     os.environ.setdefault('LLVM_DISABLE_SYMBOLIZATION', '1')
+    # JAX takes the first ptxas on PATH.
+    os.environ['PATH'] = os.pathsep.join(
+        [os.path.dirname(cuda_program('ptxas')), os.environ['PATH']]
+    )
     with an_h200():
         lowered = jax.jit(function).lower(*on_hopper(arrays))
     with tempfile.TemporaryDirectory() as dump, captured_output() as output:
