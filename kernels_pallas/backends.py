@@ -54,6 +54,7 @@ IMPLEMENTATIONS = ('reference', *DEPTH)
 # With fewer queries, or places of caches, nothing is measured: initialization (at most 2048) and
 # short prompts would not regain the seconds that a measurement takes.
 MIN_QUERIES = 4096
+WITHOUT = 'MODDEPTH_WITHOUT'
 DRIVER_FILE = pathlib.Path('/sys/module/nvidia/version')
 
 
@@ -135,17 +136,28 @@ def _supported(rows, shapes, device):
 
 
 def plan(shapes: Shapes, device: Device) -> tuple[list[Parts], dict[str, str]]:
-    """Return the candidates on a GPU, the default first, and {name: reason} of the others."""
+    """Return the candidates on a GPU, the default first, and {name: reason} of the others.
+
+    Backends that `MODDEPTH_WITHOUT` in the environment names, separated by commas, are not tried;
+    XLA always is.
+    """
+    excluded = {*os.environ.get(WITHOUT, '').split(',')} - {'xla'}
+
+    def supported(rows):
+        names, refused = _supported(rows, shapes, device)
+        refused |= {name: f'excluded by {WITHOUT}' for name in names if name in excluded}
+        return [name for name in names if name not in refused], refused
+
     if shapes.places:
-        names, refused = _supported(DECODING, shapes, device)
+        names, refused = supported(DECODING)
         return [Parts(name) for name in names], refused
-    sequences, refused = _supported(SEQUENCE, shapes, device)
+    sequences, refused = supported(SEQUENCE)
     # The default is not one of our Hopper kernels for the sequence: they are not proven.
     first, *_ = (name for name in sequences if SEQUENCE[name].needs != 'hopper')
     ours = [name for name in sequences if SEQUENCE[name].needs == 'hopper']
     depths = ['xla']
     if shapes.num_slots:
-        depths, reasons = _supported(DEPTH, shapes, device)
+        depths, reasons = supported(DEPTH)
         refused |= reasons
     found = [Parts(first, depth) for depth in depths]
     # Ours has a backward pass for the fused kernel. With other depth parts it is not tried.

@@ -197,6 +197,13 @@ def test_results_of_two_kinds_of_gpu_are_not_mixed(tmp_path, monkeypatch, capsys
     assert 'results of NVIDIA H100, and this is NVIDIA H200; use another' in capsys.readouterr().err
 
 
+def test_auto_does_not_wait_for_kernels_that_hung():
+    rows = {f'right/{name}': {'status': 'hung'} for name in ('mosaic_gpu_sequence/x', 'pallas/y')}
+    rows |= {'right/cudnn/x': {'status': 'wrong'}, 'right/decode/xla/rows': {'status': 'hung'}}
+    rows |= {'packed/mosaic_gpu_fused/three': {'status': 'hung'}, 'step/a/b': {'status': 'hung'}}
+    assert visit._hung_kernels(rows) == ['mosaic_gpu', 'mosaic_gpu_fused', 'pallas']
+
+
 def test_what_auto_measured_comes_back_and_goes_to_the_next_machine(tmp_path, monkeypatch):
     """In one file. What that machine measured itself and other kinds of GPU are not touched."""
     path, key = tmp_path / 'attention.json', {'shapes': {'q': [1, 2]}}

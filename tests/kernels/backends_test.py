@@ -121,6 +121,16 @@ def test_both_named_parts_are_checked():
         assert choose(fused, alone, HOPPER) == fused
 
 
+def test_excluded_backends_are_no_candidates(monkeypatch):
+    """A visit excludes kernels that hang. XLA remains, and a name still takes its backend."""
+    monkeypatch.setenv('MODDEPTH_WITHOUT', 'cudnn,xla,mosaic_gpu_fused')
+    candidates, refused = backends.plan(LARGE, HOPPER)
+    assert candidates[:2] == [Parts('xla', 'xla'), Parts('xla', 'mosaic_gpu')]
+    assert not {'cudnn', 'mosaic_gpu_fused'} & {name for parts in candidates for name in parts[:2]}
+    assert refused['cudnn'] == 'excluded by MODDEPTH_WITHOUT' and 'xla' not in refused
+    assert choose('mosaic_gpu_fused', LARGE, HOPPER).depth == 'mosaic_gpu_fused'
+
+
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
     """Pretends to be a process on a machine with a GPU."""
