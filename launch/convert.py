@@ -63,7 +63,7 @@ LAYERS = flags.DEFINE_string(
 SEPARATOR = flags.DEFINE_string('separator', None, 'Token that starts documents, for --from_hf.')
 TOKENIZER_FILES = (*TOKENIZERS, 'tokenizer_config.json', 'special_tokens_map.json')
 OTHER_FORMS = ('vocab.json', 'vocab.txt', 'merges.txt', 'tokenizer_config.json')
-COPIED_FILES = (*TOKENIZER_FILES, 'chat_template.jinja', GENERATION_FILE)
+OTHER_FILES = ('chat_template.jinja', GENERATION_FILE)
 
 
 def _import():
@@ -86,7 +86,7 @@ def _import():
         params, averages, dtype = torch_folder.import_model(folder, hparams)
     else:
         (params, dtype), averages = import_params(folder, hparams), {}
-    files = _existing(folder, (CONFIG_FILE, *COPIED_FILES))
+    files = _existing(folder, (CONFIG_FILE, *TOKENIZER_FILES, *OTHER_FILES))
     name, kind = folder.resolve().name, given['model_type']
     note = {'from': IMPORT, 'name': name, 'model_type': kind, 'dtype': dtype}
     config = config_file.source(flags.FLAGS['config'].config_filename)
@@ -182,16 +182,18 @@ def _export():
     if (source_files / CONFIG_FILE).exists():
         original = read_config(source_files)
         original = original if original.get('model_type') in tuple(FAMILIES) else None
-    else:
-        source_files = workdir / 'tokenizer'
+    # The imported model may have had no tokenizer, and the run has another one or bytes.
+    has_tokenizer = any(_existing(source_files, TOKENIZERS))
+    token_files = source_files if has_tokenizer else workdir / 'tokenizer'
     tokenizer = tokenizer_of(data, workdir)
-    other = special_tokens.has_other_separator(source_files, tokenizer)
+    other = special_tokens.has_other_separator(token_files, tokenizer)
     original = None if no_family else original
     as_imported = original and not other and run.step == 0 and note.get('from') == IMPORT
     ids = special_tokens.ids_of(original or {})
     ids = ids if as_imported else special_tokens.with_token_ids(ids, tokenizer)
     with first_checkpoint.atomic_folder('to_hf', TO_HF.value) as folder:
-        for file in _existing(source_files, COPIED_FILES):
+        tokenizer_files = _existing(token_files, TOKENIZER_FILES)
+        for file in (*tokenizer_files, *_existing(source_files, OTHER_FILES)):
             shutil.copy(file, folder)
         special_tokens.name_separator(folder, tokenizer, replace=other)
         if no_family:
@@ -207,13 +209,11 @@ def _export():
             (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
         if not as_imported:
             special_tokens.suppress_unknown_ids(folder, model.vocab_size, tokenizer, ids)
-        has_tokenizer = any(_existing(folder, TOKENIZER_FILES))
     print(f'{TO_HF.value}: {kind}, step {run.step} of {run.num_steps}, {dtype}')
     if no_family:
         print(f'with {torch_folder.MODULES[-1]}, for trust_remote_code=True: {no_family}')
-    if not has_tokenizer:
-        what = f'{tokenizer.name} tokenizer, which has no file'
-        print(f'{what}: ids are bytes, and {tokenizer.separator} starts a document')
+    if tokenizer.name == 'bytes':
+        print(f'no tokenizer: ids are bytes, and {tokenizer.separator} starts a document')
 
 
 def _from_run():
@@ -251,7 +251,8 @@ def _from_run():
     first_checkpoint.write_new_run(
         WORKDIR.value, hparams, params, averages, dataset, note, files, config
     )
-    print(f'{source}, step {run.step}, {note["held_out_batches"]} held-out batches, nats per token')
+    what = f'{note["held_out_batches"]} held-out batches, nats per token under top-C routing'
+    print(f'{source}, step {run.step}, {what}')
     print(f'  before      {note["dense_loss"]:.4f}')
     print(f'  first step  {note["first_loss"]:.4f}  {note["difference"]:+.4f}: {note["why"]}')
     if 'loss_at_last_capacity' in note:

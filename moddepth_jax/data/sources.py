@@ -6,6 +6,7 @@ import pathlib
 import re
 
 from moddepth_jax.data import readers
+from moddepth_jax.data.compression import plain_name
 from moddepth_jax.data.directory import read_json
 from moddepth_jax.data.token_store import PLAN_FILE, PREPARED_FILE, is_started
 from moddepth_jax.hparams.checks import did_you_mean
@@ -22,9 +23,9 @@ def find_files(
     """Find the files of a path, folder or glob; returns (root, files below it, files left out).
 
     An existing path is taken literally, even with brackets in it. Hidden files of a folder are
-    ignored, and so are folders in it that launch.prepare wrote. Of a folder and of a glob, files
-    that `readers.may_be_text` refuses are left out. Links are followed, but no folder is searched
-    twice. The lists are sorted.
+    ignored, and so are folders in it that launch.prepare or launch.train wrote. Of a folder and of
+    a glob, files that `readers.may_be_text` refuses are left out. Links are followed, but no folder
+    is searched and no file taken twice. The lists are sorted.
 
     Args:
       source: path, folder or glob.
@@ -50,13 +51,27 @@ def find_files(
             root = root.parent
     matches = {pathlib.Path(match) for match in _expand(pattern) if not os.path.isdir(match)}
     files, left_out = [], []
-    for path in sorted(matches, key=lambda path: path.relative_to(root).as_posix()):
+    for path in distinct_files(matches, root):
         (files if readers.may_be_text(path, encoding) else left_out).append(path)
     if not files:
         note = f' ({describe_left_out(left_out)})' if left_out else ''
         found = 'holds' if os.path.isdir(os.path.expanduser(source)) else 'matches'
         raise ValueError(f'{option}={source!r}: {found} no file{note}; {right}')
     return root, files, left_out
+
+
+def distinct_files(paths, root) -> list[pathlib.Path]:
+    """Return the paths sorted below `root`; of several of one file the one with a known format."""
+    ordered = sorted(paths, key=lambda path: os.path.relpath(path, root))
+    chosen = {}
+    for path in sorted(ordered, key=lambda path: not _has_format(path)):
+        chosen.setdefault(os.path.realpath(path), path)
+    taken = set(chosen.values())
+    return [path for path in ordered if path in taken]
+
+
+def _has_format(path):
+    return pathlib.Path(plain_name(path)).suffix.lower() in readers.FORMATS
 
 
 def check_source(source: str):
@@ -86,25 +101,28 @@ def _check_folder(source, option, right):
 
 def _kind_of_folder(folder):
     """Return what a folder is, in words, if launch.train or another program wrote it, or ''."""
-
-    def config(file):
-        try:
-            return read_json(file, '') or {}
-        except ValueError:  # not JSON
-            return {}
-
-    own = config(folder / 'config.json')
-    if 'schema_version' in own:
+    if _is_run(folder):
         return 'a run of launch.train'
-    if 'model_type' in own and any(folder.glob('*.safetensors')):
+    if _has_fields(folder / 'config.json', 'model_type') and any(folder.glob('*.safetensors')):
         return 'a Hugging Face model'
-    if any(any(folder.glob(f'{depth}manifest.json')) for depth in ('', '*/')):
+    manifests = (file for depth in ('', '*/') for file in folder.glob(f'{depth}manifest.json'))
+    if any(_has_fields(file, 'files', 'content', 'sha256') for file in manifests):
         return 'a folder of checkpoints'
-    if any('schema_version' in config(file) for file in folder.glob('*/config.json')):
-        return 'a folder of runs'
     if any(any(folder.glob(f'{depth}study.json')) for depth in ('', '*/', '*/*/')):
         return 'a folder of results of studies'
     return ''
+
+
+def _is_run(folder):
+    return _has_fields(pathlib.Path(folder, 'config.json'), 'schema_version', 'config')
+
+
+def _has_fields(file, *names):
+    """Return whether a file is a JSON object with these fields."""
+    try:
+        return {*names} <= (read_json(file, '') or {}).keys()
+    except ValueError:  # not JSON
+        return False
 
 
 def describe_left_out(paths: list[pathlib.Path]) -> str:
@@ -124,13 +142,15 @@ def _expand(pattern):
 
 
 def _folders(top):
-    """Yield `top` and the folders below it, each once, without hidden ones and prepared text."""
+    """Yield `top` and the folders below it, each once; not hidden ones, prepared text and runs."""
     seen = set(map(str, pathlib.Path(top).resolve().parents))  # a link to these is a loop
     folders, links = [top], []
     while folders or links:
         folder = (folders or links).pop()
         names = (os.path.join(folder, name) for name in (PREPARED_FILE, PLAN_FILE))
         if (real := os.path.realpath(folder)) in seen or any(map(os.path.lexists, names)):
+            continue
+        if _is_run(folder):
             continue
         seen.add(real)
         yield folder

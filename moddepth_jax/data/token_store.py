@@ -51,8 +51,9 @@ def is_store(path: str | os.PathLike) -> bool:
 
 def is_started(path: str | os.PathLike) -> bool:
     """Return whether `path` is a directory of prepared text, complete or not, maybe damaged."""
-    names = (PREPARED_FILE, 'train.bin', PLAN_FILE)
-    return any(os.path.lexists(pathlib.Path(path).expanduser() / name) for name in names)
+    directory = pathlib.Path(path).expanduser()
+    found = [os.path.lexists(directory / name) for name in ('train.bin', 'train.index')]
+    return all(found) or any(os.path.lexists(directory / n) for n in (PREPARED_FILE, PLAN_FILE))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -140,6 +140,19 @@ def get_config():
     assert note['trained_on'] == {imported.fingerprint['corpus_sha256']: 0.3}
 
 
+def test_an_export_has_the_tokenizer_that_the_import_lacked(folder):
+    """Regression: it had none, was said to read bytes, and was imported again as such a model."""
+    shutil.copytree(GOLDEN / 'olmo2', folder / 'bare')
+    knobs = KNOBS | {'data.source': f'{folder}/text/*.txt', 'data.tokenizer': 'trained/tokenizer.json'}
+    knobs = [f'--config.{name}={value}' for name, value in knobs.items()]
+    done = call('convert', '--from_hf=bare', '--workdir=named', *knobs, cwd=folder)
+    assert done.status == 0, done.stderr
+    done = call('convert', '--workdir=named', '--to_hf=with_tokenizer', cwd=folder)
+    assert (done.status, done.stderr) == (0, '') and 'bytes' not in done.stdout
+    exported = (folder / 'with_tokenizer' / 'tokenizer.json').read_bytes()
+    assert exported == (folder / 'trained' / 'tokenizer.json').read_bytes()
+
+
 @pytest.fixture(scope='module')
 def changed(folder):
     """`changed`, the export of N, an imported bfloat16 model with another separator and context."""

@@ -13,7 +13,7 @@ from moddepth_jax.data.preparation import encode, parts
 from moddepth_jax.data.preparation.plan import Options, Plan, Task, make_tasks, survey
 from moddepth_jax.data.preparation.workers import Workers
 from moddepth_jax.data.readers import BadText
-from moddepth_jax.data.sources import find_files
+from moddepth_jax.data.sources import distinct_files, find_files
 from moddepth_jax.data.token_store import (
     PLAN_FILE,
     PREPARED_FILE,
@@ -96,6 +96,7 @@ def _find_files(options):
         return [path for path in paths if not os.path.realpath(path).startswith(output)]
 
     paths = {os.path.abspath(p): p for _, files, _ in found for p in without_output(files)}
+    paths = {os.path.abspath(p): p for p in distinct_files(paths.values(), root)}
     left_out = {p for *_, others in found for p in without_output(others)} - set(paths.values())
     names = {pathlib.Path(os.path.relpath(place, root)).as_posix(): p for place, p in paths.items()}
     return sorted(names.items()), sorted(left_out)
