@@ -143,7 +143,10 @@ def get_config():
 def test_an_export_has_the_tokenizer_that_the_import_lacked(folder):
     """Regression: it had none, was said to read bytes, and was imported again as such a model."""
     shutil.copytree(GOLDEN / 'olmo2', folder / 'bare')
-    knobs = KNOBS | {'data.source': f'{folder}/text/*.txt', 'data.tokenizer': 'trained/tokenizer.json'}
+    knobs = KNOBS | {
+        'data.source': f'{folder}/text/*.txt',
+        'data.tokenizer': 'trained/tokenizer.json',
+    }
     knobs = [f'--config.{name}={value}' for name, value in knobs.items()]
     done = call('convert', '--from_hf=bare', '--workdir=named', *knobs, cwd=folder)
     assert done.status == 0, done.stderr
