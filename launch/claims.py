@@ -39,8 +39,9 @@ def main(_):
     if BLIND.value:
         print(blind.blind_check(evidence, BLIND.value))
         return
-    rows = claims.fill(evidence)
-    table = claims.markdown(rows, evidence)
+    judged = claims.judge(evidence)
+    rows = claims.fill(judged, evidence)
+    table = claims.markdown(rows, judged, evidence)
     page = pathlib.Path(PAGE.value) if PAGE.value else None
     try:  # fails before anything is written
         text = page.read_text(encoding='utf-8') if page else ''

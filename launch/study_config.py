@@ -24,6 +24,8 @@ SET_BY_STUDY = {  # knobs that a study sets, and the flags that determine them
     # Those of MoD: routing, and all that the plain variants set.
     **dict.fromkeys(VARIANTS['mod'].changes, '--variants'),
 }
+# In errors of a config that lacks an argument.
+_NOT_OF_A_STUDY = ('no such config argument', 'takes no text')
 
 
 class StudyConfig:
@@ -61,12 +63,13 @@ class StudyConfig:
             config = config_file.load(f'{self._path}:{text}')
         except flags.Error as error:
             line = str(error).removeprefix(f'--config={self._path}:{text}: ')
-            right = f'a study needs a config that takes size=LxD and {self._argument}='
-            if self._argument == 'steps':
-                right += '; use --budgets with one that takes budget='
-            else:
-                right += '; use --steps with one that takes steps='
-            raise ValueError(f'--config={self._path} of size {size}: {line}; {right}') from None
+            if any(found in line for found in _NOT_OF_A_STUDY):
+                line += f'; a study needs a config that takes size=LxD and {self._argument}='
+                if self._argument == 'steps':
+                    line += '; use --budgets with one that takes budget='
+                else:
+                    line += '; use --steps with one that takes steps='
+            raise ValueError(f'--config={self._path} of size {size}: {line}') from None
         changes = VARIANTS[variant].changes
         if config.model.experts.choice == 'none' != changes['model.experts.choice']:
             moe.apply_experts(config)

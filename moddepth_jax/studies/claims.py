@@ -10,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from moddepth_jax.studies import fit, judges, places
-from moddepth_jax.studies.folders import find_studies
+from moddepth_jax.studies.folders import MEASURES_FILE, find_studies
 from moddepth_jax.studies.judges import FAILS, HOLDS, NO_VALUE, UNDECIDED, Finding
+from moddepth_jax.studies.measures import measures_of
 from moddepth_jax.studies.places import Evidence, NotMeasured, Spec
-from moddepth_jax.studies.run_numbers import numbers_within
+from moddepth_jax.studies.run_numbers import NUMBERS, numbers_within
 from moddepth_jax.studies.statistics import (
     LEVEL,
     MIN_SEEDS,
@@ -24,7 +25,7 @@ from moddepth_jax.studies.statistics import (
     interval,
     seeds_to_decide,
 )
-from moddepth_jax.studies.store import MEASURES_FILE, read_json
+from moddepth_jax.studies.store import read_json
 from moddepth_jax.training.tables import markdown_rows
 
 BEGIN = '<!-- claims: written by python -m launch.claims -->'
@@ -62,7 +63,7 @@ _STUDY_FIELDS = (  # that the judges read
 )
 _RUN_FIELDS = (
     'run variant size budget seed at_best_size steps total_flops flops_per_step flops_per_forward '
-    'parameters epochs loss bits_per_byte routing_gap routing'
+    'parameters epochs loss bits_per_byte routing_gap routing state_sha256'
 )
 
 
@@ -111,6 +112,11 @@ class Claim:
         if self.again:
             raise NotMeasured
         return places.own_place(evidence, self.spec)
+
+    @property
+    def of_measures(self) -> bool:
+        """Whether it is judged by numbers in measures.json."""
+        return any(NUMBERS[name].measured for name in self.args.get('numbers', ()))
 
     def power(self, finding: Finding | None, level: float) -> str:
         """Describe the difference that this row can detect at the strictest level."""
@@ -214,9 +220,8 @@ def _family(evidence, found):
     return max(1, sum(bool(each.finding and each.finding.samples) for each in found))
 
 
-def fill(evidence: Evidence) -> list[dict[str, str]]:
+def fill(judged: list[Judged], evidence: Evidence) -> list[dict[str, str]]:
     """Return the rows of claims.json, all text: fields of `Claim`, then what was found."""
-    judged = judge(evidence)
     strictest = LEVEL / _family(evidence, judged)
     return [_row(each, strictest) for each in judged]
 
@@ -238,9 +243,9 @@ def _reason(judged, strictest):
     if finding.problem or finding.reason:
         return finding.problem or finding.reason
     if finding.missing > 0:
-        return (
-            f'{finding.planned - finding.missing} of the {finding.planned} planned seeds were run'
-        )
+        known = finding.planned - finding.missing
+        done = 'run and measured' if judged.claim.of_measures else 'run'
+        return f'{known} of the {finding.planned} planned seeds were {done}'
     if not finding.agree:
         return f'{finding.gap}, and the losses under top-C favour the other verdict'
     found, level = f'p = {judged.p:.2g}', f"Holm's threshold is {judged.level:.2g}"
@@ -269,7 +274,8 @@ def _would_decide(finding, strictest):
 def read_evidence(directory, counted: dict[str, dict]) -> Evidence:
     """Read the studies in and below a directory, and the measures of their runs.
 
-    Raises ValueError if there is no study, or if a file lacks a field.
+    Measures of other weights than those of the run are left out. Raises ValueError if there is no
+    study, if there are several but none is planned, or if a file lacks a field.
     """
     directory, studies, measures = pathlib.Path(directory), {}, {}
     for file in find_studies(directory):
@@ -280,8 +286,13 @@ def read_evidence(directory, counted: dict[str, dict]) -> Evidence:
         for number, row in enumerate(studies[name]['runs']):
             _check(file, row, _RUN_FIELDS, f'runs[{number}] ')
         if (file.parent / MEASURES_FILE).exists():
-            measures[name] = read_json(file.parent / MEASURES_FILE, f'{file}: missing')
-    return Evidence(studies, measures, counted)
+            found = read_json(file.parent / MEASURES_FILE, f'{file}: missing')
+            measures[name] = measures_of(studies[name], found)
+    evidence = Evidence(studies, measures, counted)
+    if len(studies) > 1 and not _planned(evidence):
+        found = f'{len(studies)} studies, none of which claims.toml plans'
+        raise ValueError(f'--workdir={directory}: {found}; give the directory of one of them')
+    return evidence
 
 
 def _check(file, content, names, place=''):
@@ -298,9 +309,8 @@ def summary(rows: list[dict]) -> str:
     return f'Of {len(rows)} claims: {hold} hold, {fail} do not, {rest} are undecided.'
 
 
-def markdown(rows: list[dict], evidence: Evidence) -> str:
+def markdown(rows: list[dict], judged: list[Judged], evidence: Evidence) -> str:
     """Return the text between BEGIN and END: rows by topic, details of each claim, studies."""
-    judged = judge(evidence)
     family = _family(evidence, judged)
     counted = sum(bool(one.verdict != UNDECIDED and one.finding.verdict) for one in judged)
     decided = sum(row['verdict'] != UNDECIDED for row in rows)

@@ -16,7 +16,7 @@ from moddepth_jax.studies.statistics import Interval, interval
 from moddepth_jax.studies.store import MAY_DIFFER, flops_at, training_curve
 from moddepth_jax.training.metrics import METRICS_FILE, read_metrics
 from moddepth_jax.training.progress import format_count
-from moddepth_jax.training.run_dir import read_finished
+from moddepth_jax.training.run_dir import may_differ, read_finished
 from moddepth_jax.training.summary import read_summary
 from moddepth_jax.training.tables import Table
 
@@ -103,10 +103,6 @@ def read_run(path: str) -> FinishedRun:
     return FinishedRun(path, knobs, summary, rows)
 
 
-def _is_silent(name):
-    return any(name == silent or name.startswith(f'{silent}.') for silent in SILENT)
-
-
 def group_by_config(runs: list[FinishedRun]) -> list[Variant]:
     """Group runs by their config without the seed and silent knobs, in the order given.
 
@@ -114,7 +110,7 @@ def group_by_config(runs: list[FinishedRun]) -> list[Variant]:
     """
     groups = {}
     for run in runs:
-        key = tuple(sorted((k, repr(v)) for k, v in run.knobs.items() if not _is_silent(k)))
+        key = tuple(sorted((k, repr(v)) for k, v in run.knobs.items() if not may_differ(k, SILENT)))
         groups.setdefault(key, []).append(run)
     variants = []
     for group in groups.values():
@@ -132,7 +128,7 @@ def group_by_config(runs: list[FinishedRun]) -> list[Variant]:
 def differing_knobs(variants: list[Variant]) -> dict[str, list]:
     """Return the values of the knobs in which the variants differ; '-' if a config has no value."""
     configs = [variant.runs[0].knobs for variant in variants]
-    names = sorted(name for name in set().union(*configs) if not _is_silent(name))
+    names = sorted(name for name in set().union(*configs) if not may_differ(name, SILENT))
     values = {name: [config.get(name, '-') for config in configs] for name in names}
     return {name: row for name, row in values.items() if len(set(map(repr, row))) > 1}
 

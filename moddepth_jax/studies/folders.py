@@ -4,6 +4,7 @@ import pathlib
 
 from moddepth_jax.training.run_dir import temporary_files
 
+MEASURES_FILE = 'measures.json'
 PLAN_FILE = 'plan.json'
 RUNS = 'runs'
 STUDY_FILE = 'study.json'

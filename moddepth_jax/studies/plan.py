@@ -288,7 +288,9 @@ class Study:
                 given = ','.join(map(str, values))
                 raise ValueError(f'{name}={given!r}: must be one or more, all different')
             if name in ('budgets', 'learning_rates') and not all(0 < v < math.inf for v in values):
-                raise ValueError(f'{name}={values}: must be numbers above 0')
+                flag = 'steps' if (name, self.kind) == ('budgets', 'steps') else name
+                given = ','.join(f'{value:g}' for value in values)
+                raise ValueError(f'{flag}={given}: must be numbers above 0')
         unknown = [name for name in self.variants if name not in VARIANTS]
         if unknown:
             right = 'no such variant: docs/isoflop.md, section 6, has all'
@@ -296,6 +298,9 @@ class Study:
             raise ValueError(f'variants={unknown[0]!r}: {right}')
         if 'shallow' in self.variants and 'mod' not in self.variants:
             raise ValueError('variants: shallow gets its depth from the cost of mod; add mod')
+        if 'mod' in self.variants and all(size.startswith('1x') for size in self.sizes):
+            given = ','.join(self.sizes)
+            raise ValueError(f'sizes={given}: mod needs a size of two layers or more, such as 2x64')
         object.__setattr__(self, 'budgets', tuple(sorted(self.budgets)))
 
     @property

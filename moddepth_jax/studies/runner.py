@@ -12,7 +12,7 @@ import time
 
 import jax
 
-from moddepth_jax.studies import page, plots, store
+from moddepth_jax.studies import measures, page, plots, store
 from moddepth_jax.studies.plan import Plan
 from moddepth_jax.training.devices import usable_cpus
 from moddepth_jax.training.loop import train
@@ -64,6 +64,8 @@ class StudyRunner:
         if dry_run:
             self.announce()
             return 0
+        if not draw_only:
+            store.check_text(self._workdir, self._plan, self._hparams_of, self._earlier)
         store.open_study(self._workdir, store.plan_content(self._description, self._plan.study))
         if draw_only:
             self.finish()
@@ -89,6 +91,7 @@ class StudyRunner:
         for run in self._progress().runs:
             if store.final_loss(self._workdir, run.name) is not None:
                 store.check_run(self._workdir, run, self._hparams_of(run), self._source)
+                store.check_state(self._workdir, run.name, self._earlier, self._results)
 
     def announce(self):
         """Print the plan and its cost."""
@@ -97,6 +100,9 @@ class StudyRunner:
         done = len(progress.losses)
         print(f'study     {self._description["config"]}: {", ".join(plan.variants)}')
         print(f'sizes     {", ".join(plan.sizes)}; seeds {", ".join(map(str, plan.seeds))}')
+        if unknown := sorted(store.models_without_digest(self._earlier)):
+            found = f'{len(unknown)} models, such as {unknown[0]}, have no settings_sha256'
+            print(f'results   {found}: only their steps, FLOPs and text are compared')
         flops = 0.0
         for budget, number in counts.items():
             example = self._hparams_of(next(r for r in self._plan.examples() if r.budget == budget))
@@ -158,7 +164,7 @@ class StudyRunner:
         )
         text = json.dumps(study, indent=1, allow_nan=False) + '\n'
         write_atomically(self._workdir / store.STUDY_FILE, text)
-        store.write_measures(self._workdir, study, self._earlier)
+        measures.write_measures(self._workdir, study, self._earlier)
         plots.draw(study, self._workdir)
         page.write_page(study, self._workdir)
         if self._results:

@@ -7,19 +7,22 @@ import math
 import pathlib
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from flax import traverse_util
 
-from moddepth_jax.analysis.block_stats import block_stats
 from moddepth_jax.data import directory as directory_lib
-from moddepth_jax.data.pipeline import make_dataset
+from moddepth_jax.data.corpus import load_corpus
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
-from moddepth_jax.studies.folders import PLAN_FILE, RUNS, STUDY_FILE, check_folder
+from moddepth_jax.studies.folders import (
+    MEASURES_FILE,
+    PLAN_FILE,
+    RUNS,
+    STUDY_FILE,
+    check_folder,
+)
 from moddepth_jax.studies.plan import (
     DIVERGED,
-    OWN_VARIANTS,
     VARIANTS,
     Plan,
     PlannedRun,
@@ -34,10 +37,8 @@ from moddepth_jax.training.run_dir import (
     may_differ,
     write_atomically,
 )
-from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.summary import read_summary, replace_nonfinite
 
-MEASURES_FILE = 'measures.json'
 DIVERGED_FILE = 'diverged.json'  # in the directory of a run that diverged, instead of a summary
 CURVE_POINTS = 20
 PLAN_FIELDS = ('budgets', 'sizes', 'variants', 'seeds', 'learning_rates')  # of a Study
@@ -54,12 +55,6 @@ MAY_DIFFER = (  # knobs that may differ from those of a finished run: they chang
     'evaluation.every',
     'evaluation.num_batches',
 )
-MEASURED = (  # variants whose runs are measured, besides those that a config file adds
-    *('dense', 'mod', 'random', 'moda', 'mod_moda', 'dense_post', 'moda_post'),
-    *('attnres', 'attnres_block', 'hyper', 'mhc', 'mudd'),
-    *('value_residual', 'value_attention', 'value_embeddings'),
-)
-_MEASURED_BATCHES = 32  # held-out batches
 
 
 def plan_content(description: dict, study: Study) -> dict:
@@ -181,6 +176,21 @@ def _check_kept(earlier, names, results):
         raise ValueError(f'--results={results}: {found}; use another --results')
 
 
+def states_of(study):
+    """Return the digests of the weights in study.json, by run name."""
+    return {row['run']: row['state_sha256'] for row in study['runs']}
+
+
+def _compare_state(directory, name, old, new, results):
+    """Raise ValueError if `state_sha256` of a run differs; `new` is None if the run diverged."""
+    if old != new:
+        found = f'{name} has other weights there (state_sha256 {old[:8]}, not {str(new)[:8]})'
+        right = (
+            f'remove {run_directory(directory, name)} to keep that run, or use another --results'
+        )
+        raise ValueError(f'--results={results}: {found}; {right}')
+
+
 def settings_sha256(hparams: Hparams) -> str:
     """Return a digest of all knobs on which the result of a run depends.
 
@@ -197,11 +207,17 @@ def settings_sha256(hparams: Hparams) -> str:
     return hashlib.sha256(json.dumps(knobs, sort_keys=True).encode()).hexdigest()
 
 
+def models_without_digest(earlier: EarlierRuns) -> set[str]:
+    """Return the models with earlier runs but no `settings_sha256`, which older versions lack."""
+    models = {name.rpartition('-lr')[0] for name in earlier.rows}
+    return models - earlier.content.get('settings_sha256', {}).keys()
+
+
 def check_earlier(earlier: EarlierRuns, run: PlannedRun, hparams: Hparams, steps: int):
     """Raise ValueError if earlier runs of this model and budget differ from the plan.
 
-    Steps, FLOPs and the data source are compared, and the digest of the knobs, which a study.json
-    of an older version lacks.
+    Steps, FLOPs and the data source are compared, and the digest of the knobs, except for
+    `models_without_digest`.
     """
     old = earlier.content.get('settings_sha256', {}).get(run.model_name)
     if old not in (None, new := settings_sha256(hparams)):
@@ -259,19 +275,49 @@ def check_run(directory, run: PlannedRun, hparams: Hparams, source: str | None =
     check_source(place, source, hparams)
 
 
+def check_text(directory, plan: Plan, hparams_of, earlier: EarlierRuns = NO_RESULTS):
+    """Raise ValueError if the missing runs would read another text than the finished ones did.
+
+    The text of `stdlib` and `python_environment` depends on the versions of Python and packages.
+    """
+    found = progress(directory, plan, earlier)
+    if not found.missing:
+        return
+    new = load_corpus(hparams_of(found.missing[0]).data).sha256
+    texts = {'--results': earlier.content.get('corpus_sha256')}
+    for run in found.runs:
+        if summary := read_summary(place := run_directory(directory, run.name)):
+            texts[place] = summary['corpus_sha256']
+    for place, old in texts.items():
+        if old and old != new:
+            read = f'another text was read there (corpus_sha256 {old[:8]}, here {new[:8]})'
+            right = 'use the same versions of Python and packages, or another folder'
+            raise ValueError(f'{place}: {read}; {right}')
+
+
+def check_state(directory, name: str, earlier: EarlierRuns, results):
+    """Raise ValueError if a finished run has other weights than the one of that name in results."""
+    if name in earlier.rows:
+        summary = read_summary(run_directory(directory, name)) or {}
+        old, new = earlier.rows[name]['state_sha256'], summary.get('state_sha256')
+        _compare_state(directory, name, old, new, results)
+
+
 def collect(
     directory, plan: Plan, description: dict, hparams_of, earlier: EarlierRuns = NO_RESULTS
 ) -> dict:
     """Return the content of study.json: the description and the finished runs (docs/isoflop.md).
 
-    It does not depend on when, where or in how many starts the runs were trained. Raises ValueError
-    if a run differs from the plan, or if runs read different texts.
+    It does not depend on when, where or in how many starts the runs were trained. A model with
+    earlier runs of unknown knobs gets no digest. Raises ValueError if a run differs from the plan,
+    or if runs read different texts.
     """
     runs, losses, to_train, complete = progress(directory, plan, earlier)
     missing = {run.name for run in to_train}
     settings = dict(earlier.content.get('settings_sha256', {}))
+    known = settings.keys() | models_without_digest(earlier)
     for run in runs:
-        if run.model_name not in settings and final_loss(directory, run.name) is not None:
+        if run.model_name not in known and final_loss(directory, run.name) is not None:
             settings[run.model_name] = settings_sha256(hparams_of(run))
     diverged = {name for name, loss in losses.items() if loss == DIVERGED}
     rows, sources = [], []  # dicts with corpus_sha256 and versions
@@ -387,55 +433,19 @@ def training_curve(rows: list[dict], points: int) -> list[list[float]]:
     return [[int(part[-1, 0]), float(np.mean(part[:, 1]))] for part in parts]
 
 
-def measured_runs(study: dict) -> list[str]:
-    """Return the runs to measure: all seeds at the best size of the largest budget.
-
-    They are of the variants in MEASURED, and of those that this project does not define.
-    """
-    skipped = OWN_VARIANTS.difference(MEASURED)
-    rows = [row for row in study['runs'] if row['at_best_size'] and row['variant'] not in skipped]
-    largest = max((row['budget'] for row in rows), default=None)
-    return list(dict.fromkeys(row['run'] for row in rows if row['budget'] == largest))
-
-
-def write_measures(directory, study: dict, earlier: EarlierRuns = NO_RESULTS):
-    """Write measures.json, {run name: measures}, and measure the runs that are not in it.
-
-    Measures of these runs in the file, and all those in `earlier`, are kept. An earlier run without
-    a directory cannot be measured.
-    """
-    file = pathlib.Path(directory) / MEASURES_FILE
-    kept = directory_lib.read_json(file, 'remove it, and it is measured again') or {}
-    kept, measures = earlier.measures | kept, {}
-    for name in measured_runs(study):
-        if name in kept:
-            measures[name] = kept[name]
-        elif name not in earlier.rows or run_directory(directory, name).exists():
-            print(f'measuring {name}', flush=True)
-            measures[name] = _measure(run_directory(directory, name))
-    measures |= {name: kept[name] for name in earlier.measures if name not in measures}
-    write_atomically(file, json.dumps(measures, indent=1, allow_nan=False) + '\n')
-
-
 def copy_results(directory, results, study: dict):
     """Copy study.json, measures.json and the figures (.png) to the folder `results`.
 
     A study of one size has only one useful figure, `seeds`. Raises ValueError, before anything is
-    written, if a run that the folder has would be lost.
+    written, if a run that the folder has would be lost, or has other weights in the study.
     """
     directory, results = pathlib.Path(directory), pathlib.Path(results)
     if (results / STUDY_FILE).exists():
-        _check_kept(_losses(read_json(results / STUDY_FILE, '')), _losses(study).keys(), results)
+        old, states = read_json(results / STUDY_FILE, ''), states_of(study)
+        _check_kept(_losses(old), _losses(study).keys(), results)
+        for name, state in states_of(old).items():
+            _compare_state(directory, name, state, states.get(name), results)
     figures = 'seeds.png' if len(study['sizes']) == 1 else '*.png'
     results.mkdir(parents=True, exist_ok=True)
     for file in (directory / MEASURES_FILE, *directory.glob(figures), directory / STUDY_FILE):
         write_atomically(results / file.name, file.read_bytes())
-
-
-def _measure(directory):
-    run = load_run(directory)
-    hparams = run.hparams_of_stage
-    dataset = make_dataset(hparams.data, hparams.seed)
-    stats = block_stats(run.state.variables, hparams, dataset, _MEASURED_BATCHES)
-    jax.clear_caches()
-    return stats

@@ -334,7 +334,7 @@ def test_links_are_followed_and_loops_of_them_end(docs, tmp_path):
     (tmp_path / 'elsewhere/c.md').write_text('text')
     (docs / 'b/out').symlink_to(tmp_path / 'elsewhere')
     (docs / 'b/c.md').symlink_to(docs / 'a.py')
-    assert set(_found(docs)[0]) - set(names) == {'b/out/c.md', 'b/c.md'}
+    assert set(_found(docs)[0]) - set(names) == {'b/out/c.md'}  # a.py is there already
 
 
 @pytest.mark.parametrize('kind', ['pipe', 'socket', 'device', 'loop'])

@@ -48,7 +48,8 @@ def test_docs_have_the_table_of_the_committed_results():
     """After a change of results or rules: python -m launch.claims --workdir=results --page=..."""
     evidence = claims.read_evidence(ROOT / 'results', counted_flops())
     assert len(evidence.studies) == len(list((ROOT / 'results').rglob('study.json')))
-    table = claims.markdown(claims.fill(evidence), evidence)
+    judged = claims.judge(evidence)
+    table = claims.markdown(claims.fill(judged, evidence), judged, evidence)
     page = PAGE.read_text()
     assert replace_between(page, claims.BEGIN, claims.END, table) == page
 

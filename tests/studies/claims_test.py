@@ -54,7 +54,7 @@ def a_study(spec, losses, seeds=None, noise=NOISE, steps=600, draw=0, **of_rows)
             row |= {'total_flops': 3 * flops * steps, 'parameters': parameters}
             row |= {'bits_per_byte': bits, 'loss': bits, 'at_best_size': mean < 9}
             row |= {'routing': routing(0.1, 0.9, 0.8, layers // 2), 'routing_gap': 0.0}
-            row |= {'loss_top_c': 1.0}
+            row |= {'loss_top_c': 1.0, 'state_sha256': row['run']}
             row |= {k: value(seed) if callable(value) else value for k, value in of_rows.items()}
             rows.append(row)
     variants = {row['variant'] for row in rows}
@@ -75,6 +75,11 @@ def routing(wanted, precision, recall, layers=2):
     return {f'layer_{number:02}': layer for number in range(layers)}
 
 
+def fill(evidence):
+    """The rows of all claims."""
+    return claims.fill(claims.judge(evidence), evidence)
+
+
 def judged(name, losses=None, measures=None, change=None, **of_study):
     """The row of one claim, and what it is judged by, from a study of its place."""
     claim = BY_ID[name]
@@ -83,7 +88,7 @@ def judged(name, losses=None, measures=None, change=None, **of_study):
         change(study)
     place = f'cpu/{claim.spec.study}/part'
     evidence = Evidence({place: study}, {place: measures(study) if measures else {}}, {})
-    return next(row for row in claims.fill(evidence) if row['id'] == name)
+    return next(row for row in fill(evidence) if row['id'] == name)
 
 
 def names_of(claim):
@@ -305,7 +310,7 @@ def over_budgets(name, losses_at):
     for number, budget in enumerate(claim.args['budgets']):
         spec = claim.spec._replace(flops=budget)
         studies[f'cpu/study-budgets/{budget:g}'] = a_study(spec, losses_at(number), draw=number)
-    rows = claims.fill(Evidence(studies, {}, {}))
+    rows = fill(Evidence(studies, {}, {}))
     return next(row for row in rows if row['id'] == name)
 
 
@@ -340,7 +345,7 @@ def test_depth_not_width_by_the_optima_of_each_budget(mod, steps, verdict, text)
         study = a_study(claim.spec._replace(flops=budget), losses(number), noise=0.0, steps=steps)
         study['runs'] = [row for row in study['runs'] if row['size'] != '31x64']
         studies[f'study-budgets/{number}'] = study
-    rows = claims.fill(Evidence(studies, {}, {}))
+    rows = fill(Evidence(studies, {}, {}))
     row = next(row for row in rows if row['id'] == 'depth_not_width')
     assert row['verdict'] == verdict and text in row['ours'] + row['reason'], row
 
@@ -357,7 +362,7 @@ def test_verdicts_survive_holm_over_all_claims():
             row['bits_per_byte'] = other['bits_per_byte'] + 0.01 * (change - shift)
         (row,) = [
             row
-            for row in claims.fill(Evidence({'study-routing': study}, {}, {}))
+            for row in fill(Evidence({'study-routing': study}, {}, {}))
             if row['id'] == 'learned_beats_random'
         ]
         assert row['verdict'] == verdict, row
@@ -368,7 +373,7 @@ def test_verdicts_survive_holm_over_all_claims():
 
 def test_power_is_stated_before_the_runs():
     """Every planned comparison of losses states its power, by the guessed spread."""
-    for row in claims.fill(Evidence({}, {}, {})):
+    for row in fill(Evidence({}, {}, {})):
         claim = BY_ID[row['id']]
         planned = claim.judge in claims.OF_A_DIFFERENCE
         assert ('(guessed)' in row['power']) is planned and row['verdict'] == UNDECIDED
@@ -405,7 +410,7 @@ def test_counted_claims_need_no_run():
         counted = dict.fromkeys(('moda_700m', 'moda_1b5'), counted) | {
             'mod_7b': saving | {'length': 2048}
         }
-        rows = {row['id']: row for row in claims.fill(Evidence({}, {}, counted))}
+        rows = {row['id']: row for row in fill(Evidence({}, {}, counted))}
         assert rows['cost_moda_700m']['verdict'] == verdict
         if verdict == UNDECIDED:
             assert rows['cost_moda_700m']['reason'] == 'within 0.3 points only if one counts all'
@@ -463,7 +468,8 @@ def test_measures_are_judged_by_their_interval(claim):
         row = judge(measures=measures(shift))
         assert row['verdict'] == verdict, row
     seeds = claim.spec.seeds
-    assert judge(measures=measures(0.0, 3))['reason'].startswith(f'3 of the {seeds} planned seeds')
+    few = judge(measures=measures(0.0, 3))['reason']
+    assert few == f'3 of the {seeds} planned seeds were run and measured'
     assert judge(measures=lambda _: {})['reason'].startswith('not measured')
 
 
@@ -487,12 +493,12 @@ def test_the_users_own_study_is_judged_by_its_seeds_at_its_largest_budget():
     for row in small['runs']:
         row['bits_per_byte'] += row['variant'] == 'mod'
     both = large | {'budgets': [1e11, 3e11], 'runs': small['runs'] + large['runs']}
-    rows = {row['id']: row for row in claims.fill(Evidence({'runs/mine': both}, {}, {}))}
+    rows = {row['id']: row for row in fill(Evidence({'runs/mine': both}, {}, {}))}
     assert rows['learned_beats_random']['verdict'] == HOLDS
     others = (rows[name]['ours'] for name in ('moda_pre', 'learned_beats_random_at_text'))
     assert set(others) == {'-'}
     few = both | {'seeds': [0, 1, 2], 'sizes': ['2x64', '4x64']}  # the first of them chose
-    rows = {row['id']: row for row in claims.fill(Evidence({'runs/mine': few}, {}, {}))}
+    rows = {row['id']: row for row in fill(Evidence({'runs/mine': few}, {}, {}))}
     assert rows['learned_beats_random']['reason'] == '2 seeds judge, 3 are needed'
 
 
@@ -500,7 +506,7 @@ def test_a_place_that_two_studies_have_is_refused():
     study = a_study(BY_ID['moda_pre'].spec, {'moda': 2.0, 'dense': 2.1})
     names = ('cpu/study-moda/8x64', 'gpu/study-moda')
     with pytest.raises(ValueError, match='cpu/study-moda/8x64 and gpu/study-moda: both are'):
-        claims.fill(Evidence(dict.fromkeys(names, study), {}, {}))
+        fill(Evidence(dict.fromkeys(names, study), {}, {}))
 
 
 def full_evidence(generator):
@@ -555,8 +561,8 @@ def test_variants_and_configs_of_claims_exist():
 def test_page_has_each_claim_once_and_keeps_text_outside_the_markers():
     spec = BY_ID['mod_beats_dense'].spec
     evidence = Evidence({'s': a_study(spec, {'mod': 1.9, 'dense': 2.0})}, {}, {})
-    rows = claims.fill(evidence)
-    table = claims.markdown(rows, evidence)
+    rows = fill(evidence)
+    table = claims.markdown(rows, claims.judge(evidence), evidence)
     for row in rows:
         assert table.count(f'(#{row["id"]})') == table.count(f'id="{row["id"]}"') == 1
     lines = [line for line in table.splitlines() if line.startswith('| [')]
@@ -635,21 +641,25 @@ def test_losses_of_a_study_use_the_judging_seeds():
     once = [row | {'variant': 'random'} for row in study['runs'] if row['seed'] == 0]
     study |= {'runs': study['runs'] + once}
     study['variants']['random'] = {'label': 'random', 'changes': {}}
-    table = claims.markdown([], Evidence({'s': study}, {}, {}))
+    table = claims.markdown([], [], Evidence({'s': study}, {}, {}))
     assert '| `mod` | 4x64 | 8 | 1.' in table and '-0.100 (-0.100 to -0.100)' in table
     assert '| `random` |' not in table
 
 
 def test_studies_are_read_up_to_three_levels_down(tmp_path):
+    """With the measures of the same weights. At least one of several studies must be planned."""
     study = a_study(BY_ID['moda_pre'].spec, {'moda': 1.9})
-    for place in ('.', 'a', 'cpu/b/c', 'much/too/far/down'):
+    run, planned = study['runs'][0], 'cpu/study-moda/c'
+    for place in ('.', 'a', planned, 'much/too/far/down'):
         (tmp_path / place).mkdir(parents=True, exist_ok=True)
         (tmp_path / place / 'study.json').write_text(json.dumps(study))
-    (tmp_path / 'cpu/b/c/measures.json').write_text('{"run": {}}')
+    known = {run['run']: {'state_sha256': run['state_sha256']}}
+    other = {study['runs'][1]['run']: {'state_sha256': 'other'}, 'unknown': {}}
+    (tmp_path / planned / 'measures.json').write_text(json.dumps(known | other))
     evidence = claims.read_evidence(tmp_path, {})
     name = tmp_path.name
-    assert set(evidence.studies) == {name, f'{name}/a', f'{name}/cpu/b/c'}
-    assert evidence.measures == {f'{name}/cpu/b/c': {'run': {}}}
+    assert set(evidence.studies) == {name, f'{name}/a', f'{name}/{planned}'}
+    assert evidence.measures == {f'{name}/{planned}': known}
     broken = {
         '{': 'JSON',
         '[]': 'JSON object',
@@ -662,3 +672,15 @@ def test_studies_are_read_up_to_three_levels_down(tmp_path):
             claims.read_evidence(tmp_path, {})
     with pytest.raises(ValueError, match='no such directory'):
         claims.read_evidence(tmp_path / 'nowhere', {})
+
+
+def test_several_unplanned_studies_are_refused(tmp_path):
+    """Regression: every row was undecided, and the command succeeded."""
+    study = a_study(BY_ID['moda_pre'].spec, {'moda': 1.9})
+    for name in ('one', 'two'):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'study.json').write_text(json.dumps(study))
+    message = '2 studies, none of which claims.toml plans; give the directory of one of them$'
+    with pytest.raises(ValueError, match=f'^--workdir={tmp_path}: {message}'):
+        claims.read_evidence(tmp_path, {})
+    assert len(claims.read_evidence(tmp_path / 'one', {}).studies) == 1

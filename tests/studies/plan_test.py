@@ -97,10 +97,12 @@ def test_max_runs_bounds_the_number_of_different_runs():
     [
         ({'budgets': ()}, 'budgets'),
         ({'budgets': (1e9, 1e9)}, 'budgets'),
-        ({'budgets': (-1.0,)}, 'above 0'),
-        ({'learning_rates': (float('nan'),)}, 'above 0'),
+        ({'budgets': (-1.0,)}, '^budgets=-1: must be numbers above 0'),
+        ({'kind': 'steps', 'budgets': (0, 600)}, '^steps=0,600: must be numbers above 0'),
+        ({'learning_rates': (float('nan'),)}, '^learning_rates=nan: must be numbers above 0'),
         ({'variants': ('mood',)}, 'mood'),
         ({'variants': ('dense', 'shallow')}, 'add mod'),
+        ({'sizes': ('1x64', '1x128')}, '^sizes=1x64,1x128: mod needs a size of two layers or more'),
     ],
 )
 def test_impossible_studies_are_refused_in_one_line(changes, words):

@@ -8,8 +8,9 @@ import types
 import pytest
 
 from launch.study_config import StudyConfig
+from moddepth_jax.data.corpus import load_corpus
 from moddepth_jax.model.flops import train_step_flops
-from moddepth_jax.studies import plots, runner, store
+from moddepth_jax.studies import measures, plots, runner, store
 from moddepth_jax.studies.plan import Plan, Study
 from moddepth_jax.training.plan import resolve_steps, run_flops
 from moddepth_jax.training.run_dir import open_workdir
@@ -54,7 +55,8 @@ def trained(monkeypatch):
         summary['parameters'] = 1000 * hparams.model.num_layers
         summary |= {'flops_per_step': train_step_flops(hparams), 'final_step': steps}
         summary |= {'total_flops': run_flops(hparams, steps), 'routing': {}, 'experts': {}}
-        summary |= {'versions': {}, 'corpus_sha256': '', 'state_sha256': directory.name}
+        text = load_corpus(hparams.data).sha256
+        summary |= {'versions': {}, 'corpus_sha256': text, 'state_sha256': directory.name}
         (directory / 'summary.json').write_text(json.dumps(summary))
         (directory / 'metrics.jsonl').write_text('{"step": 1, "loss": 2.0}\n')
         print('what a run prints')
@@ -62,10 +64,10 @@ def trained(monkeypatch):
 
     monkeypatch.setattr(runner, 'train', train)
 
-    def measures(directory, *_):
+    def no_measures(directory, *_):
         (directory / 'measures.json').write_text('{}')
 
-    monkeypatch.setattr(store, 'write_measures', measures)  # there are no checkpoints
+    monkeypatch.setattr(measures, 'write_measures', no_measures)  # there are no checkpoints
 
     def draw(study, directory):
         for name in plots.FIGURES:
@@ -121,3 +123,60 @@ def test_a_signal_ends_the_study_with_its_status(study, trained, monkeypatch):
     stopped = types.SimpleNamespace(signal='SIGTERM', summary=None)
     monkeypatch.setattr(runner, 'train', lambda *_, source: stopped)
     assert study.train((0, 1)) == 128 + signal.SIGTERM
+
+
+def with_another_seed(study, tmp_path, place='.'):
+    plan = Plan(dataclasses.replace(STUDY, seeds=(0, 1, 2)), study._plan._shallower)
+    results = tmp_path / 'committed' / 'study'
+    made = tmp_path / place, plan, study._hparams_of, DESCRIPTION
+    return runner.StudyRunner(*made, results=results, source=SOURCE)
+
+
+def edit(file, change):
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize('place', ['.', 'elsewhere'])
+def test_another_text_is_refused_before_a_run_trains(place, study, trained, tmp_path):
+    """Regression: with another Python all runs were trained, and then refused.
+
+    The finished runs are in the directory of the study or only in the folder of results.
+    """
+    assert study.train((0, 1)) == 0
+    study.finish()
+    names = list(trained)
+    text = store.read_study(tmp_path)['corpus_sha256'][:8]
+    if place == '.':
+        path = tmp_path / 'runs' / names[0] / 'summary.json'
+        where = path.parent
+    else:
+        path, where = tmp_path / 'committed' / 'study' / 'study.json', '--results'
+    edit(path, lambda content: content.update(corpus_sha256='another'))
+    read = f'another text was read there .corpus_sha256 another, here {text}.'
+    right = 'use the same versions of Python and packages, or another folder'
+    with pytest.raises(ValueError, match=f'^{where}: {read}; {right}$'):
+        with_another_seed(study, tmp_path, place).run((0, 1), 1)
+    assert trained == names
+
+
+def test_another_run_of_a_name_in_the_results_is_refused_at_the_start(study, trained, tmp_path):
+    assert study.train((0, 1)) == 0
+    study.finish()
+    file = tmp_path / 'committed' / 'study' / 'study.json'
+    edit(file, lambda content: content['runs'][0].update(state_sha256='another'))
+    with pytest.raises(ValueError, match='has other weights there .state_sha256 another, not'):
+        with_another_seed(study, tmp_path).check()
+
+
+def test_models_whose_knobs_cannot_be_compared_are_announced(study, trained, tmp_path, capsys):
+    assert study.train((0, 1)) == 0
+    study.finish()
+    with_another_seed(study, tmp_path).announce()
+    assert 'settings_sha256' not in capsys.readouterr().out
+    file = tmp_path / 'committed' / 'study' / 'study.json'
+    edit(file, lambda content: content['settings_sha256'].pop('dense-2x64-1e11'))
+    with_another_seed(study, tmp_path).announce()
+    shown = capsys.readouterr().out
+    assert '1 models, such as dense-2x64-1e11, have no settings_sha256: only their' in shown

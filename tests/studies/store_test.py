@@ -10,7 +10,6 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.studies import store
 from moddepth_jax.studies.plan import Plan, Study
 from moddepth_jax.training.run_dir import open_workdir
-from tests.studies.made_up_study import made_up
 
 PLAN = Plan(
     Study('flops', (1e9, 2e9), ('2x64', '4x64'), ('dense', 'mod'), (0, 1), (0.003,)),
@@ -91,7 +90,7 @@ def test_study_json_does_not_depend_on_the_order_of_the_runs(tmp_path, hparams_o
 
 def write_results(directory, results, study, measures='{}'):
     (directory / store.STUDY_FILE).write_text(json.dumps(study))
-    (directory / store.MEASURES_FILE).write_text(measures)
+    (directory / 'measures.json').write_text(measures)
     (directory / 'seeds.png').write_bytes(b'\x89PNG')
     store.copy_results(directory, results, study)
 
@@ -108,7 +107,7 @@ def test_a_study_continues_from_its_results_without_its_runs(tmp_path, hparams_o
     write_results(tmp_path / 'first', tmp_path / 'results', content, '{"mod": {}}')
 
     earlier = store.read_earlier(tmp_path / 'results', DESCRIPTION, PLAN)
-    assert earlier.measures == {'mod': {}}
+    assert earlier.measures == {'mod': {}} and not store.models_without_digest(earlier)
     second = tmp_path / 'second'
     while missing := store.progress(second, PLAN, earlier).missing:
         assert not {run.name for run in missing} & {run.name for run in half}
@@ -164,6 +163,14 @@ def test_results_never_lose_a_run(tmp_path, hparams_of, monkeypatch):
     study = store.collect(tmp_path / 'later', fewer, DESCRIPTION, hparams_of)
     with pytest.raises(ValueError, match='2 of its runs, such as .*, are not in this study; use'):
         write_results(tmp_path / 'later', results, study)
+    # Regression: another run of the same name replaced it without a word.
+    other = store.collect(first, PLAN, DESCRIPTION, hparams_of)
+    name = other['runs'][0]['run']
+    other['runs'][0]['state_sha256'] = 'another'
+    right = f'remove {tmp_path}/later/runs/{name} to keep that run, or use another --results$'
+    message = f'{name} has other weights there .state_sha256 {name[:8]}, not another.; {right}'
+    with pytest.raises(ValueError, match=f'^--results={results}: {message}'):
+        write_results(tmp_path / 'later', results, other)
     monkeypatch.setattr(os, 'fsync', lambda _: os.write(-1, b''))  # OSError, as if the disk is full
     study = store.collect(first, PLAN, DESCRIPTION | {'new': 1}, hparams_of)
     with pytest.raises(OSError, match='Bad file'):
@@ -175,7 +182,7 @@ def test_results_of_other_knobs_are_refused(tmp_path, hparams_of, monkeypatch):
     """Regression: runs of other knobs counted as finished if their steps and FLOPs were equal.
 
     Knobs that change nothing or only rounding may differ, and so may one that was added later, at
-    the value that older runs get. A study.json without digests is accepted.
+    the value that older runs get. A model whose runs have no digest is accepted, and gets none.
     """
     run = store.progress(tmp_path, PLAN).missing[0]
     hparams = hparams_of(run)
@@ -198,6 +205,11 @@ def test_results_of_other_knobs_are_refused(tmp_path, hparams_of, monkeypatch):
     with pytest.raises(ValueError, match=f'^--results: {message}.*; use another folder$'):
         store.check_earlier(earlier, run, other, 4)
     store.check_earlier(store.NO_RESULTS, run, other, 4)
+    old = content | {'settings_sha256': {}}
+    old = store.NO_RESULTS._replace(content=old, rows={row['run']: row for row in old['runs']})
+    assert store.models_without_digest(old) == {run.model_name}
+    grown = other_plan(seeds=(0, 1, 2))
+    assert store.collect(tmp_path, grown, DESCRIPTION, hparams_of, old)['settings_sha256'] == {}
     monkeypatch.setitem(store.OLDER_RUNS, 'later', 3)
     for value, same in ((3, True), (4, False)):
         knobs = dataclasses.asdict(hparams) | {'later': value}
@@ -264,30 +276,3 @@ def test_each_point_of_a_curve_is_the_mean_since_the_previous_point():
     rows = [{'step': step, 'loss': float(step)} for step in range(1, 101)]
     assert store.training_curve(rows, 4) == [[25, 13.0], [50, 38.0], [75, 63.0], [100, 88.0]]
     assert store.training_curve([{'step': 3, 'eval/loss': 1.0}], 4) == []
-
-
-def test_all_seeds_at_the_best_size_of_the_largest_budget_are_measured_once(tmp_path, monkeypatch):
-    """Of the variants that claims need, and of one that a config file adds."""
-    study = made_up()
-    added = [row for row in study['runs'] if row['variant'] == 'random']
-    study['runs'] += [row | {'variant': 'mine', 'run': f'mine of {row["run"]}'} for row in added]
-    expected = {
-        row['run']
-        for row in study['runs']
-        if row['variant'] in ('dense', 'mod', 'random', 'mine')
-        and row['budget'] == max(study['budgets'])
-        and row['at_best_size']
-    }
-    names = store.measured_runs(study)
-    assert set(names) == expected and len(names) == len(expected) >= 6
-    measured = []
-    monkeypatch.setattr(store, '_measure', lambda run: measured.append(run.name) or {'a': 1})
-    for _ in range(2):
-        store.write_measures(tmp_path, study)
-    assert measured == names
-    expected = dict.fromkeys(names, {'a': 1})
-    assert json.loads((tmp_path / 'measures.json').read_text()) == expected
-    # Regression: measures in a folder of results were lost after a larger budget was added.
-    earlier = store.NO_RESULTS._replace(measures={'smaller': {'a': 2}})
-    store.write_measures(tmp_path, study, earlier)
-    assert json.loads((tmp_path / 'measures.json').read_text()) == expected | earlier.measures
