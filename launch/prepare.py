@@ -7,7 +7,7 @@ python -m launch.prepare --input='a/*.parquet,b/*.jsonl' --text_field=content \\
 
 A document is a line of .jsonl, a row of .parquet, a record of .arrayrecord (a JSON object or the
 text itself), or any other text file, in UTF-8 or --encoding. Files may be compressed (.gz, .zst).
-Memory holds one document at a time. The disk needs about twice the size of the tokens.
+Memory holds some documents at a time. The disk needs about twice the size of the tokens.
 
 The same command continues after a kill, an interruption, or the correction of an unreadable file,
 unless bpe:N was trained on that file. The result does not depend on --processes.
