@@ -19,8 +19,8 @@ class JsonTokenizer(PieceTokenizer):
 
     Text that spells a special token is encoded as plain text. The template of the file is not
     applied. Byte-level BPE without a normalizer, `add_prefix_space` or added tokens that strip
-    spaces restores every UTF-8 text byte for byte. A suffix that ends words, such as '</w>', counts as a space. Raises ValueError,
-    one line, for a file that is not a tokenizer or has no separator.
+    spaces restores every UTF-8 text byte for byte. A suffix that ends words, such as '</w>', counts
+    as a space. Raises ValueError, one line, for a file that is not a tokenizer or has no separator.
     """
 
     def __init__(
