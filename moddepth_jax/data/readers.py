@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -15,7 +16,9 @@ from moddepth_jax.data.compression import (
     plain_file,
     plain_name,
 )
+from moddepth_jax.data.directory import parse_object
 
+_UNREAD = ('.xz', '.bz2', '.zip', '.7z', '.lz4', '.br')  # compressions
 _BATCH = 16  # rows or records in memory at a time
 _MOST_NAMES = 8  # in a message
 _WRITE_AGAIN = 'write the file again or leave it out'
@@ -237,10 +240,11 @@ def _parquet_spans(path, text_field, size, chunks):
 
 
 def _record_rows(path, name, text_field, span):
-    """Read records: JSON objects if the first one is an object, otherwise texts."""
+    """Read records: JSON objects if the first one that is not blank is an object, else texts."""
     size = path.stat().st_size
     with _open_records(path) as (read, count):
-        of_objects = count > 0 and read(0, 1)[0].lstrip().startswith(b'{')
+        records = (read(number, number + 1)[0] for number in range(count))
+        of_objects = next(filter(bytes.strip, records), b'').lstrip().startswith(b'{')
         stop = count if span.stop is None else span.stop
         for start in range(span.start, stop, _BATCH):
             for number, text in enumerate(read(start, min(start + _BATCH, stop)), start + 1):
@@ -295,7 +299,13 @@ def describe_formats() -> str:
 
 
 def _suffix(path):
-    return pathlib.Path(plain_name(path)).suffix.lower()
+    suffix = pathlib.Path(plain_name(path)).suffix.lower()
+    return '.jsonl' if suffix == '.ndjson' else suffix
+
+
+def has_format(path: pathlib.Path) -> bool:
+    """Return whether the name of a file says that it has one of FORMATS."""
+    return _suffix(path) in FORMATS
 
 
 def to_utf8(where: object, content: bytes, encoding: str) -> bytes:
@@ -333,15 +343,29 @@ def read_text(path: pathlib.Path, encoding: str) -> bytes:
         problem = f'more than the {_MAX_TEXT:,} bytes that one text may have'
         problem = f'{size:,} bytes, {problem}' if is_larger else problem
         raise BadText(path, 'too long', problem, 'split it into files or rows of a .jsonl')
-    return to_utf8(path, b''.join(pieces), encoding)
+    text = to_utf8(path, b''.join(pieces), encoding)
+    if _suffix(path) == '.json' and _has_object_lines(text):
+        problem = 'has a JSON object in each line'
+        raise BadText(path, 'lines of JSON', problem, 'rename it to .jsonl')
+    return text
+
+
+def _has_object_lines(text):
+    lines = filter(bytes.strip, text[:_PIECE].splitlines())
+    try:
+        return len([parse_object(line) for line in itertools.islice(lines, 2)]) == 2
+    except ValueError:
+        return False
 
 
 def may_be_text(path: pathlib.Path, encoding: str) -> bool:
     """Return whether to read a file that was found in a folder or by a glob.
 
-    It must be a regular file and not binary. Files with .txt or a suffix of FORMATS count as text.
+    It must be a regular file and not binary. Files with .txt or a suffix of FORMATS count as text,
+    also with a compression that `read_rows` refuses.
     """
-    if (promised := _suffix(path) in ('.txt', *FORMATS)) or not path.is_file():
+    inner = path.with_suffix('') if path.suffix.lower() in _UNREAD else path
+    if (promised := _suffix(inner) in ('.txt', *FORMATS)) or not path.is_file():
         return promised
     try:
         with open_plain(path) as (stream, _):
@@ -362,12 +386,16 @@ def read_rows(
 
     A .jsonl, in UTF-8, has a document in each line (blank lines are skipped), and a .parquet in
     each row, in the field or column `text_field`. An .arrayrecord has one in each record: the field
-    of a JSON object, or the record itself if the first record is not an object. Any other file is
-    one document in `encoding`. `name` is the name of the file in the names of its documents.
+    of a JSON object, or the record itself if the first record that is not blank is not an object.
+    Any other file is one document in `encoding`. `name` is the name of the file in the names of its
+    documents.
     """
     size, last = 0, None
     try:
         size = path.stat().st_size
+        if (suffix := path.suffix.lower()) in _UNREAD:
+            remedy = f'compress it as {" or ".join(SUFFIXES)}'
+            raise BadText(path, 'unreadable file', f'{suffix} is not read', remedy)
         if (kind := FORMATS.get(_suffix(path))) is None:
             yield Row(name, read_text(path, encoding), size)
             return
@@ -382,6 +410,9 @@ def as_bad_text(where: object, error: BadText | OSError) -> BadText:
     """Turn an OSError into a BadText that says why the file cannot be read; keeps a BadText."""
     if isinstance(error, BadText):
         return error
+    if error.errno is None and 'too much memory' in str(error):
+        remedy = 'compress it again without --long'
+        return BadText(where, 'unreadable file', 'its zstd window is too large', remedy)
     if error.errno is None:  # from a library
         problem = f'its data are damaged or cut off ({_one_line(error)})'
         return BadText(where, 'unreadable file', problem, _WRITE_AGAIN)

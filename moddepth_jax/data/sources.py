@@ -6,7 +6,6 @@ import pathlib
 import re
 
 from moddepth_jax.data import readers
-from moddepth_jax.data.compression import plain_name
 from moddepth_jax.data.directory import read_json
 from moddepth_jax.data.token_store import PLAN_FILE, PREPARED_FILE, is_started
 from moddepth_jax.hparams.checks import did_you_mean
@@ -64,14 +63,10 @@ def distinct_files(paths, root) -> list[pathlib.Path]:
     """Return the paths sorted below `root`; of several of one file the one with a known format."""
     ordered = sorted(paths, key=lambda path: os.path.relpath(path, root))
     chosen = {}
-    for path in sorted(ordered, key=lambda path: not _has_format(path)):
+    for path in sorted(ordered, key=lambda path: not readers.has_format(path)):
         chosen.setdefault(os.path.realpath(path), path)
     taken = set(chosen.values())
     return [path for path in ordered if path in taken]
-
-
-def _has_format(path):
-    return pathlib.Path(plain_name(path)).suffix.lower() in readers.FORMATS
 
 
 def check_source(source: str):

@@ -204,6 +204,29 @@ def test_records_of_plain_text_are_read_as_they_are(tmp_path):
     assert str(row.text) == message and row.text.reason == 'no field'
 
 
+def test_the_first_record_that_is_not_blank_decides(tmp_path):
+    """Regression: after an empty record, objects were read as texts of raw JSON."""
+    path = tmp_path / 'a.arrayrecord'
+    _write(path, [b'', b' ', b'{"text": "x"}'], group=1)
+    assert [row.text for row in _rows(path)][2:] == [b'x']
+
+
+def test_names_and_contents_of_json_files(tmp_path):
+    """Lines of JSON are also called .ndjson; another .json is one text."""
+    (tmp_path / 'a.ndjson').write_bytes(GOOD + GOOD)
+    assert [row.text for row in _rows(tmp_path / 'a.ndjson')] == [b'good', b'good']
+    for content in (b'{"text": "good"}\n', b'{\n"a": 1\n}\n', b'[\n{"a": 1},\n{"a": 2}\n]\n'):
+        (tmp_path / 'a.json').write_bytes(content)
+        assert [row.text for row in _rows(tmp_path / 'a.json')] == [content]
+
+
+def test_a_zstd_window_that_is_too_large_is_no_damage(tmp_path):
+    """Regression: a valid file was called damaged."""
+    error = OSError('zstd decompress error: Frame requires too much memory for decoding')
+    found = str(readers.as_bad_text('a.zst', error))
+    assert found == 'a.zst: its zstd window is too large; compress it again without --long'
+
+
 GOOD = b'{"text": "good"}\n'
 TWICE = pyarrow.table([['x'], ['y']], names=['text', 'text'])
 # Name of the file, its content, parts of the message.
@@ -226,6 +249,10 @@ BAD_FILES = [
     ('a.parquet', TWICE, ["2 columns are named 'text'; must be one"]),
     ('a.parquet', {'text': ['a', None]}, ["row 2: 'text' is null"]),
     ('a.arrayrecord', b'junk', ['not a readable arrayrecord file', '; write']),
+    # Regressions: a shard was one text of raw JSON; compressed texts were left out like pictures.
+    ('a.json', GOOD + GOOD, ['has a JSON object in each line; rename it to .jsonl']),
+    ('a.jsonl.xz', b'\xfd7zXZ\0', ['.xz is not read; compress it as .gz or .zst']),
+    ('a.txt.bz2', b'BZh9\0', ['.bz2 is not read; compress it as .gz or .zst']),
     ('b.txt', None, ['b.txt: cannot be read']),  # a broken link
 ]
 
