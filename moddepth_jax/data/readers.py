@@ -19,6 +19,7 @@ from moddepth_jax.data.compression import (
 from moddepth_jax.data.directory import parse_object
 
 _UNREAD = ('.xz', '.bz2', '.zip', '.7z', '.lz4', '.br')  # compressions
+_TEXTS = ('.txt', '.json', '.md', '.csv', '.tsv')  # inside of these
 _BATCH = 16  # rows or records in memory at a time
 _MOST_NAMES = 8  # in a message
 _WRITE_AGAIN = 'write the file again or leave it out'
@@ -240,20 +241,38 @@ def _parquet_spans(path, text_field, size, chunks):
 
 
 def _record_rows(path, name, text_field, span):
-    """Read records: JSON objects if the first one that is not blank is an object, else texts."""
+    """Read records: JSON objects if the first one that is not blank is an object, else texts.
+
+    Blank records between objects are skipped. An object with the text among texts is refused.
+    """
     size = path.stat().st_size
     with _open_records(path) as (read, count):
         records = (read(number, number + 1)[0] for number in range(count))
-        of_objects = next(filter(bytes.strip, records), b'').lstrip().startswith(b'{')
+        of_objects = _object(next(filter(bytes.strip, records), b'')) is not None
         stop = count if span.stop is None else span.stop
         for start in range(span.start, stop, _BATCH):
             for number, text in enumerate(read(start, min(start + _BATCH, stop)), start + 1):
                 where = f'{path}, record {number}'
+                if of_objects and not text.strip():
+                    continue
                 if of_objects:
                     text = _object_text(where, text, text_field, 'record')
+                elif text_field in (_object(text) or ()):
+                    problem = f'a JSON object with {text_field!r} after a record that is none'
+                    text = BadText(
+                        where, 'mixed records', problem, 'write objects only, or texts only'
+                    )
                 else:
                     text = _checked(where, text)
                 yield Row(f'{name}#{number}', text, size * (number - span.start) // count)
+
+
+def _object(text):
+    """Return the JSON object that a text is, or None."""
+    try:
+        return parse_object(text) if text.lstrip().startswith(b'{') else None
+    except ValueError:
+        return None
 
 
 def _record_spans(path, text_field, size, chunks):
@@ -351,21 +370,20 @@ def read_text(path: pathlib.Path, encoding: str) -> bytes:
 
 
 def _has_object_lines(text):
-    lines = filter(bytes.strip, text[:_PIECE].splitlines())
-    try:
-        return len([parse_object(line) for line in itertools.islice(lines, 2)]) == 2
-    except ValueError:
-        return False
+    lines = filter(bytes.strip, text[:_PIECE].removeprefix(codecs.BOM_UTF8).splitlines())
+    first = [_object(line) for line in itertools.islice(lines, 2)]
+    return len(first) == 2 and None not in first
 
 
 def may_be_text(path: pathlib.Path, encoding: str) -> bool:
     """Return whether to read a file that was found in a folder or by a glob.
 
     It must be a regular file and not binary. Files with .txt or a suffix of FORMATS count as text,
-    also with a compression that `read_rows` refuses.
+    and so do texts with a compression that `read_rows` refuses.
     """
-    inner = path.with_suffix('') if path.suffix.lower() in _UNREAD else path
-    if (promised := _suffix(inner) in ('.txt', *FORMATS)) or not path.is_file():
+    if path.suffix.lower() in _UNREAD:
+        return _suffix(path.with_suffix('')) in (*_TEXTS, *FORMATS)
+    if (promised := _suffix(path) in ('.txt', *FORMATS)) or not path.is_file():
         return promised
     try:
         with open_plain(path) as (stream, _):

@@ -39,7 +39,7 @@ def measures_of(study: dict, measures: dict[str, dict]) -> dict[str, dict]:
     return {
         name: each
         for name, each in measures.items()
-        if name in states and each.get('state_sha256') == states[name]
+        if states.get(name) and each.get('state_sha256') == states[name]
     }
 
 

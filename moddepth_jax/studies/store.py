@@ -177,14 +177,16 @@ def _check_kept(earlier, names, results):
 
 
 def states_of(study):
-    """Return the digests of the weights in study.json, by run name."""
-    return {row['run']: row['state_sha256'] for row in study['runs']}
+    """Return the digests of the weights in study.json by run name, None for runs that diverged."""
+    found = {row['run']: row['state_sha256'] for row in study['runs']}
+    return found | dict.fromkeys(study['diverged'])
 
 
 def _compare_state(directory, name, old, new, results):
-    """Raise ValueError if `state_sha256` of a run differs; `new` is None if the run diverged."""
+    """Raise ValueError if `state_sha256` of a run differs; it is None if the run diverged."""
     if old != new:
-        found = f'{name} has other weights there (state_sha256 {old[:8]}, not {str(new)[:8]})'
+        digests = [(digest or 'diverged')[:8] for digest in (old, new)]
+        found = f'{name} has other weights there (state_sha256 {digests[0]}, not {digests[1]})'
         right = (
             f'remove {run_directory(directory, name)} to keep that run, or use another --results'
         )

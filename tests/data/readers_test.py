@@ -208,7 +208,16 @@ def test_the_first_record_that_is_not_blank_decides(tmp_path):
     """Regression: after an empty record, objects were read as texts of raw JSON."""
     path = tmp_path / 'a.arrayrecord'
     _write(path, [b'', b' ', b'{"text": "x"}'], group=1)
-    assert [row.text for row in _rows(path)][2:] == [b'x']
+    assert [row.text for row in _rows(path)] == [b'x']
+
+
+def test_texts_may_look_like_json(tmp_path):
+    """Regression: a text that began with a brace was refused; objects after texts were texts."""
+    path = tmp_path / 'a.arrayrecord'
+    _write(path, [b'{\\bf Bold} text', b'{"n": 1}', GOOD], group=1)
+    *texts, last = (row.text for row in readers.read_rows(path, 'name', 'text'))
+    assert texts == [b'{\\bf Bold} text', b'{"n": 1}']
+    assert f"{path}, record 3: a JSON object with 'text' after a record" in str(last)
 
 
 def test_names_and_contents_of_json_files(tmp_path):
@@ -252,7 +261,8 @@ BAD_FILES = [
     # Regressions: a shard was one text of raw JSON; compressed texts were left out like pictures.
     ('a.json', GOOD + GOOD, ['has a JSON object in each line; rename it to .jsonl']),
     ('a.jsonl.xz', b'\xfd7zXZ\0', ['.xz is not read; compress it as .gz or .zst']),
-    ('a.txt.bz2', b'BZh9\0', ['.bz2 is not read; compress it as .gz or .zst']),
+    ('a.json.bz2', b'BZh9\0', ['.bz2 is not read; compress it as .gz or .zst']),
+    ('b.json', b'\xef\xbb\xbf' + GOOD + GOOD, ['has a JSON object in each line']),
     ('b.txt', None, ['b.txt: cannot be read']),  # a broken link
 ]
 

@@ -171,6 +171,12 @@ def test_results_never_lose_a_run(tmp_path, hparams_of, monkeypatch):
     message = f'{name} has other weights there .state_sha256 {name[:8]}, not another.; {right}'
     with pytest.raises(ValueError, match=f'^--results={results}: {message}'):
         write_results(tmp_path / 'later', results, other)
+    # Regression: so did one that had diverged there.
+    study = store.collect(first, PLAN, DESCRIPTION, hparams_of)
+    rows = [row for row in study['runs'] if row['run'] != name]
+    write_results(first, tmp_path / 'lost', study | {'runs': rows, 'diverged': [name]})
+    with pytest.raises(ValueError, match=f'state_sha256 diverged, not {name[:8]}'):
+        write_results(first, tmp_path / 'lost', study)
     monkeypatch.setattr(os, 'fsync', lambda _: os.write(-1, b''))  # OSError, as if the disk is full
     study = store.collect(first, PLAN, DESCRIPTION | {'new': 1}, hparams_of)
     with pytest.raises(OSError, match='Bad file'):
