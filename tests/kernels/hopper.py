@@ -169,9 +169,9 @@ def resources(function, *arrays) -> list[tuple]:
     # Without a GPU each compilation symbolizes a stack trace, four fifths of its time.
     os.environ.setdefault('LLVM_DISABLE_SYMBOLIZATION', '1')
     # JAX takes the first ptxas on PATH.
-    os.environ['PATH'] = os.pathsep.join(
-        [os.path.dirname(cuda_program('ptxas')), os.environ['PATH']]
-    )
+    folder, path = os.path.dirname(cuda_program('ptxas')), os.environ['PATH']
+    if not path.startswith(f'{folder}{os.pathsep}'):
+        os.environ['PATH'] = f'{folder}{os.pathsep}{path}'
     with an_h200():
         lowered = jax.jit(function).lower(*on_hopper(arrays))
     with tempfile.TemporaryDirectory() as dump, captured_output() as output:
