@@ -228,4 +228,9 @@ def zeros(shape, dtype=jnp.float32):
 
 def iota(shape, dimension, layout=LAYOUT):
     """Return the index along a dimension, int32."""
-    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)
+    if len(shape) == 1:
+        return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)
+    # Computed for each element, the index of a thread's 2 rows would take a register for each
+    # column.
+    line = iota(shape[dimension : dimension + 1], 0, layout.reduce(1 - dimension))
+    return lax.broadcast_in_dim(line, shape, [dimension])

@@ -87,7 +87,7 @@ def _forward(g, s, sizes, scale):
         highest = common.load(s.lse.at[item], LAYOUT.reduce(0), optimized=False) * common.LOG2E
         sums = common.load(s.o.at[buffer].T, TRANSPOSED)
         sums = plgpu.layout_cast(sums.astype(jnp.float32), LAYOUT)
-        row = plgpu.broadcasted_iota(jnp.int32, scores_shape, 0, layout=LAYOUT)
+        row = common.iota(scores_shape, 0)
         before = common.by_column(jnp.where(highest == -jnp.inf, 0.0, 1.0), scores_shape)
         carry = highest, jnp.where(row == 0, before, 0.0), sums
         chunks = functools.partial(join, item, has_token)

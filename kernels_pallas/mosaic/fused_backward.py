@@ -281,14 +281,14 @@ class _Sums:
         full, buffer = self._buffer(step)
         rows = matrix(buffer, sizes)
         if self.fresh:
-            old = zeros((ROWS, self.columns), buffer.dtype)
+            new = (more * factor).astype(buffer.dtype)  # 0 for hidden slots, whose weights are 0
         else:
             plgpu.barrier_wait(full)
             old = body.load_rows(rows, sizes)
-        tile, chunk, octet = self.at()
-        shown = by_row(body.shown_rows(self.refs, tile, octet, chunk, sizes), old.shape)
-        new = (old.astype(jnp.float32) + more * factor).astype(old.dtype)
-        new = jnp.where(shown != 0, new, old)  # hidden slots keep their bits
+            tile, chunk, octet = self.at()
+            shown = by_row(body.shown_rows(self.refs, tile, octet, chunk, sizes), old.shape)
+            new = (old.astype(jnp.float32) + more * factor).astype(old.dtype)
+            new = jnp.where(shown != 0, new, old)  # hidden slots keep their bits
         body.store_matrix(rows, new, sizes)
         self.write(step, buffer)
         if not self.fresh or self.buffers < self.steps:
@@ -345,10 +345,14 @@ def _over_slots(refs, shared, place, of, sizes, dq, fresh):
         weights = jnp.exp2(scores * sizes.factor - by_query(refs.lse))
         weights = jnp.where(keep, weights, 0.0)
         plgpu.barrier_wait(shared.slots_full.at[v_stage])
+        if not sizes.masked:  # else each chunk may have hidden slots; clearing costs more then
+            body.clear_hidden(v, refs, tile, octet, chunk, sizes)
         dweights = add_product(None, do, v, sizes, shape, transpose=True)
         plgpu.barrier_arrive(shared.used.at[v_stage])
-        # Values of hidden slots may be NaN. Tested by the weights: `keep` would take 32 registers.
-        dscores = jnp.where(weights > 0, weights * (dweights - by_query(refs.delta)), 0.0)
+        dscores = weights * (dweights - by_query(refs.delta))
+        if sizes.masked:
+            # Values of hidden slots may be NaN. By the weights: `keep` would take 32 registers.
+            dscores = jnp.where(weights > 0, dscores, 0.0)
         dscores, weights = dscores.astype(dtype), weights.astype(dtype)
         dq = add_product(dq, dscores, k, sizes)
         plgpu.barrier_arrive(shared.used.at[k_stage])

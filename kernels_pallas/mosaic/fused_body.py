@@ -78,27 +78,27 @@ def _first_keys(refs, tile, token, sizes):
     return None if first is None else first - tile.base
 
 
-def _hide_by_place(scores, tile, token, start, sizes, first):
-    """Hide keys after each row's token, or before its first visible key."""
-    shape = scores.shape
+def _hide_by_place(x, start, hidden, tile, token, sizes, first):
+    """Set x to `hidden` for keys after each row's token, or before its first visible key."""
+    shape = x.shape
     keys = start + iota(shape, 1)
     visible = token - tile.base + sizes.token_of(iota(shape, 0)) >= keys
-    scores = jnp.where(visible, scores, -jnp.inf)
-    return scores if first is None else jnp.where(by_row(first, shape) <= keys, scores, -jnp.inf)
+    x = jnp.where(visible, x, hidden)
+    return x if first is None else jnp.where(by_row(first, shape) <= keys, x, hidden)
 
 
-def _hide_by_id(scores, refs, tile, token, start, sizes):
-    """Hide keys after each row's token, outside its window or with another id."""
-    shape, group = scores.shape, lax.div(token, sizes.tokens)
+def _hide_by_id(x, start, hidden, refs, tile, token, sizes):
+    """Set x to `hidden` for keys after each row's token, outside its window or with another id."""
+    shape, group = x.shape, lax.div(token, sizes.tokens)
     distance = token - tile.base + sizes.token_of(iota(shape, 0))
     distance -= start + iota(shape, 1)
-    scores = jnp.where(distance >= 0, scores, -jnp.inf)
+    x = jnp.where(distance >= 0, x, hidden)
     if sizes.window:
-        scores = jnp.where(distance < sizes.window, scores, -jnp.inf)
+        x = jnp.where(distance < sizes.window, x, hidden)
     own = load(refs.row_ids.at[tile.batch, group], LAYOUT.reduce(1), optimized=False)
     ids = refs.ids.at[tile.batch, pl.ds(tile.base + start, shape[1])]
     ids = load(ids, LAYOUT.reduce(0), optimized=False)
-    return jnp.where(by_row(own, shape) == by_column(ids, shape), scores, -jnp.inf)
+    return jnp.where(by_row(own, shape) == by_column(ids, shape), x, hidden)
 
 
 def over_keys(refs, place, sizes, one, carry, halves=1):
@@ -108,8 +108,8 @@ def over_keys(refs, place, sizes, one, carry, halves=1):
       refs: arrays by name.
       place: function that returns (tile, first token of the warpgroup).
       sizes: `Sizes`.
-      one: function. Its hide(scores, start=first key) masks scores; None: all are visible. It
-        splits a block of keys into `halves`, 1 or 2.
+      one: function. Its hide(x, first key, value) sets x to a value for hidden keys; None: all
+        are visible. It splits a block of keys into `halves`, 1 or 2.
       carry: arrays.
       halves: number of parts of a block, unless ids are compared, which needs 2.
     """
@@ -161,7 +161,7 @@ def _attend_keys(refs, shared, place, warpgroup, sizes, carry):
             if half == halves - 1:
                 plgpu.barrier_arrive(shared.used.at[k_stage])
             if hide is not None:
-                scores = hide(scores, start=block * KEYS + start)
+                scores = hide(scores, block * KEYS + start, -jnp.inf)
             weights, acc, highest, total = _soften(scores, acc, highest, total, sizes.factor)
             total += weights.sum(axis=1)
             narrow = weights.astype(dtype)

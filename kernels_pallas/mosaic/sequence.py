@@ -139,9 +139,10 @@ def dq_over_keys(refs, shared, place, warpgroup, sizes):
         for half in range(halves):
             k, v = (body.half_of(shared, x, half, halves, sizes) for x in (k_stage, v_stage))
             scores = add_product(None, q, k, sizes, shape, transpose=True)
-            if hide is not None:
-                scores = hide(scores, start=block * KEYS + half * shape[1])
             weights = jnp.exp2(scores * sizes.factor - by_row(lse, shape))
+            if hide is not None:
+                # Of scores of -inf LLVM makes a product and a difference, not one instruction.
+                weights = hide(weights, block * KEYS + half * shape[1], 0.0)
             dweights = add_product(None, do, v, sizes, shape, transpose=True)
             dscores = (weights * (dweights - by_row(delta, shape))).astype(dtype)
             dq = add_product(dq, dscores, k, sizes)
@@ -271,18 +272,18 @@ def _compute_dkv(refs, shared, warpgroup, sizes):
     def by_query(ref, at, start):
         return load(ref.at[*at, pl.ds(start, shape[1])], LAYOUT.reduce(0), optimized=False)
 
-    def hide(scores, keys, key, tile, start):
+    def hide(weights, keys, key, tile, start):
         token = sizes.token_of(start + iota(shape, 1))
         distance = tile * sizes.tokens - key + token - iota(shape, 0)
-        scores = jnp.where(distance >= 0, scores, -jnp.inf)
+        weights = jnp.where(distance >= 0, weights, 0.0)
         if sizes.window:
-            scores = jnp.where(distance < sizes.window, scores, -jnp.inf)
+            weights = jnp.where(distance < sizes.window, weights, 0.0)
         if not sizes.documents:
-            return scores
+            return weights
         own = refs.key_ids.at[keys.batch, lax.div(key, ROWS)]
         own = by_row(load(own, LAYOUT.reduce(1), optimized=False), shape)
         ids = by_column(by_query(refs.row_ids, (keys.batch, tile), start), shape)
-        return jnp.where(own == ids, scores, -jnp.inf)
+        return jnp.where(own == ids, weights, 0.0)
 
     def part_of(stage, side, start):
         octet = side * (ROWS // OCTET) + lax.div(start, OCTET)
@@ -298,10 +299,10 @@ def _compute_dkv(refs, shared, warpgroup, sizes):
             start = j * shape[1]
             q, do = (part_of(stage, side, start) for side in range(2))
             scores = add_product(None, k, q, sizes, shape, transpose=True)
-            if masked:
-                scores = hide(scores, keys, key, tile, start)
             lse = by_column(by_query(refs.lse, at, start), shape)
             weights = jnp.exp2(scores * sizes.factor - lse)
+            if masked:
+                weights = hide(weights, keys, key, tile, start)
             dv = add_product(dv, weights.astype(dtype), do, sizes)
             dweights = add_product(None, v, do, sizes, shape, transpose=True)
             delta = by_column(by_query(refs.delta, at, start), shape)

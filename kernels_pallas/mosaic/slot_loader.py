@@ -238,8 +238,7 @@ class SlotLoader:
     def shown(self, chunk, has_token, s, stage):
         """Return float32 [64], 1 for visible slots of a chunk; has_token: the item has a token."""
         layout = LAYOUT.reduce(1)
-        slot = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout)
-        slot += self.base + chunk * CHUNK
+        slot = self.base + chunk * CHUNK + common.iota((CHUNK,), 0, layout)
         end = jnp.where(has_token, self.end, 0) if self.sizes.mapped else self.end
         ones = jnp.where((slot >= self.first) & (slot < end), 1.0, 0.0)
         return ones * common.load(s.shown.at[stage], layout) if self.sizes.masked else ones
