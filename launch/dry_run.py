@@ -22,6 +22,15 @@ from moddepth_jax.data.directory import read_json
 JSON = flags.DEFINE_string('json', None, 'File for the result of --dry_run.')
 
 MOST_DEVICES = 1024
+FIELDS = {  # of a result that `table` reads
+    'command': list,
+    **dict.fromkeys(('devices', 'rows', 'length'), int),
+    'mesh': dict,
+    'bytes': dict.fromkeys(('parameters', 'optimizer', 'peak'), int),
+    'flops': {'executed': float},
+    'sent_bytes': float,
+    'estimates': dict,
+}
 
 
 def run(hparams, mesh_spec: str):
@@ -76,7 +85,7 @@ def main(argv):
         given = ' '.join(argv[1:]) or 'no argument'
         raise ValueError(f'{given}: must be table or again, then one FILE of --json or more')
     right = 'must be what launch.train --dry_run --json wrote'
-    results = {path: read_json(pathlib.Path(path), right, {'command': list}) for path in argv[2:]}
+    results = {path: read_json(pathlib.Path(path), right, FIELDS) for path in argv[2:]}
     for path in (path for path, result in results.items() if result is None):
         raise ValueError(f'{path}: no such file; {right}')
     if argv[1] == 'table':

@@ -11,7 +11,6 @@ import shutil
 
 from moddepth_jax.data.directory import read_json
 
-NOTE_FILE = 'convert.json'
 IMPORT = 'hugging face'  # `from` in the note of an import
 SOURCE_FILES = 'hugging_face'  # folder of a run with other files of the imported checkpoint
 
@@ -78,6 +77,8 @@ def atomic_folder(flag: str, folder: str):
 
 def read_note(workdir: str) -> dict:
     """Return the content of convert.json; {} if the run was not converted."""
+    from moddepth_jax.training.run_dir import NOTE_FILE
+
     return read_json(pathlib.Path(workdir) / NOTE_FILE, 'convert the model again') or {}
 
 
@@ -102,6 +103,7 @@ def branch_run(source: str, step: int | None, workdir: str) -> tuple[int, int]:
     from moddepth_jax.training.manifest import read_manifest
     from moddepth_jax.training.run_dir import (
         CONFIG_FILE,
+        NOTE_FILE,
         SOURCE_FILE,
         checkpoint_steps,
         missing_step,
@@ -171,7 +173,12 @@ def write_new_run(
 
     from moddepth_jax.training.checkpoint import Checkpoints
     from moddepth_jax.training.plan import resolve_steps
-    from moddepth_jax.training.run_dir import open_workdir, save_source, save_tokenizer
+    from moddepth_jax.training.run_dir import (
+        NOTE_FILE,
+        open_workdir,
+        save_source,
+        save_tokenizer,
+    )
     from moddepth_jax.training.summary import initial_metadata
     from moddepth_jax.training.train_step import TrainState, init_optimizer
 

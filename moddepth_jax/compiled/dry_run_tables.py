@@ -1,5 +1,7 @@
 """Formats the results of dry runs as lines and tables."""
 
+import re
+
 import rich.console
 import rich.text
 
@@ -129,8 +131,9 @@ def markdown(results: list[dict]) -> str:
     )
     rows = []
     for one in results:
-        (config,) = (part for part in one['command'] if part.startswith('--config='))
-        config = config.removeprefix('--config=configs/').replace('.py', '')
+        # absl takes one dash or two, and a value after = or as the next argument.
+        config = re.search(r'(?:^| )--?config[ =](\S*)', ' '.join(one['command']))
+        config = config[1].removeprefix('configs/').replace('.py', '') if config else ''
         (estimate,) = one['estimates'].values()
         cells = (
             str(one['rows'] * one['length'] // one['devices']),

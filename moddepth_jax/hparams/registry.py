@@ -17,7 +17,7 @@ class Registry(collections.abc.Mapping):
     Args:
       name: the variable that holds this registry, as it stands in `module`.
       knob: dotted name of the knob, for error messages.
-            module: the module or package that registers this project's own choices.
+      module: the module or package that registers this project's own choices.
       base: the class in `module` that a choice must be a subclass of; '': none.
     """
 

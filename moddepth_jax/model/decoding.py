@@ -94,7 +94,7 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
 
     Args:
       unrolled: the variables that `unroll` returns.
-      tokens_BT: int, the prompts, each followed by padding.
+      tokens_BT: int, the prompts, each followed by padding; T is at most data.sequence_length.
       segment_ids_BT: int, 0 for padding.
       hparams: those of the model.
       routing: the causal rule.
@@ -107,6 +107,8 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
     """
     check_causal(hparams, routing)
     batch, length = tokens_BT.shape
+    if length > (most := hparams.data.sequence_length):
+        raise ValueError(f'prompts of {length} tokens; must be at most data.sequence_length={most}')
     tokens = _with_turns(unrolled, token_info(hparams, tokens_BT, segment_ids_BT))
     x_BTD = _embed(unrolled, hparams, tokens_BT)
     embedded_BTD = embedded_input(hparams.model, x_BTD)
@@ -187,7 +189,7 @@ def extend(unrolled, cache: Cache, tokens_BT, begins_BT, branches_BT, *, hparams
     Args:
       unrolled: the variables that `unroll` returns.
       cache: the earlier tokens.
-      tokens_BT: int, the new tokens.
+      tokens_BT: int, the new tokens. Positions from data.sequence_length on are not known.
       begins_BT: bool, tokens that begin a document.
       branches_BT: the branch of each token. All True: one branch. Numbers above 0: several
         branches, one after another. Each continues from the cache as if it were alone; then no

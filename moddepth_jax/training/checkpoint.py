@@ -90,13 +90,14 @@ class Checkpoints(contextlib.AbstractContextManager):
     own parts of the arrays. Only process 0 verifies, removes and writes manifests.
 
     Attributes:
+      directory: absolute path.
       skipped: a line for each checkpoint that the last `restore` skipped, newest first.
     """
 
     def __init__(self, directory: str | os.PathLike, keep: int):
         self.skipped: list[str] = []
-        self._directory = pathlib.Path(os.path.abspath(directory))
-        self._alias = _plain_alias(self._directory)
+        self.directory = pathlib.Path(os.path.abspath(directory))
+        self._alias = _plain_alias(self.directory)
         self._keep = keep
         self._verified = set()
         self._pending = self._vote = None
@@ -171,14 +172,14 @@ class Checkpoints(contextlib.AbstractContextManager):
         finally:
             self._thread.shutdown()
             self._orbax.close()
-            if self._alias != self._directory:
+            if self._alias != self.directory:
                 self._alias.unlink(missing_ok=True)
 
     def _path(self, step, *names):
-        return self._directory.joinpath(str(step), *names)
+        return self.directory.joinpath(str(step), *names)
 
     def _all_steps(self):
-        names = (path.name for path in self._directory.glob('[0-9]*'))
+        names = (path.name for path in self.directory.glob('[0-9]*'))
         return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
     def _find_newest(self, abstract_states, at):
@@ -196,7 +197,7 @@ class Checkpoints(contextlib.AbstractContextManager):
                 old, new = (side.get(path, 'absent') for side in (saved, wanted[0]))
                 found = f'{path} is {old} in the checkpoint and {new} in this run'
                 right = 'use the config it was saved with'
-                raise ValueError(f'checkpoint {step} in {self._directory}: {found}; {right}')
+                raise ValueError(f'checkpoint {step} in {self.directory}: {found}; {right}')
             index, metadata = wanted.index(saved), content['metadata']
             return {'step': step, 'metadata': metadata, 'index': index, 'skipped': skipped}
         return {'step': None, 'skipped': skipped}
@@ -290,7 +291,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         full = any(text in reason for text in _DISK_FULL)
         remedy = 'free disk space there' if full else 'fix that'
         again = f'the same command resumes after step {kept[-1]}' if kept else 'start again'
-        where = f'checkpoint {step} in {self._directory}: not saved'
+        where = f'checkpoint {step} in {self.directory}: not saved'
         return SaveError(f'{where}, {reason}; steps kept: {steps}; {remedy}, then {again}')
 
     def _remove(self, step):

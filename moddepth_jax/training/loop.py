@@ -28,11 +28,13 @@ from moddepth_jax.training.plan import (
     stage_at,
 )
 from moddepth_jax.training.preemption import PreemptionHandler
-from moddepth_jax.training.profile import Profile, check_profiled
+from moddepth_jax.training.profile import PROFILE_DIRECTORY, Profile, check_profiled
 from moddepth_jax.training.progress import Progress
 from moddepth_jax.training.run_dir import (
+    check_fresh,
     check_source,
     check_writable,
+    has_teacher,
     open_workdir,
     save_source,
     save_tokenizer,
@@ -65,6 +67,7 @@ MAY_CHANGE = (  # knobs that a resumed run may change: no trained bit depends on
 )
 IF_EXTENDED = ('optimizer.schedule', 'optimizer.decay_fraction', 'optimizer.final_fraction')
 IF_TOP_C = ('model.routing.cache_capacity', 'model.routing.overflow')  # used in inference only
+IF_MOVED = ('training.distill_from',)  # a directory; `load_teacher` compares what it holds
 KEPT = (  # metadata that a resumed run takes over
     *('seconds', 'train_loss', 'learning_rate', 'peak_memory'),
     *('extended', 'metrics', 'metrics_problems', 'teacher'),
@@ -134,7 +137,8 @@ def train(
         may_change += IF_EXTENDED
 
     def open_run():
-        lines = open_workdir(workdir, config, may_change)  # writes nothing to an existing run
+        moved = IF_MOVED if hparams.training.distill_from and has_teacher(workdir) else ()
+        lines = open_workdir(workdir, config, may_change + moved)  # writes to a new run only
         check_source(workdir, source, hparams)
         return lines
 
@@ -147,6 +151,8 @@ def train(
         multihost.check_shared_directory(workdir)
         folder = workdir / 'checkpoints'
         multihost.run_on_leader(lambda: check_writable(folder))
+        if profiled:
+            multihost.run_on_leader(lambda: check_writable(workdir / PROFILE_DIRECTORY))
         checkpoints = stack.enter_context(Checkpoints(folder, hparams.training.keep_checkpoints))
         stack.enter_context(multihost.exit_on_lost_process())
 
@@ -164,19 +170,21 @@ def train(
             tokens = hparams.data.batch_size * hparams.data.sequence_length
             silent = not multihost.is_leader()
             progress = outputs.enter_context(Progress(num_steps, first_step, tokens, silent=silent))
-            writer = multihost.run_on_leader(
-                lambda: outputs.enter_context(_open_metrics(workdir, state, metadata, wandb))
-            )
 
-            def write_files():
+            def open_files():
+                sinks = _open_sinks(workdir, state, wandb)  # first, since W&B may fail to start
                 update_config(workdir, config, metadata['extended'])
                 save_source(workdir, source)
                 save_tokenizer(workdir, hparams, dataset.tokenizer)
                 # A run that goes on is not finished, also if it was before its extension.
                 goes_on = first_step < num_steps
-                return keep_earlier(workdir, SUMMARY_FILE, first_step) if goes_on else ''
+                kept = keep_earlier(workdir, SUMMARY_FILE, first_step) if goes_on else ''
+                # After `keep_earlier`, since it drops later rows.
+                writer = MetricsWriter(workdir, first_step, sinks, metadata['metrics'])
+                return outputs.enter_context(writer), kept
 
-            if kept := multihost.run_on_leader(write_files):  # after W&B, which may fail to start
+            writer, kept = multihost.run_on_leader(open_files) or (None, '')
+            if kept:
                 again = f'no checkpoint after step 0 in {folder}: starts there; '
                 notes.append(f'{"" if first_step else again}kept: {kept}')
 
@@ -225,20 +233,20 @@ def train(
     return Run(trained, workdir, state, dataset, summary)
 
 
-def _open_metrics(workdir, state, metadata, wandb):
-    """Open the MetricsWriter of a run, which passes rows to TensorBoard and, if named, to W&B."""
-    first_step = int(state.step)
-    sinks = [TensorBoardWriter(workdir, first_step)]
+def _open_sinks(workdir, state, wandb):
+    """Return what gets the rows of metrics: TensorBoard and, if named, W&B."""
+    sinks = [TensorBoardWriter(workdir, int(state.step))]
     if wandb:
         sinks.append(WandbWriter(workdir, wandb, dataclasses.asdict(state.hparams)))
-    return MetricsWriter(workdir, first_step, sinks, metadata['metrics'])
+    return sinks
 
 
 def restore_or_init(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints) -> tuple:
     """Restore the newest good checkpoint, or make a fresh state; placed by `state_shardings`.
 
     Every process calls this. Returns (TrainState, metadata of its next checkpoint, lines for the
-    user). Raises ValueError, one line, for a checkpoint of other data, steps or stage.
+    user). Raises ValueError, one line, for a checkpoint of other data, steps or stage, and without
+    a good one in a run that launch.convert made.
     """
     multihost.warm_up_collectives(mesh)
     initial = jax.jit(lambda: init_state(hparams, num_steps))
@@ -247,6 +255,8 @@ def restore_or_init(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints
     # Runs that are older than the averages have none.
     restored = checkpoints.restore(abstract, abstract.replace(averages={}))
     if restored is None:
+        run = checkpoints.directory.parent
+        multihost.run_on_leader(lambda: check_fresh(run, checkpoints.skipped))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         return jax.jit(initial, out_shardings=shardings)(), metadata, checkpoints.skipped
     state, step, stored = restored

@@ -57,7 +57,7 @@ class PreemptionHandler:
         name = signal.Signals(number).name
         line = f'{name}: stopping after this step, then saving'
         if number == signal.SIGINT:
-            line += ' (Ctrl-C again: stop at once, unsaved)'
+            line += ' (Ctrl-C again: stop without saving)'
         if self.signal_name is None or number == signal.SIGINT:
             # Not `print`, which raises if the handler interrupted a write to the same stream.
             os.write(2, f'{line}\n'.encode())

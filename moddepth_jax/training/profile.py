@@ -6,6 +6,8 @@ import shlex
 
 import jax
 
+from moddepth_jax.training import multihost
+
 PROFILE_DIRECTORY = 'profile'
 
 
@@ -38,19 +40,30 @@ class Profile(contextlib.AbstractContextManager):
         """Return whether to end the trace when `step` steps are done."""
         return self._tracing and step >= self.last
 
-    def start(self):
-        """Start the trace."""
-        jax.profiler.start_trace(self.folder)
+    def start(self) -> str:
+        """Start the trace; returns a line for the user if that fails, otherwise ''."""
+        try:
+            jax.profiler.start_trace(self.folder)
+        except (OSError, RuntimeError) as error:
+            return self._failed(error)
         self._tracing = True
+        return ''
 
     def stop(self) -> str:
         """Write the trace; returns a line for the user, or '' without a trace."""
         if not self._tracing:
             return ''
         self._tracing = False
-        jax.profiler.stop_trace()
+        try:
+            jax.profiler.stop_trace()
+        except (OSError, RuntimeError) as error:  # such as a full disk, which does not end a run
+            return self._failed(error)
         quoted = shlex.quote(str(self.folder))
         return f'profile   {self.folder}: open it with xprof --logdir={quoted}'
+
+    def _failed(self, error):
+        self.last = 0  # one try
+        return f'profile   {self.folder}: not written: {multihost.one_line(error)}'
 
     def step(self, number: int):
         """A context that names step `number` (from 0) in the trace."""

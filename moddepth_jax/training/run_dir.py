@@ -21,6 +21,7 @@ from moddepth_jax.training.manifest import MANIFEST_FILE
 
 CONFIG_FILE = 'config.json'
 SUMMARY_FILE = 'summary.json'  # a finished run has one
+NOTE_FILE = 'convert.json'  # of launch.convert
 SOURCE_FILE = 'config.py'  # copy of the --config file, which may define what the config names
 SCHEMA_VERSION = 1
 # Knobs that were added later, with the values that keep the behavior of older runs.
@@ -256,6 +257,26 @@ def read_finished(path: str | os.PathLike) -> dict:
     return config
 
 
+def has_teacher(path: str | os.PathLike) -> bool:
+    """Return whether `path` has a config.json of a run with a teacher."""
+    if not (pathlib.Path(path) / CONFIG_FILE).exists():
+        return False
+    training = read_config(path)[0].get('training')
+    return isinstance(training, dict) and bool(training.get('distill_from'))
+
+
+def check_fresh(path: str | os.PathLike, skipped: list[str]):
+    """Raise ValueError, one line, unless a run without a good checkpoint may start at step 0.
+
+    A run of launch.convert may not, since it began from other parameters. `skipped` has a line for
+    each bad checkpoint.
+    """
+    if (pathlib.Path(path) / NOTE_FILE).exists():
+        found = f'{NOTE_FILE} says that it began from converted parameters, and it has no good '
+        found += f'checkpoint ({skipped[0] if skipped else "none is there"})'
+        raise ValueError(f'--workdir={path}: {found}; convert it again, into another folder')
+
+
 def check_writable(folder: pathlib.Path):
     """Raise ValueError, one line, if `folder` exists but is not a writable directory."""
     usable = folder.is_dir() and os.access(folder, os.R_OK | os.W_OK | os.X_OK)
@@ -273,7 +294,7 @@ def check_source(path: str | os.PathLike, source: str | os.PathLike | None, hpar
     if source is None or not file.is_file() or not checkpoint_steps(path):
         return
     added = next(filter(None, (table.added(hparams) for table in registry.ALL)), None)
-    kept, new = (pathlib.Path(each).read_text(encoding='utf-8') for each in (file, source))
+    kept, new = (pathlib.Path(each).read_bytes() for each in (file, source))
     if added and kept != new:
         stored = shlex.quote(os.fspath(file.with_name(CONFIG_FILE)))
         found = f'{source} differs from its {SOURCE_FILE}, and may define {added} anew'
@@ -284,10 +305,10 @@ def check_source(path: str | os.PathLike, source: str | os.PathLike | None, hpar
 def save_source(path: str | os.PathLike, source: str | os.PathLike | None):
     """Copy the --config file into the directory of a run; with None there is no such file."""
     if source is not None:
-        text = pathlib.Path(source).read_text(encoding='utf-8')
+        content = pathlib.Path(source).read_bytes()
         file = pathlib.Path(path) / SOURCE_FILE
-        if not file.is_file() or file.read_bytes() != text.encode():
-            write_atomically(file, text)
+        if not file.is_file() or file.read_bytes() != content:
+            write_atomically(file, content)
 
 
 def build_stored(path: str | os.PathLike, config: dict) -> Hparams:

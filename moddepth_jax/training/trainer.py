@@ -71,7 +71,8 @@ class Trainer:
             step_fn = self._step_fn(step)
             if self.profile.begins(step):
                 with self._paused():
-                    self.profile.start()
+                    if line := self.profile.start():
+                        self.progress.note(line)
             with jax.transfer_guard('disallow'), self.profile.step(step):
                 self._dispatch(step_fn, step)
             done = step + 1

@@ -66,6 +66,12 @@ def test_page_has_the_table_of_the_committed_files(tmp_path):
     assert done.status == 0, done.stderr
     assert done.stdout.strip() == markdown(found)
     assert markdown(found) in (ROOT / 'docs' / 'scale.md').read_text()
+    # Other spellings of a flag that absl takes too.
+    spelled = [word for part in found[0]['command'] for word in part.split('=', 1)]
+    assert markdown([found[0] | {'command': spelled}]) == markdown(found[:1])
+    (tmp_path / 'cut.json').write_text(json.dumps(found[0] | {'mesh': None}))
+    done = call('dry_run', 'table', 'cut.json', cwd=tmp_path)
+    assert done.status == 2 and 'cut.json: mesh=None; must be' in done.stderr
 
 
 @pytest.mark.slow

@@ -308,6 +308,15 @@ def test_a_step_changes_no_bit_of_an_inactive_row(tiny_config):
     np.testing.assert_array_equal(after.lengths_B - before.lengths_B, active_B)
 
 
+def test_a_prompt_longer_than_the_context_is_refused(tiny_config):
+    """Regression: all further tokens had the position of the last one."""
+    hparams = from_config(tiny_config())
+    tokens_BT = np.zeros((1, hparams.data.sequence_length + 1), int)
+    with pytest.raises(ValueError, match='33 tokens; must be at most data.sequence_length=32'):
+        prefill({}, tokens_BT, tokens_BT, hparams=hparams, routing='dense', capacity=40,
+                routed_capacity=None)  # fmt: skip
+
+
 def test_buckets_are_few_and_hold_any_number():
     """Buckets are 0, an eighth, a quarter, a half and all of the rows."""
     assert batch_buckets(1) == (0, 1)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 
 import jax
@@ -103,6 +104,11 @@ def finished(run_hparams, programs, tmp_path_factory):
     """A run that was not interrupted; tests only read it."""
     with persistent_compilation_cache(programs):
         return loop.train(run_hparams, tmp_path_factory.mktemp('finished') / 'run')
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    return shutil.copytree(finished.workdir, tmp_path / 'copied')
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from moddepth_jax.training.plan import loops_at, run_flops
 from moddepth_jax.training.run_dir import read_finished
 from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.summary import describe
-from tests.data.prepared_text import prepare, write_texts
+from tests.data.prepared_text import prepare, refusal, write_texts
 from tests.faults.runs import TIMES, rows_of
 from tests.training.conftest import NUM_STEPS
 
@@ -37,11 +37,6 @@ STAGED = {
 LOOPED = {'model.looped_layers': 'all', 'model.loops': 2, 'training.loops': (1, 3), 'seed': 2}
 DROPPING = {'choice': 'token', 'num_noop': 2, 'row_capacity': 4}
 pytestmark = pytest.mark.usefixtures('compiled_once')
-
-
-@pytest.fixture
-def copied(finished, tmp_path):
-    return shutil.copytree(finished.workdir, tmp_path / 'copied')
 
 
 def changed(hparams, group, **knobs):
@@ -92,6 +87,26 @@ def test_metrics_have_a_row_for_each_logged_step_and_evaluation(finished):
         assert {f'eval/routing/layer_00/{name}' for name in ROUTING} < set(row)
     assert trained[-1]['loss'] == finished.summary['train_loss']
     assert evaluated[-1]['eval/loss'] == finished.summary['eval']['loss']
+
+
+def test_a_run_whose_checkpoints_are_gone_keeps_its_metrics(copied, run_hparams, signals, capsys):
+    """Regression: they were dropped first. A converted run is refused: its start is gone too."""
+    before = (copied / 'metrics.jsonl').read_bytes()
+    shutil.rmtree(copied / 'checkpoints')
+    (copied / 'convert.json').write_text('{}')
+    words = 'convert.json says that it began from converted parameters, and it has no good'
+    assert words in refusal(loop.train, run_hparams, copied)
+    assert (copied / 'metrics.jsonl').read_bytes() == before
+    (copied / 'convert.json').unlink()
+    signals[0] = 'SIGTERM'
+    assert loop.train(run_hparams, copied).signal == 'SIGTERM'
+    assert 'starts there; kept: 6 rows of metrics in metrics' in capsys.readouterr().out
+    assert (copied / 'metrics.jsonl.before').read_bytes() == before
+
+
+def test_a_run_without_a_teacher_gets_none_on_resume(copied, run_hparams, finished):
+    taught = changed(run_hparams, 'training', distill_from=str(finished.workdir))
+    assert "training.distill_from is '' in its config.json" in refusal(loop.train, taught, copied)
 
 
 def test_other_code_of_its_own_router_does_not_replace_a_run(copied, run_hparams, tmp_path):

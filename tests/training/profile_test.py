@@ -4,11 +4,12 @@ import gzip
 import json
 import shutil
 
+import jax
 import pytest
 
 from moddepth_jax.hparams.flag_values import parse_steps
 from moddepth_jax.training import loop
-from moddepth_jax.training.profile import check_profiled
+from moddepth_jax.training.profile import Profile, check_profiled
 from tests.data.prepared_text import refusal
 
 pytestmark = pytest.mark.usefixtures('compiled_once')
@@ -45,3 +46,23 @@ def test_the_given_steps_are_traced(finished, run_hparams, tmp_path, signals, ca
     assert traced_steps(workdir) == [4, 5]
     assert resumed.summary['state_sha256'] == finished.summary['state_sha256']
     assert not (finished.workdir / 'profile').exists()
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_a_run(copied, run_hparams, monkeypatch):
+    (copied / 'profile').touch()
+    words = f'{copied}/profile: must be a directory that can be written'
+    assert words in refusal(loop.train, run_hparams, copied, profiled=(0, 1))
+    (copied / 'profile').unlink()
+
+    def fail():
+        raise RuntimeError('FAILED_PRECONDITION:\nthe disk is full')
+
+    monkeypatch.setattr(jax.profiler, 'stop_trace', fail)
+    try:
+        trained = Profile(copied, (1, 3), 7)
+        assert trained.start() == '' and trained.ends(3)
+        line = f'profile   {copied}/profile: not written: FAILED_PRECONDITION: the disk is full'
+        assert trained.stop() == line and not trained.begins(1) and trained.stop() == ''
+    finally:
+        monkeypatch.undo()
+        jax.profiler.stop_trace()

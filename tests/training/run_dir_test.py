@@ -240,13 +240,14 @@ def test_a_run_keeps_the_file_that_defines_its_router(tmp_path, tiny_config):
     source.write_text('import no_such_module')
     run_dir.save_source(tmp_path, source)
     assert_refused(lambda: read_hparams(tmp_path), [*words, 'config.py', 'no_such_module'])
-    source.write_text(ROUTER)
+    latin = f'# -*- coding: latin-1 -*-\n# é\n{ROUTER}'.encode('latin-1')  # Python reads it
+    source.write_bytes(latin)
     run_dir.save_source(tmp_path, source)
     run_dir.save_source(tmp_path, None)
     hparams = read_hparams(tmp_path)[0]
     assert hparams.model.routing.router == 'of_this_test'
     # Once it has trained, other code is refused, if the config needs code of the file.
-    source.write_text(ROUTER + '\nother = 1')
+    source.write_bytes(latin + b'\nother = 1')
     run_dir.check_source(tmp_path, source, hparams)
     steps = tmp_path / 'checkpoints/2'
     steps.mkdir(parents=True)
