@@ -14,6 +14,8 @@ import copy
 import dataclasses
 import functools
 import math
+import os
+import pathlib
 import sys
 
 from absl import flags
@@ -208,6 +210,34 @@ def _print_domains(report):
         print(f'skipped {name}: {reason}', file=sys.stderr)
 
 
+def _may_have_rows(source):
+    """Whether a file of `source` has rows; True if it cannot be read, which is reported later."""
+    from moddepth_jax.data.readers import has_format
+    from moddepth_jax.data.sources import MADE, find_files
+    from moddepth_jax.data.token_store import is_started
+
+    if source in MADE or is_started(source):
+        return False
+    try:
+        _, files, _ = find_files(source, 'data.source', '', ENCODING.value)
+    except ValueError:
+        return True
+    return any(map(has_format, files))
+
+
+def _check_text_field():
+    """Raise ValueError for --text_field if no file of --data or --domains has rows."""
+    from moddepth_jax.data.readers import FORMATS
+
+    flag, sources = f'--data={DATA.value}', [DATA.value]
+    if DOMAINS.value is not None:
+        folder = pathlib.Path(os.path.expanduser(DOMAINS.value))
+        flag, sources = f'--domains={DOMAINS.value}', list(map(str, folder.glob('[!.]*')))
+    if sources and not any(map(_may_have_rows, sources)):
+        right = f'has no file with rows ({", ".join(FORMATS)}); leave --text_field out'
+        raise ValueError(f'--text_field={TEXT_FIELD.value}: {flag} {right}')
+
+
 def _check_flags():
     """Raise ValueError for flags that exclude each other, before the run is read."""
     checks.encoding('--encoding', ENCODING.value)
@@ -219,6 +249,8 @@ def _check_flags():
         if flag.present:
             found = f'--{flag.name}={flag.value}'
             raise ValueError(f'{found}: belongs to --data or --domains, which is missing')
+    if TEXT_FIELD.present:
+        _check_text_field()
     if PER_LAYER.value and ROUTING.value is not None:
         raise ValueError('--per_layer: the gap is that of the rule of the run; leave --routing out')
 

@@ -137,12 +137,17 @@ def _print_rows(texts, first, num_prompts):
 
 def _check_flags(reads):
     """Raise ValueError for flags without effect; `reads`: prompts come from a file or a pipe."""
+    from moddepth_jax.data.readers import FORMATS, has_format
+
     for flag, used, source in (
         (TEXT_FIELD, PROMPTS.value, '--prompts'),
         (ENCODING, reads, '--prompts or a pipe'),
     ):
         if flag.present and not used:
             raise ValueError(f'--{flag.name}={flag.value}: belongs to {source}, which is missing')
+    if TEXT_FIELD.present and not has_format(pathlib.Path(PROMPTS.value)):
+        right = f'has no rows, unlike {", ".join(FORMATS)}; leave --text_field out'
+        raise ValueError(f'--text_field={TEXT_FIELD.value}: --prompts={PROMPTS.value} {right}')
 
 
 def _read_prompts():

@@ -46,6 +46,7 @@ OF_TEXT = ('text', 'encoding', 'language', 'max_tokens')
 FILES = ('routing.html', 'routing.json', 'routing.png', 'depth_mass.png', 'depth_mass.json')
 STRIP = 128  # tokens in a line of the picture
 MAX_DRAWN = 1024  # tokens in the picture
+_NO_EXITS = 'tokens do not leave the loops here (loop_exit_threshold={})'
 
 
 def _read_text():
@@ -146,7 +147,8 @@ def _write(out, inspection, hparams, data, mass):
 def _describe(out, data):
     totals, about = data['totals'], data['about']
     windows = f'{about["windows"]} window{"s" * (about["windows"] > 1)}'
-    parts = [f'{totals["tokens"]:,} tokens of {about["text"]} in {windows}']
+    tokens = f'{totals["tokens"]:,} token{"s" * (totals["tokens"] > 1)}'
+    parts = [f'{tokens} of {about["text"]} in {windows}']
     if totals['loss'] is not None:
         parts.append(f'loss {totals["loss"]:.4f} nats per token')
     looks = ', which looks at the future' * about['looks_ahead']
@@ -165,6 +167,8 @@ def _describe(out, data):
             parts.append(f'{share:.1%} of what {about["routing"]} selects finds no room in a cache')
     else:
         parts.append('no block of this model is routed, so there is no routing.png')
+    if about['exit_threshold']:
+        parts.append(_NO_EXITS.format(about['exit_threshold']))
     print(', '.join(parts))
     for file in filter(pathlib.Path.exists, (out / name for name in FILES)):
         print(f'  {_printable(file)}')
@@ -201,12 +205,13 @@ def _rank_blocks(run, out):
     cli.make_directory('out', out)
     text = json.dumps(replace_nonfinite(about | found), indent=2, allow_nan=False) + '\n'
     write_atomically(out / 'importance.json', text)
-    title = f'{name}: increase of the loss {found["loss"]:.4f} if a block is skipped'
+    none = f'{found["loss"]:.4f} if none is'
+    title = f'{name}: increase of the loss if a block is skipped ({none})'
     plot_importance(found, title, out / 'importance.png')
-    _describe_importance(out, about, found)
+    _describe_importance(out, about, found, hparams.model.loop_exit_threshold)
 
 
-def _describe_importance(out, about, found):
+def _describe_importance(out, about, found, exit_threshold):
     rows = {}
     for layer in found['ranking']:
         row = found['blocks'][layer]
@@ -218,6 +223,8 @@ def _describe_importance(out, about, found):
     targets = f'{found["targets"]:,} targets of held-out text in {about["batches"]} batches'
     rule = f' by {about["routing"]}' * any(row['routed'] for row in found['blocks'])
     cli.show(f'loss {found["loss"]:.4f} nats per token{rule} if none is skipped, {targets}')
+    if exit_threshold:
+        cli.show(_NO_EXITS.format(f'{exit_threshold:g}'))
     cheapest = sorted(found['ranking'][: len(rows) // 2])
     if cheapest:
         layers = ','.join(map(str, cheapest))

@@ -102,8 +102,8 @@ print(
 # Each column is a token and each row a layer. Training selects the tokens with the highest scores
 # of a sequence (top C). This depends on later tokens, which do not exist yet during generation. So
 # evaluation and generation use a causal rule that decides for each token separately. Dark: the
-# rule selects the token. Orange: the rule does not select it, although it is among the top C. A
-# good rule leaves little orange.
+# rule selects the token. Green: selected, but the cache is full. Orange: the rule does not select
+# it, although it is among the top C. A good rule leaves little orange.
 
 # %%
 seen = inspect_tokens(variables, hparams, tokens_N, dataset.tokenizer, rule)
@@ -112,7 +112,7 @@ top_RN, selected_RN = seen.routing.top_c_BT, seen.routing.selected_BT
 dropped_RN = seen.routing.dropped_BT
 row, file = len(tokens_BT) // 2, folder / 'map.png'
 end = slice((row + 1) * length - min(length, 96), (row + 1) * length)  # with context behind it
-grid_LN = routing_grid(top_RN, selected_RN, hparams)
+grid_LN = routing_grid(top_RN, selected_RN, hparams, dropped_RN)
 plot_routing(grid_LN[:, end], seen.pieces[end], f'routing by {rule}', file)
 display(Image(file))
 

@@ -286,15 +286,16 @@ def depth_mass(observed: Observations) -> dict | None:
     """Return means over batches of analysis/depth_mass.py.
 
     None if a stream reads outputs, or if loops are routed. `depth` and `first_token` are the shares
-    of each layer's attention on slots and on the first token (the attention sink).
+    of each layer's attention on slots and on the first token (the attention sink); a batch in which
+    the layer processes no token does not count, and a layer without a batch has None.
     """
     model = observed.hparams.model
     if model.depth.stream_class.reads_outputs or model.routing.routes_loops:
         return None
     masses = observed.of_batches(depth_mass_lib.depth_mass)
     return {
-        'depth': np.mean([mass.depth_L for mass in masses], axis=0).tolist(),
-        'first_token': np.mean([mass.first_token_L for mass in masses], axis=0).tolist(),
+        'depth': _mean_of_batches([mass.depth_L for mass in masses]),
+        'first_token': _mean_of_batches([mass.first_token_L for mass in masses]),
     }
 
 
@@ -314,6 +315,11 @@ def stream_gains(observed: Observations) -> dict | None:
     gains = observed.of_batches(stream_gains_lib.stream_gains)
     forward, backward = np.mean(gains, axis=0).tolist()
     return {'forward': forward, 'backward': backward}
+
+
+def _mean_of_batches(values_BL):
+    """The mean of each layer over the batches where it is not NaN; None if there are none."""
+    return np.ma.masked_invalid(values_BL).mean(axis=0).tolist()
 
 
 def _mean(values_N):

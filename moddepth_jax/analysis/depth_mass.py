@@ -17,7 +17,10 @@ from moddepth_jax.model.streams import layer_kinds
 
 
 class DepthMass(NamedTuple):
-    """Shares of the softmax: means over heads and the real tokens that a layer processes."""
+    """Shares of the softmax: means over heads and the real tokens that a layer processes.
+
+    NaN if there is no such token.
+    """
 
     layers: tuple[str, ...]  # names of L readers: block numbers; `end` reads for the final norm
     # Names of S slots in write order: the number of the writer and a (attention), f (ffn) or b
@@ -25,8 +28,8 @@ class DepthMass(NamedTuple):
     slots: tuple[str, ...]
     slots_LS: np.ndarray  # share of each slot; 0 if the slot is not visible
     depth_L: np.ndarray  # sum over slots; the rest is on the sequence
-    # Share of the first token of the document (in a routed layer, the first selected one), averaged
-    # over the other queries.
+    # Share of the first token of the document that is in the row (in a routed layer, the first
+    # selected one), averaged over the other queries; 0 for a layer that reads no sequence.
     first_token_L: np.ndarray
 
 
@@ -48,13 +51,16 @@ def depth_mass(variables, hparams: Hparams, batch, routing: str) -> DepthMass | 
         return None
     sums = jax.device_get([sums for kind, sums in found if kind.part != 'entry'])
     layers, slots = _names(model)
-    slots_LS = np.zeros((len(layers), len(slots)))
-    first_token_L = np.zeros(len(layers))
+    slots_LS = np.full((len(layers), len(slots)), np.nan)
+    depth_L, first_token_L = np.full((2, len(layers)), np.nan)
     for i, (slots_S, queries, first, followers) in enumerate(sums):
-        # A buffer may have more room than there are slots.
-        slots_LS[i] = slots_S[: len(slots)] / max(queries, 1)
-        first_token_L[i] = first / max(followers, 1)
-    return DepthMass(layers, slots, slots_LS, slots_LS.sum(axis=1), first_token_L)
+        if queries:
+            # A buffer may have more room than there are slots.
+            slots_LS[i] = slots_S[: len(slots)] / queries
+            depth_L[i] = slots_LS[i].sum()
+        if followers:
+            first_token_L[i] = first / followers
+    return DepthMass(layers, slots, slots_LS, depth_L, first_token_L)
 
 
 def _names(model: ModelHparams):
@@ -107,8 +113,9 @@ def _masses(seen):
     sequence = calls.get('sequence')
     reader = calls.get('depth', sequence)
     slots_L = jnp.sum(jnp.mean(_slot_weights(reader), -1), axis=(1, 2))
-    first, followers = (0.0, 0) if sequence is None else _first_token_sums(sequence)
-    return slots_L, jnp.sum(reader.real_BT), first, followers
+    queries = jnp.sum(reader.real_BT)
+    first, followers = (0.0, queries) if sequence is None else _first_token_sums(sequence)
+    return slots_L, queries, first, followers
 
 
 def _weights(q_BTNH, k_LBTKH, lse_BTN):

@@ -19,6 +19,10 @@ from moddepth_jax.model.transformer import Transformer
 DENSE, SKIPPED, LOOKAHEAD, NO_ROOM, SELECTED = range(5)
 MAX_LETTERS = 12  # of the label of a token
 _VISIBLE = {'\n': '↵', ' ': '·', '\t': '→', '\ufffd': '□'}
+_MARKS = (
+    '· space, → tab, ↵ line end, … rest of a long token, § document start,\n'
+    '□ part of a character, or not in this font'
+)
 _ROUTING_COLOURS = ('#c9ced6', '#f3f1ec', '#f2b28a', '#6fb39b', '#1f5f8b')
 _TOP_C = 'skips, but is in the top C of the row'
 _NO_ROOM = 'skips: selected, but the cache is full'
@@ -133,7 +137,7 @@ def plot_routing(
     labels = [_label(token) for token in tokens]
     longest = max(map(len, labels), default=1)
     strip_height = 0.09 * (longest - 1) + 0.3 * num_layers  # upright labels take height
-    height = 1.9 + strip_height + (strips - 1) * (0.5 + strip_height)
+    height = 2.05 + strip_height + (strips - 1) * (0.5 + strip_height)
     figure = Figure(figsize=(max(8, 0.16 * width), height), dpi=150)
     axes = figure.subplots(strips, 1, squeeze=False)[:, 0]
     font = {'fontfamily': 'monospace', 'fontsize': 8, 'parse_math': False}
@@ -146,8 +150,7 @@ def plot_routing(
         strip.set_xticks(np.arange(len(labels[part])) + 0.5, labels[part], **font)
         _rows(strip, names or [str(layer) for layer in range(num_layers)])
         strip.set_ylabel('layer')
-    marks = '· space, ↵ line end, § document start, □ part of a character, or not in this font'
-    axes[-1].set_xlabel(f'{what} ({marks})')
+    axes[-1].set_xlabel(f'{what} ({_MARKS})')
     axes[0].set_title(title, loc='left', fontsize=10, parse_math=False)
     used = [value for value in range(SELECTED, DENSE - 1, -1) if (grid_LT == value).any()]
     square = functools.partial(axes[0].scatter, [], [], marker='s', s=60)
@@ -238,8 +241,8 @@ def plot_depth_mass(mass: DepthMass, title: str, path):
 
 
 def _draw_weights(axes, weights_RS, rows, columns, most=None):
-    """Draw percentages, up to `most`, as a heatmap, in which weights of 0 are empty cells."""
-    percent_RS = np.ma.masked_equal(100 * weights_RS, 0.0)
+    """Draw percentages, up to `most`, as a heatmap; weights of 0 and NaN are empty cells."""
+    percent_RS = np.ma.masked_equal(np.ma.masked_invalid(100 * weights_RS), 0.0)
     style = {'edgecolors': 'white', 'linewidth': 0.5}
     mesh = axes.pcolormesh(percent_RS, cmap=_MASS_MAP, vmin=0, vmax=most, **style)
     _rows(axes, rows)
@@ -253,11 +256,14 @@ def _kinds(names):
 
 def _draw_bars(axes, mass):
     middle_L = _rows(axes, mass.layers)
-    sides = [(mass.first_token_L, -0.18, _FIRST, "on the document's first token")]
+    on_first = "on the document's first token in the row"
+    sides = [(mass.first_token_L, -0.18, _FIRST, on_first)]
     if mass.slots:
         sides.insert(0, (mass.depth_L, 0.18, _DEPTH, 'on depth slots'))
     for mass_L, shift, colour, label in sides:
-        bars = axes.barh(middle_L + shift, 100 * mass_L, 0.34, color=colour, label=label)
+        known_L = np.isfinite(mass_L)  # of layers that processed a token
+        places, widths = middle_L[known_L] + shift, 100 * mass_L[known_L]
+        bars = axes.barh(places, widths, 0.34, color=colour, label=label)
         axes.bar_label(bars, fmt='%.1f', padding=2, fontsize=7)
     axes.margins(x=0.12)
     axes.set_xlabel('% of the attention')
@@ -270,7 +276,7 @@ def plot_source_mass(mass: SourceMass, title: str, path):
     figure = Figure(figsize=size, dpi=150, layout='constrained')
     axes = figure.subplots()
     # The first read has one source, whose 100% would leave the others pale.
-    most = 100 * mass.weights_RS[1:].max()
+    most = 100 * np.nanmax(mass.weights_RS[1:])
     mesh = _draw_weights(axes, mass.weights_RS, mass.reads, mass.sources, most)
     axes.set_ylabel('reading sublayer')
     axes.set_xlabel(f'source, named after the sublayer that opens it ({_kinds(mass.sources)})')

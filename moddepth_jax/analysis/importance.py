@@ -1,5 +1,6 @@
 """Measures how much the held-out loss rises if a block, its attention or its mlp is skipped."""
 
+import dataclasses
 import functools
 
 import jax
@@ -52,7 +53,7 @@ def block_importance(
     """Measure the loss on the first `num_batches` held-out batches, skipping one block at a time.
 
     Arguments and errors are those of `evaluate`. `on_batch` is called after each of the
-    `num_passes` evaluations. A looped block is skipped in all its loops.
+    `num_passes` evaluations. A looped block is skipped in all its loops, and no token exits early.
 
     Returns:
       `loss` (nats per target), `bits_per_byte` and `targets` of the full model; `ranking`, block
@@ -60,8 +61,10 @@ def block_importance(
       block with parameters: its number `layer`, `routed`, and for each of PARTS the `loss` and
       `bits_per_byte` without it, and their increases `cost` and `cost_bits`.
     """
-    model = hparams.model
-    check_importance(model)
+    check_importance(hparams.model)
+    # A skipped part changes which tokens would leave the loops, which is not a cost of the part.
+    model = dataclasses.replace(hparams.model, loop_exit_threshold=0.0)
+    hparams = dataclasses.replace(hparams, model=model)
 
     def measure(kept_L2):
         params = skip_parts(variables['params'], kept_L2, model=model)

@@ -45,7 +45,7 @@ def router_roc(
     """Measure how the routers of a model trained on data.source='recall' rank needed positions.
 
     Needed positions are those of `needs_far_context`. At most `num_batches` held-out batches are
-    read. Raises ValueError if they have no needed position.
+    read. Raises ValueError if there are none, or if they have no needed position.
 
     Returns:
       `layers`: for each routed layer the ROC `area` of its scores for needed positions against all
@@ -53,6 +53,8 @@ def router_roc(
       share of needed positions whose answer is the most likely token; `recall_nats`: loss per
       answer; `loss`: nats per target.
     """
+    if num_batches < 1:
+        raise ValueError(f'num_batches={num_batches}: must be 1 or more')
     parts = []
     for index in range(min(num_batches, dataset.num_held_out_batches)):
         batch = dataset.held_out_batch(index)

@@ -299,7 +299,7 @@ function drawDepth() {
   made.querySelectorAll('tbody tr').forEach((row, i) => slots.forEach((slot, j) => {
     const share = slots_LS[i][j];
     const cell = row.children[j + 1];
-    if (!share) return;
+    if (!share) return; // 0, or null if the layer processed no token
     [cell.style.background, cell.style.color] = blend(share / most);
     cell.title = `layer ${readers[i]} puts ${percent(share)} of its attention on slot ${slot}`;
     if (slots.length <= 16) cell.textContent = (100 * share).toFixed(1);

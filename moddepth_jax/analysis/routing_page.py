@@ -101,6 +101,8 @@ def _about(inspection, hparams, routing, logits_of):
         'loops': model.loops if model.routing.routes_loops else 0,
         'blocks': routed and not model.routing.routes_loops,
         'dense': not routed,
+        # As text, because the page rounds numbers; '' if no token ever leaves a loop.
+        'exit_threshold': f'{model.loop_exit_threshold:g}' if model.loop_exit_threshold else '',
         'num_layers': model.num_blocks,
         'routed_layers': ', '.join(
             str(layer) for layer, router in enumerate(model.router_of_block) if router is not None

@@ -25,7 +25,8 @@ class SourceMass(NamedTuple):
 
     reads: tuple[str, ...]  # block number and a (attention) or f (mlp); `end`: for the final norm
     sources: tuple[str, ...]  # named after the sublayer that opens the source; `e`: the embedding
-    weights_RS: np.ndarray  # float64; 0 if the source does not exist yet
+    # float64; 0 if the source does not exist yet, NaN if the sublayer ran on no token.
+    weights_RS: np.ndarray
     newest_R: np.ndarray  # int, the number of the newest source of each read
 
 
@@ -55,7 +56,7 @@ def source_mass(variables, hparams: Hparams, batch, routing: str) -> SourceMass 
         # A buffer of slots may have more room than there are slots.
         written = newest + 1 - len(newer_S)
         row_S[: newest + 1] = [*slots_S[:written], *newer_S]
-        row_S /= max(tokens, 1)
+        row_S /= tokens or np.nan
     return SourceMass(reads, sources, weights_RS, newest_R)
 
 
@@ -64,12 +65,12 @@ def source_table(masses: list[SourceMass]) -> dict:
 
     Fields:
       reads, sources: names of the rows and columns of the table.
-      weights: the table of mean weights, rounded.
+      weights: the table of mean weights, rounded; None for a read that has no token in any batch.
       embedding, newest, rest: shares of the embedding, of the newest source, and of all others.
-        They are means over the reads with two sources or more.
+        They are means over the reads with tokens and two sources or more.
     """
     reads, sources, _, newest_R = masses[0]
-    weights_RS = np.mean([mass.weights_RS for mass in masses], axis=0)
+    weights_RS = np.ma.masked_invalid([mass.weights_RS for mass in masses]).mean(axis=0)
     rows_R = np.flatnonzero(newest_R)
     embedding = weights_RS[rows_R, 0].mean()
     newest = weights_RS[rows_R, newest_R[rows_R]].mean()

@@ -82,11 +82,12 @@ def _class_over_words(name):
 def first_token_of_sequence(run: dict) -> float:
     """Return the share of sequence attention that goes to the first token, mean over layers.
 
-    Attention on depth slots is excluded.
+    Attention on depth slots is excluded, and layers that processed no token.
     """
     mass = run['measured']['depth_mass']
     pairs = zip(mass['first_token'], mass['depth'], strict=True)
-    return _mean([first / (1 - slots) for first, slots in pairs if slots < 1])
+    known = [pair for pair in pairs if None not in pair]
+    return _mean([first / (1 - slots) for first, slots in known if slots < 1])
 
 
 NUMBERS = {

@@ -7,7 +7,16 @@ import numpy as np
 import optax
 import pytest
 
-from moddepth_jax.analysis.block_stats import block_stats, layers, observe, rank_correlation
+from moddepth_jax.analysis import depth_mass as depth_mass_lib
+from moddepth_jax.analysis.block_stats import (
+    MEASURES,
+    Observations,
+    block_stats,
+    layers,
+    observe,
+    rank_correlation,
+)
+from moddepth_jax.analysis.depth_mass import DepthMass
 from moddepth_jax.data.corpus import Corpus
 from moddepth_jax.data.pipeline import HeldOut
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
@@ -81,6 +90,21 @@ def test_all_blocks_of_a_routed_loop_are_routed(tiny_config):
     assert result['depth_mass'] is None
     assert [row['routed'] for row in result['layers']] == [False, *[True] * 6, False]
     assert all(row['score_correlation'] is not None for row in result['layers'][1:7])
+
+
+def test_batches_in_which_a_layer_has_no_token_do_not_count(tiny_config, monkeypatch):
+    """Regression: they counted as a depth mass of 0. Without any batch, the value is null."""
+    nan, hparams = np.nan, small_hparams(tiny_config)
+    depths = iter([np.array([0.25, nan, nan]), np.array([0.75, 0.5, nan])])
+
+    def measured(*_):
+        depth_L = next(depths)
+        return DepthMass((), (), np.zeros((3, 0)), depth_L, depth_L / 2)
+
+    monkeypatch.setattr(depth_mass_lib, 'depth_mass', measured)
+    observed = Observations({}, hparams, None, [{}, {}], 'dense', None, [], [])
+    expected = {'depth': [0.5, 0.5, None], 'first_token': [0.25, 0.25, None]}
+    assert MEASURES['depth_mass'](observed) == expected
 
 
 def test_scores_of_routed_blocks_are_correlated_with_their_changes(tiny_config):

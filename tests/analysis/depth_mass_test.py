@@ -118,6 +118,23 @@ def test_only_selected_tokens_count(tiny_config, skipped):
     check_uniform(variables, hparams, 'threshold', selected_LBT, skipped == 'masked')
 
 
+def test_a_layer_without_tokens_has_no_shares(tiny_config):
+    """Regression: the masses of a layer that processes no token were 0, as if it read no slot.
+
+    At position 0, which the pattern skips, a row has one real token. If there are two, layers 1 and
+    2 process the second, which is their first.
+    """
+    variables, hparams = make_model(tiny_config, **ROUTED, **{'model.routing.overflow': 'grow'})
+    for num_real, known in ((1, [True, False, False]), (2, [True, True, True])):
+        segments_BT = np.array([[1] * num_real + [0] * (T - num_real)] * 2, np.int32)
+        batch = BATCH | {'segment_ids_BT': segments_BT}
+        mass = depth_mass(variables, hparams, batch, 'threshold')
+        assert np.isfinite(mass.depth_L).tolist() == known
+        assert np.isfinite(mass.slots_LS).all(axis=1).tolist() == known
+        assert not np.isfinite(mass.slots_LS[~np.array(known)]).any()
+        assert np.isfinite(mass.first_token_L).tolist() == [num_real > 1, False, False]
+
+
 def test_the_attention_stream_puts_all_mass_on_slots(tiny_config):
     """Each read, including that for the final norm, puts mass 1 on the slots written before."""
     changes = {'model.depth.stream': 'attention', 'model.num_layers': 2}

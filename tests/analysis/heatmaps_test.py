@@ -1,6 +1,7 @@
 """The pictures show each decision, load and mass in its place."""
 
 import matplotlib.colors
+import matplotlib.figure
 import matplotlib.image
 import numpy as np
 import pytest
@@ -68,6 +69,8 @@ def test_any_bytes_have_a_label(tmp_path):
     assert heatmaps._label(b'l' * 30) == 'l' * 11 + '…'
     assert heatmaps._label('中'.encode()) == heatmaps._label(b'\xe4') == '□'
     assert heatmaps._label(b'') == '§'
+    drawn = {*heatmaps._VISIBLE.values(), '…', '§'}
+    assert drawn <= {*heatmaps._MARKS}  # the picture explains them
 
 
 def expert_layers(load_XZ, num_routed):
@@ -131,6 +134,25 @@ def test_depth_mass_has_layers_from_the_bottom_up(tmp_path, num_slots):
     )
     assert len(first_token) > 10 and bool(len(depth)) == bool(num_slots)
     assert not num_slots or depth.max() < first_token.min()
+
+
+def test_layers_without_tokens_are_left_empty(tmp_path):
+    """NaN in one layer changes nothing of the others and has no bar; it may be all there is."""
+    nan = np.nan
+    for slots_LS in (np.array([[nan, nan], [0.5, 0.25]]), np.full((2, 2), nan)):
+        mass = DepthMass(('0', '1'), ('0a', '0f'), slots_LS, slots_LS.sum(1), np.array([nan] * 2))
+        heatmaps.plot_depth_mass(mass, 'p', tmp_path / 'depth_mass.png')
+    figure = matplotlib.figure.Figure()
+    bars, weights = figure.subplots(1, 2)
+    mass = mass._replace(depth_L=np.array([nan, 0.75]))
+    heatmaps._draw_bars(bars, mass)
+    assert [(bar.get_width(), round(bar.get_y())) for bar in bars.patches] == [(75, 2)]
+    assert [text.get_text() for text in bars.texts] == ['75.0']
+    weights_RS = np.array([[1, 0], [nan, nan], [0.25, 0.75]])
+    sources = SourceMass(('0a', '0f', 'end'), ('e', '0a'), weights_RS, np.arange(3))
+    heatmaps.plot_source_mass(sources, 'p', tmp_path / 'source_mass.png')
+    mesh = heatmaps._draw_weights(weights, weights_RS, sources.reads, sources.sources, 75)
+    assert np.ma.getmaskarray(mesh.get_array()).tolist() == [[False, True], [True] * 2, [False] * 2]
 
 
 def test_weights_of_sources_have_reads_from_the_bottom_up(tmp_path):

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from moddepth_jax.analysis import importance
 from moddepth_jax.analysis.importance import PARTS, block_importance, check_importance, skip_parts
 from moddepth_jax.analysis.layer_walk import layer_deltas
 from moddepth_jax.conversion.from_layers import take_layers, with_layers
@@ -86,6 +87,20 @@ def test_a_skipped_block_adds_nothing(tiny_config, name):
     skipped = np.array(hparams.model.block_order) == 1
     assert not np.any(found.deltas_LBTD[skipped])
     assert np.abs(found.deltas_LBTD[~skipped]).max(axis=(1, 2, 3)).min() > 1e-3
+
+
+def test_no_token_exits_the_loops(tiny_config, monkeypatch):
+    """Regression: costs had the exits of the run, which a skipped part moves."""
+    exits = LOOPED | {'model.loop_exit_threshold': 0.5}
+    hparams, used = small_hparams(tiny_config, SIZES, exits), []
+
+    def evaluate(variables, hparams, *others):
+        used.append(hparams.model)
+        return {'loss': 1.0, 'bits_per_byte': 1.0, 'targets': 1}
+
+    monkeypatch.setattr(importance, 'evaluate', evaluate)
+    block_importance({'params': {'stack': {}}}, hparams, None, None, 1, 'dense')
+    assert {*used} == {small_hparams(tiny_config, SIZES, LOOPED).model}
 
 
 def test_a_norm_after_a_skipped_part_is_refused(tiny_config):

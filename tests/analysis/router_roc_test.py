@@ -28,6 +28,11 @@ def test_area_by_hand(scores, positives, area):
     assert roc_area(np.array(scores, np.float32), np.array(positives, bool)) == area
 
 
+def test_no_batch_is_refused():
+    with pytest.raises(ValueError, match='num_batches=0: must be 1 or more'):
+        router_roc({}, None, None, 0)
+
+
 @pytest.fixture(scope='module')
 def toy(tiny_config):
     knobs = {'data.source': 'recall', 'data.sequence_length': 128, 'data.batch_size': 32}

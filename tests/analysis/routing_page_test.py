@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from moddepth_jax.analysis import routing_page
+from moddepth_jax.analysis.depth_mass import DepthMass
 from moddepth_jax.analysis.inspection import Inspection
 from moddepth_jax.analysis.routing_page import page_data, render, shown_tokens
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.routing import RoutingRecord
-from tests.model.cases import RECURSIONS, TOKEN_CHOICE
+from tests.model.cases import LOOPED, RECURSIONS, TOKEN_CHOICE
 
 HOSTILE = b'</script><script>alert(1)</script><!--"\'&amp;__DATA__'
 HOSTILE += b'\x00\x1b[31m\xff\xed\xa0\x80\xe2\x80\xae'
@@ -177,6 +178,24 @@ def test_the_page_states_the_share_of_the_tokens_that_training_selects(
 ):
     """Regression: it was the knob `capacity` for every form and router."""
     assert make_data(tiny_config, b'abc', changes=changes)['about']['capacity'] == capacity
+
+
+def test_the_page_says_that_tokens_do_not_exit_the_loops(tiny_config):
+    """The threshold of the run is text, since the page rounds numbers; '' leaves out the note."""
+    loops = LOOPED | {'model.routing.router': 'none', 'model.routing.layers': ''}
+    for threshold, shown in ((0.0005, '0.0005'), (0.0, '')):
+        changes = loops | {'model.loop_exit_threshold': threshold}
+        data = make_data(tiny_config, b'abc', routing='dense', changes=changes)
+        assert data['about']['exit_threshold'] == shown
+    assert 'exit_threshold' in Page(render(data)).names
+
+
+def test_shares_of_layers_without_tokens_are_null(tiny_config):
+    nan = np.nan
+    sides = np.array([[nan], [0.5]]), np.array([nan, 0.5]), np.array([nan, 0.25])
+    depth = make_data(tiny_config, b'a', depth=DepthMass(('0', '1'), ('0b',), *sides))['depth']
+    assert depth['slots_LS'] == [[None], [0.5]]
+    assert (depth['depth_L'], depth['first_token_L']) == ([None, 0.5], [None, 0.25])
 
 
 @pytest.mark.skipif(

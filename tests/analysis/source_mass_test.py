@@ -137,6 +137,27 @@ def test_the_table_has_means_over_batches_and_totals():
     }
 
 
+def test_reads_without_tokens_do_not_enter_the_means(tiny_config):
+    """Regression: their weights were 0, which `source_table` took for reads of the rest."""
+    nan, names = np.nan, (('0a', '0f', 'end'), ('e', '0a', '0f'))
+    rows = (
+        [[1, 0, 0], [nan, nan, nan], [0.25, 0.5, 0.25]],
+        [[nan, nan, nan], [nan, nan, nan], [0.75, 0.25, 0]],
+    )
+    found = source_table([SourceMass(*names, np.array(row), np.arange(3)) for row in rows])
+    assert found['weights'] == [[1, 0, 0], [None] * 3, [0.5, 0.375, 0.125]]
+    assert (found['embedding'], found['newest'], found['rest']) == (0.5, 0.125, 0.375)
+    json.dumps(found, allow_nan=False)
+
+    knobs = (SOURCES_OF_3, ROUTED, GROWS, {'model.routing.capacity': 0.5})
+    variables, hparams = make_model(tiny_config, *knobs)
+    mass = source_mass(variables, hparams, BATCH, 'bypass')
+    known_R = np.isfinite(mass.weights_RS).all(axis=1)
+    routed_R = [n for layer in hparams.model.routed_layers for n in (2 * layer, 2 * layer + 1)]
+    assert np.flatnonzero(~known_R).tolist() == routed_R and routed_R
+    assert not np.isfinite(mass.weights_RS[routed_R]).any()
+
+
 def test_a_study_measures_sources_and_not_depth_mass(tiny_config):
     variables, hparams = make_model(tiny_config, SOURCES)
     batches = [BATCH, BATCH | {'tokens_BT': TOKENS_BT[::-1]}]

@@ -30,6 +30,8 @@ LINES = {
     'changed': ['--workdir={out}/run'],
     'domains': ['--workdir={run}', '--domains={out}/domains', '--json={out}/domains.json'],
 }  # fmt: skip
+PLAIN = ('--data={out}/domains/web', '--data=stdlib', '--data={out}/domains/kept',
+         '--domains={out}/domains')  # fmt: skip
 
 
 @pytest.fixture(scope='module')
@@ -72,6 +74,16 @@ def done(trained, out, hasty):
     assert snapshot(trained / 'run') == before
     assert all(one.status == 0 for one in finished), finished
     return dict(zip(LINES, finished, strict=True))
+
+
+def test_a_text_field_without_rows_is_refused(trained, out):
+    """Regression: it was ignored for plain and for prepared text."""
+    given = [text.format(out=out) for text in PLAIN]
+    lines = [['evaluate', f'--workdir={trained}/run', text, '--text_field=body'] for text in given]
+    found = run_commands(lines, out, ['moddepth_jax.training.saved_run'])
+    right = 'has no file with rows (.jsonl, .parquet, .arrayrecord); leave --text_field out'
+    for text, one in zip(given, found, strict=True):
+        assert one == (2, '', f'error: --text_field=body: {text} {right}\n')
 
 
 def test_evaluate_repeats_the_last_evaluation_of_the_run(trained, done):

@@ -1,9 +1,11 @@
 """launch.generate prints the text of the library as it grows, in complete characters."""
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -67,6 +69,18 @@ def test_the_speed_leaves_out_the_first_two_steps_of_each_batch(monkeypatch):
             progress(np.zeros(3, int), np.ones(3, bool))  # the third row fills the batch up
     text = progress.describe([False, False], [])
     assert text == '40 tokens in 406.0 s, 4 tokens/s once compiled'
+
+
+def test_a_text_field_without_rows_is_refused(monkeypatch):
+    """Regression: for a file of plain text it was ignored."""
+    given = types.SimpleNamespace(name='text_field', value='body', present=1)
+    monkeypatch.setattr(generate_command, 'TEXT_FIELD', given)
+    refusals = {'a.md': True, 'a.txt.gz': True, 'a.jsonl': False, 'a.parquet': False}
+    for file, refused in refusals.items():
+        monkeypatch.setattr(generate_command, 'PROMPTS', types.SimpleNamespace(value=file))
+        words = f'^--text_field=body: --prompts={file} has no rows, unlike .jsonl, .* out$'
+        with pytest.raises(ValueError, match=words) if refused else contextlib.nullcontext():
+            generate_command._check_flags(True)
 
 
 @pytest.mark.slow

@@ -1,10 +1,13 @@
 """launch.inspect writes a page, its numbers and its pictures."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from moddepth_jax.hparams import from_config
+from tests.forked_commands import ROOT
 from tests.launch.bad_inputs import snapshot
 from tests.launch.commands import call
 from tests.saved_run import save_run
@@ -24,8 +27,33 @@ def folder(tmp_path_factory, tiny_config):
     return folder
 
 
+# Prints what launch.inspect says about an inspection; its flags are those of its own process.
+DESCRIBE = """
+import json, pathlib, sys
+from launch import inspect
+for data in json.loads(sys.argv[1]):
+    inspect._describe(pathlib.Path('nowhere'), data)
+"""
+
+
 def names(path):
     return sorted(file.name for file in path.iterdir())
+
+
+def test_the_line_about_the_text():
+    """One token is singular. Regression: nothing said that the threshold for exits is not used."""
+    about = {'text': 'a.py', 'windows': 1, 'looks_ahead': False, 'routed': False}
+    data = [
+        {'about': about | {'exit_threshold': threshold}, 'totals': {'tokens': count, 'loss': None}}
+        for count, threshold in ((1, ''), (1200, '0.05'))
+    ]
+    line = [sys.executable, '-c', DESCRIBE, json.dumps(data)]
+    how = {'cwd': ROOT, 'capture_output': True, 'text': True, 'check': True}
+    one, many = subprocess.run(line, **how).stdout.splitlines()
+    dense = 'no block of this model is routed, so there is no routing.png'
+    assert one == f'1 token of a.py in 1 window, {dense}'
+    exits = 'tokens do not leave the loops here (loop_exit_threshold=0.05)'
+    assert many == f'1,200 tokens of a.py in 1 window, {dense}, {exits}'
 
 
 @pytest.mark.slow
