@@ -101,6 +101,7 @@ def branch_run(source: str, step: int | None, workdir: str) -> tuple[int, int]:
     """
     from moddepth_jax.data.tokenizers.tokenizer import DIRECTORY
     from moddepth_jax.training.manifest import read_manifest
+    from moddepth_jax.training.metrics import METRICS_FILE, WINDOWS
     from moddepth_jax.training.run_dir import (
         CONFIG_FILE,
         NOTE_FILE,
@@ -114,9 +115,11 @@ def branch_run(source: str, step: int | None, workdir: str) -> tuple[int, int]:
     if step not in kept:
         raise ValueError(missing_step(source, step, ' after a step', 1))
     with atomic_folder('workdir', workdir) as folder:
-        files = CONFIG_FILE, SOURCE_FILE, NOTE_FILE, 'metrics.jsonl'
-        for name in filter(lambda name: os.path.exists(os.path.join(source, name)), files):
-            shutil.copyfile(os.path.join(source, name), folder / name)
+        files = CONFIG_FILE, SOURCE_FILE, NOTE_FILE, METRICS_FILE
+        paths = map(pathlib.Path(source).joinpath, files)
+        # Training drops the rows of later steps, in these logs as in the metrics.
+        for path in (*filter(pathlib.Path.exists, paths), *pathlib.Path(source).glob(WINDOWS)):
+            shutil.copyfile(path, folder / path.name)
         for name in (DIRECTORY, SOURCE_FILES, os.path.join('checkpoints', str(step))):
             if os.path.exists(os.path.join(source, name)):
                 shutil.copytree(os.path.join(source, name), folder / name)

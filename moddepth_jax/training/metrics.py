@@ -20,6 +20,7 @@ from moddepth_jax.data.directory import parse_object, write_atomically
 from moddepth_jax.training import multihost
 
 METRICS_FILE = 'metrics.jsonl'
+WINDOWS = 'windows-*.jsonl'  # logs of WindowLog, one of each process
 OLDER_EVENTS = 'tensorboard'  # folder of a run in which older versions wrote events
 _MAX_BYTES = 1 << 31  # of metrics.jsonl
 FLUSH_SECONDS = 30.0  # between flushes of TensorBoard events
@@ -363,7 +364,7 @@ class WindowLog(contextlib.AbstractContextManager):
                 write_atomically(path, _text(row for row in rows if row['step'] <= first_step))
 
         multihost.run_on_leader(drop_later)
-        path = pathlib.Path(workdir, f'windows-{process}.jsonl')
+        path = pathlib.Path(workdir, WINDOWS.replace('*', str(process)))
         self._file = open(path, 'a', encoding='utf-8')
 
     def write(self, step: int, windows: list[int]) -> None:
@@ -385,5 +386,5 @@ def read_windows(workdir: str | os.PathLike) -> dict[int, list[int]]:
 
 
 def _window_rows(workdir):
-    paths = pathlib.Path(workdir).glob('windows-*.jsonl')
+    paths = pathlib.Path(workdir).glob(WINDOWS)
     return {path: list(filter(None, map(_parse, _lines(path)))) for path in paths}

@@ -18,7 +18,7 @@ from moddepth_jax.model.adapters import has_adapters
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
 from moddepth_jax.training.loop import restore_or_init, train
 from moddepth_jax.training.mesh import make_mesh
-from moddepth_jax.training.metrics import read_metrics
+from moddepth_jax.training.metrics import read_metrics, read_windows
 from moddepth_jax.training.plan import resolve_steps
 from moddepth_jax.training.run_dir import read_hparams
 from moddepth_jax.training.saved_run import load_run
@@ -333,6 +333,7 @@ def test_a_branch_equals_the_run_with_these_steps(tiny_config, tmp_path):
     changes = {'optimizer.schedule': 'wsd', 'optimizer.decay_fraction': 0.4}
     changes |= {'optimizer.warmup_fraction': 0.25, 'data.source': f'{tmp_path}/text/?.txt'}
     changes |= {'training.checkpoint_every': 2, 'training.keep_checkpoints': 9}
+    changes |= {'data.log_windows': True}
     write_words(tmp_path / 'text')
 
     def hparams(num_steps, extended_from=0):
@@ -348,6 +349,8 @@ def test_a_branch_equals_the_run_with_these_steps(tiny_config, tmp_path):
         for run in (branch, at_once)
     ]
     assert rates[0] == rates[1] and rates[0][3] == rates[0][4] > rates[0][5] > rates[0][6]
+    windows = read_windows(branch.workdir)
+    assert windows == read_windows(at_once.workdir) and list(windows) == [1, 2, 3, 4, 5, 6, 7]
     for name in ('state_sha256', 'total_flops', 'eval', 'stages'):
         assert branch.summary[name] == at_once.summary[name]
     assert branch.summary['extended'] == [{'step': 4, 'num_steps': 7}]
