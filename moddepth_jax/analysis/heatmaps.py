@@ -156,8 +156,10 @@ def plot_routing(
     square = functools.partial(axes[0].scatter, [], [], marker='s', s=60)
     handles = [square(color=_ROUTING_COLOURS[value]) for value in used]
     labels = [_ROUTING_LABELS[value] for value in used]
-    figure.legend(handles, labels, loc='lower left', ncols=len(used), frameon=False, fontsize=8)
-    figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
+    columns = 3 if figure.get_figwidth() < 13 else len(used)  # more would be cut off
+    figure.legend(handles, labels, loc='lower left', ncols=columns, frameon=False, fontsize=8)
+    lines = -(-len(used) // columns)
+    figure.tight_layout(rect=(0, (0.1 + 0.2 * lines) / figure.get_figheight(), 1, 1))
     figure.savefig(path)
 
 
