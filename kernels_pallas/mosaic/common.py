@@ -230,7 +230,7 @@ def iota(shape, dimension, layout=LAYOUT):
     """Return the index along a dimension, int32."""
     if len(shape) == 1:
         return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)
-    # In two dimensions Mosaic computes the index of each element, and the compiler does not see that
-    # a thread has only 2 rows: their indices would take up to 16 registers.
+    # In two dimensions Mosaic computes the index of each element, and the compiler does not see
+    # that a thread has only 2 rows: their indices would take up to 16 registers.
     line = iota(shape[dimension : dimension + 1], 0, layout.reduce(1 - dimension))
     return lax.broadcast_in_dim(line, shape, [dimension])
