@@ -85,7 +85,8 @@ def main(argv):
         given = ' '.join(argv[1:]) or 'no argument'
         raise ValueError(f'{given}: must be table or again, then one FILE of --json or more')
     right = 'must be what launch.train --dry_run --json wrote'
-    results = {path: read_json(pathlib.Path(path), right, FIELDS) for path in argv[2:]}
+    fields = FIELDS if argv[1] == 'table' else {'command': list}
+    results = {path: read_json(pathlib.Path(path), right, fields) for path in argv[2:]}
     for path in (path for path, result in results.items() if result is None):
         raise ValueError(f'{path}: no such file; {right}')
     if argv[1] == 'table':
