@@ -31,8 +31,8 @@ def main(_):
     find_studies(WORKDIR.value)  # fails before JAX is imported
 
     from launch.counted import counted_flops
+    from moddepth_jax.data.directory import write_atomically
     from moddepth_jax.studies import blind, claims
-    from moddepth_jax.training.run_dir import write_atomically
     from moddepth_jax.training.tables import replace_between
 
     evidence = claims.read_evidence(WORKDIR.value, counted_flops())

@@ -21,14 +21,15 @@ OUT = flags.DEFINE_string('out', 'runs/comparison', 'Directory for compare.json 
 def main(argv):
     if len(argv) < 2:
         raise ValueError('RUN: missing; give the directory of one run or more')
-    from moddepth_jax.training.run_dir import read_finished, write_atomically
+    from moddepth_jax.data.directory import write_atomically
+    from moddepth_jax.training.run_dir import read_finished
 
     for path in argv[1:]:  # fails before JAX is imported
         if ',' in path and not os.path.exists(path):
             raise ValueError(f'{path}: no such directory; separate runs by spaces')
         read_finished(path)
     from moddepth_jax.studies import compare
-    from moddepth_jax.training.summary import replace_nonfinite
+    from moddepth_jax.training.metrics import replace_nonfinite
     from moddepth_jax.training.tables import print_table
 
     variants = compare.group_by_config([compare.read_run(path) for path in argv[1:]])

@@ -81,8 +81,8 @@ def _measure(run, text, name, out):
     from moddepth_jax.analysis.report import DEPTH_TOKENS
     from moddepth_jax.analysis.routing_page import page_data
     from moddepth_jax.analysis.token_classes import guess_language, token_classes
-    from moddepth_jax.data.pipeline import token_stream
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
+    from moddepth_jax.data.windows import token_stream
     from moddepth_jax.hparams.rules import causal_routing, check_routing
 
     hparams, variables = run.hparams_of_stage, run.state.variables
@@ -121,7 +121,7 @@ def _write(out, inspection, hparams, data, mass):
     """Write all files, and remove pictures of an earlier inspection."""
     from moddepth_jax.analysis import heatmaps
     from moddepth_jax.analysis.routing_page import render
-    from moddepth_jax.training.run_dir import write_atomically
+    from moddepth_jax.data.directory import write_atomically
 
     about, record = data['about'], inspection.routing
     for name in FILES[2:]:
@@ -180,11 +180,11 @@ def _rank_blocks(run, out):
 
     from moddepth_jax.analysis import importance
     from moddepth_jax.analysis.heatmaps import plot_importance
+    from moddepth_jax.data.directory import write_atomically
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.hparams.rules import causal_routing, check_routing
     from moddepth_jax.training.mesh import make_mesh
     from moddepth_jax.training.metrics import replace_nonfinite
-    from moddepth_jax.training.run_dir import write_atomically
 
     hparams, mesh = run.hparams_of_stage, make_mesh('data=1')
     routing = ROUTING.value or causal_routing(hparams)

@@ -17,14 +17,14 @@ from moddepth_jax.model.block import Block
 from moddepth_jax.model.decoding import layers_of, unroll
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.layer import Records
-from moddepth_jax.model.layers import embed, lm_head, rms_norm
+from moddepth_jax.model.layers import embed, lm_head, rms_norm, wide_dtype, widen
 from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths
-from moddepth_jax.model.mod.mixture_of_recursions import Recursions
+from moddepth_jax.model.mod.mixture_of_recursions import Recursions, causal_sizes
 from moddepth_jax.model.routing import TokenInfo, scatter_tokens
 from moddepth_jax.model.stack import Stack, merge_records
 from moddepth_jax.model.stack_scan import empty_slots, put_slots
 from moddepth_jax.model.streams import LayerKind, layer_kinds
-from moddepth_jax.model.transformer import causal_sizes, token_info
+from moddepth_jax.model.transformer import token_info
 
 
 class ObservedLayer(NamedTuple):
@@ -81,7 +81,7 @@ def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, o
 def _begin(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
     """Parameters and LayerArgs of each layer, TokenInfo, the first layer's carry, and x_0."""
     unrolled = unroll(variables, hparams, routing)
-    x_BTD = jnp.take(unrolled['embedding'], tokens_BT, axis=0).astype(hparams.model.dtype)
+    x_BTD = embed(unrolled['embedding'], tokens_BT, hparams.model.dtype)
     tokens = token_info(hparams, tokens_BT, segment_ids_BT)
     x_BTD = hparams.model.depth.stream_class.enter(hparams.model, x_BTD)
     carry = (x_BTD, *empty_slots(hparams.model, x_BTD))
@@ -185,7 +185,7 @@ def _block_arrays(seen):
         return None
     caught, records, record = seen.caught, seen.records, seen.records.routing
     inputs_BTD = caught['inputs_BTD']
-    wide = jnp.promote_types(inputs_BTD.dtype, jnp.float32)
+    wide = wide_dtype(inputs_BTD.dtype)
     if record is None:
         if 'added' in caught:
             deltas_BTD = caught['added'].astype(wide)
@@ -207,7 +207,7 @@ def _recursion_arrays(variables, tokens_BT, segment_ids_BT, *, hparams, routing)
     layers = list(layers_of(unrolled, hparams, routing))
     tokens, length = token_info(hparams, tokens_BT, segment_ids_BT), tokens_BT.shape[1]
     x_BTD = embed(unrolled['embedding'], tokens_BT, hparams.model.dtype)
-    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+    wide = wide_dtype(x_BTD.dtype)
     x_BTD, sections = Recursions(hparams, routing, unrolled['loops'], layers).run(
         x_BTD,
         tokens,
@@ -250,5 +250,4 @@ def relative_change(inputs_LBTD, deltas_LBTD):
 @jax.jit
 def root_mean_square(x_LBTD):
     """Return the root mean square over the width, float32 or wider [L, B, T]."""
-    wide = jnp.promote_types(x_LBTD.dtype, jnp.float32)
-    return jnp.sqrt(jnp.mean(x_LBTD.astype(wide) ** 2, axis=-1))
+    return jnp.sqrt(jnp.mean(widen(x_LBTD) ** 2, axis=-1))

@@ -18,15 +18,15 @@ import rich.text
 from moddepth_jax.analysis import routing_gap
 from moddepth_jax.analysis.depth_mass import depth_mass
 from moddepth_jax.analysis.source_mass import has_sources, source_mass
+from moddepth_jax.data.directory import write_atomically
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.hparams.depth import AUTO_KNOBS, COUNT_KNOBS
 from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.training.loop import Run
-from moddepth_jax.training.metrics import METRICS_FILE
+from moddepth_jax.training.metrics import METRICS_FILE, replace_nonfinite
 from moddepth_jax.training.progress import format_count, format_seconds, printable
-from moddepth_jax.training.run_dir import CONFIG_FILE, write_atomically
-from moddepth_jax.training.summary import replace_nonfinite
+from moddepth_jax.training.run_dir import CONFIG_FILE
 from moddepth_jax.training.tables import Table, to_rich
 
 SAMPLE_FILE = 'sample.txt'

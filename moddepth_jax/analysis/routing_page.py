@@ -13,7 +13,7 @@ from moddepth_jax.analysis.depth_mass import DepthMass
 from moddepth_jax.analysis.inspection import Inspection, totals
 from moddepth_jax.analysis.token_classes import CLASSES
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.training.summary import replace_nonfinite
+from moddepth_jax.training.metrics import replace_nonfinite
 
 # Column heading, by causal rule, for the number that the rule uses.
 RULE_COLUMNS = {

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moddepth_jax.model.layers import wide_dtype
+
 RIDGE = 1e-5  # relative to the variance of each input, so that scales do not matter
 
 
@@ -41,7 +43,7 @@ class Moments(NamedTuple):
 
 @jax.jit
 def _moments(x_BTD, y_BTE, counted_BT):
-    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+    wide = wide_dtype(x_BTD.dtype)
     x_ND, y_NE = (side.astype(wide).reshape(-1, side.shape[-1]) for side in (x_BTD, y_BTE))
     counted_N1 = counted_BT.reshape(-1, 1).astype(wide)
     count = jnp.sum(counted_N1)

@@ -9,6 +9,7 @@ import numpy as np
 from moddepth_jax.analysis.layer_walk import walk
 from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.model import ahead
+from moddepth_jax.model.layers import wide_dtype
 from moddepth_jax.model.routing import gather_tokens
 from moddepth_jax.model.streams import layer_kinds
 from moddepth_jax.model.streams.attention_residual import SourceReader, score_source
@@ -120,7 +121,7 @@ def _sums(seen):
 
 def _logits(epsilon, query_D, newer, depth):
     """Logits [N, B, T] of the slots and the newer sources; -inf if a token does not see a slot."""
-    wide = jnp.promote_types(newer[0].dtype, jnp.float32)
+    wide = wide_dtype(newer[0].dtype)
 
     def logit(v_BTD):
         return score_source(epsilon, query_D.astype(wide), v_BTD.astype(wide))[0]

@@ -12,7 +12,7 @@ from moddepth_jax.benchmarks.experts import experts_tables
 from moddepth_jax.benchmarks.models import TITLES
 from moddepth_jax.benchmarks.results import BAD, FILE, Results
 from moddepth_jax.benchmarks.steps import compare, steps_table
-from moddepth_jax.studies.claims import FAILS, HOLDS
+from moddepth_jax.studies.judges import FAILS, HOLDS
 from moddepth_jax.training.devices import peak_flops
 from moddepth_jax.training.tables import Table, to_markdown
 

@@ -98,7 +98,7 @@ def load_held_out(data: DataHparams, trained_on: Mapping[str, float] | None = No
 
 def _split(documents, data):
     """Return the training and the held-out documents as lists of (name, text)."""
-    # With the byte tokenizer, a document may be cut inside a character; older runs depend on that.
+    # With bytes, a document may be cut inside a character: fingerprints hold that split.
     return split_documents(documents, data.held_out_fraction, not is_bytes(data.tokenizer))
 
 

@@ -42,7 +42,7 @@ def stdlib_documents(root: str | None = None) -> list[tuple[str, bytes]]:
 
 
 def environment_documents(
-    stdlib: str | None = None, roots: tuple[str, ...] | None = None
+    roots: tuple[str, ...] | None = None,
 ) -> tuple[list[tuple[str, bytes]], tuple[str, ...]]:
     """Read the standard library and every installed package as (documents, packages).
 
@@ -70,7 +70,7 @@ def environment_documents(
         right = "install packages there, or set data.source to 'stdlib' or a glob"
         where = ' or '.join(map(str, roots))
         raise ValueError(f"data.source='python_environment': no .py file below {where}; {right}")
-    found = _documents_below(stdlib or paths['stdlib'], _EXCLUDED) + found
+    found = _documents_below(paths['stdlib'], _EXCLUDED) + found
     return sorted(_distinct(found)), tuple(sorted(packages, key=str.lower))
 
 

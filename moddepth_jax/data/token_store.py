@@ -32,8 +32,9 @@ _FIELDS = {  # of prepared.json, as `check_fields` takes them
     'dtype': str,
     'held_out_fraction': float,
     **dict.fromkeys(SPLITS, _COUNTS),
-    **dict.fromkeys(('skipped', 'arguments', 'versions'), dict),
-    'inputs': [{'name': str, 'bytes': int, 'sha256': str}],
+    **dict.fromkeys(('skipped', 'arguments', 'versions', 'tokenizer_files'), dict),
+    'inputs': [{'name': str, 'bytes': int, 'sha256': str, 'modified': int}],
+    'sha256': str,  # of all others
 }
 _MAX_JSON_BYTES = 1 << 30  # of prepared.json, which lists every input file
 _VERIFIED_FILE = 'verified_stores.json'  # in the user's cache: the status of files, by directory
@@ -69,10 +70,10 @@ class Store:
       train, held_out: {documents, tokens, bytes, sha256} of a split. `tokens` counts one separator
         per document, `bytes` are those of the text, `sha256` is that of the file of tokens.
       skipped: {reason: {'count': n, 'first': ['file, line 7: ...', ...]}} of skipped text.
-      inputs: [{name, bytes, sha256, modified}] of the files; older stores lack `modified` (ns).
+      inputs: [{name, bytes, sha256, modified}] of the files; `modified` is in nanoseconds.
       arguments: arguments of the command that determine the result.
       versions: versions of Python and packages.
-      tokenizer_files: {name: sha256} of the tokenizer's files; older stores have none.
+      tokenizer_files: {name: sha256} of the tokenizer's files.
     """
 
     directory: pathlib.Path
@@ -86,7 +87,7 @@ class Store:
     inputs: list
     arguments: dict
     versions: dict
-    tokenizer_files: dict = dataclasses.field(default_factory=dict)
+    tokenizer_files: dict
 
     def tokens(self, split: str) -> np.ndarray:
         """Map the tokens of a split, [tokens] of self.dtype, as in `windows.token_stream`."""
@@ -203,9 +204,8 @@ def open_store(directory: str | os.PathLike) -> Store:
         right = f'must be {SCHEMA_VERSION}; another version of this code wrote it'
         raise ValueError(f'{file}: schema_version={version}; {right}: {again}')
     check_fields(content, _FIELDS, file, again)
-    own = content.pop('sha256', None)  # older stores have neither this nor the tokenizer's
-    intact = own == _sha256(content) or (own is None and 'tokenizer_files' not in content)
-    if not intact or content['fingerprint'] != _fingerprint(content):
+    own = content.pop('sha256')
+    if own != _sha256(content) or content['fingerprint'] != _fingerprint(content):
         raise ValueError(f'{file}: was changed: its digests do not match its content; {again}')
     known = {field.name for field in dataclasses.fields(Store)} & content.keys()
     store = Store(directory, **{name: content[name] for name in known})

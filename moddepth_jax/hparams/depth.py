@@ -6,15 +6,11 @@ from moddepth_jax.hparams import checks
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
 
-# The stream's `choices` says what `auto` means.
-AUTO_KNOBS = (
-    *('slots', 'slot_keys', 'skipped_slots', 'value_mix', 'hyper_form'),
-    *('mudd_ways', 'mudd_weights'),
-)
-COUNT_KNOBS = (  # 0 unless the stream's `counts` names them
-    *('sparse_layers', 'sublayers_per_source', 'num_streams'),
-    *('value_stride', 'recent_layers'),
-)
+_OF_STREAMS = [STREAMS.traits(name) for name in STREAMS]
+# Knobs of which the stream's `choices` says what `auto` means.
+AUTO_KNOBS = tuple(dict.fromkeys(knob for traits in _OF_STREAMS for knob in traits.choices))
+# Knobs that are 0 unless the stream's `counts` names them.
+COUNT_KNOBS = tuple(dict.fromkeys(knob for traits in _OF_STREAMS for knob in traits.counts))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -204,12 +204,12 @@ def _chunk(unrolled, cache, x_B1D, tokens_BT, begins_BT, active_BT, *, ends, hpa
     not used, and XLA removes it.
     """
     inputs = unrolled, cache, tokens_BT, begins_BT, active_BT
-    x_BTD, updates, dropped_B = extend(*inputs, hparams=hparams, routing=routing)
+    x_BTD, updates, dropped_BT = extend(*inputs, hparams=hparams, routing=routing)
     if ends:
         last_B1 = jnp.maximum(jnp.sum(active_BT, axis=1, keepdims=True) - 1, 0)
         last_B1D = jnp.take_along_axis(x_BTD, last_B1[..., None], axis=1)
         x_B1D = jnp.where(active_BT[:, :1, None], last_B1D, x_B1D)
-    return x_B1D, (updates, begins_BT, dropped_B, active_BT)
+    return x_B1D, (updates, begins_BT, dropped_BT, active_BT)
 
 
 def _in_chunks(unrolled, cache, batch, size, *, hparams, routing):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.xla.sequence import dot
-from moddepth_jax.model.layers import head_matrix, logits
+from moddepth_jax.model.layers import head_matrix, logits, wide_dtype
 from moddepth_jax.model.sharding import constrain, map_shards, part_shape
 
 # Bytes of a device's float32 logits, unless loss_chunk is set. Up to the first number, one chunk.
@@ -200,7 +200,7 @@ def _sharded(static, arrays, slopes):
             sums += dot(f'kd,kv->{axes}', x_KD, slope_KV)
             return sums, (*losses, dx_KD)
 
-        wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+        wide = wide_dtype(x_BTD.dtype)
         sums = jnp.zeros(matrix.shape, wide) if slopes else None
         inputs = chunked(x_BTD), labels_XK, chunked(soft_BTE) if soft_axes else None
         sums, outputs = jax.lax.scan(of_chunk, sums, inputs)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import ModelHparams
+from moddepth_jax.model.layers import widen
 from moddepth_jax.model.sharding import constrain
 
 # Initial r_i and a_i under `learned` in the (first, last) block; linear in i between them.
@@ -22,8 +23,7 @@ def embedded_input(hparams: ModelHparams, x_BTD):
     """
     if hparams.embedding_residual == 'none':
         return None
-    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
-    return constrain(x_BTD.astype(wide), 'batch', None, None)
+    return constrain(widen(x_BTD), 'batch', None, None)
 
 
 def blend_embedding(x_BTD, embedded_BTD, residual_scale, embedding_scale):

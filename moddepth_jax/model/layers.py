@@ -11,9 +11,19 @@ from moddepth_jax.hparams import ModelHparams, RopeScaling
 from moddepth_jax.model.sharding import constrain, unshard_embedding, unshard_params
 
 
+def wide_dtype(dtype):
+    """Return float32, or `dtype` if it is wider: the dtype of sums, norms and scores."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def widen(x):
+    """Convert an array to `wide_dtype`."""
+    return x.astype(wide_dtype(x.dtype))
+
+
 def rms_norm(x, scale, epsilon):
     """Return x rsqrt(mean(x^2) + epsilon) scale over the last axis, computed in float32."""
-    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x32 = widen(x)
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
     return (x32 * inverse * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
 
@@ -35,7 +45,7 @@ def rope_frequencies(count, theta, scaling: RopeScaling | None, dtype):
 
 def rope_turns(positions_BT, half: int, dtype, theta, scaling: RopeScaling | None = None):
     """Return the sines and cosines, [B, T, 1, F], of the rotation angles of F = `half` pairs."""
-    dtype = jnp.promote_types(dtype, jnp.float32)
+    dtype = wide_dtype(dtype)
     frequency_F = rope_frequencies(half, theta, scaling, dtype)
     angle_BT1F = positions_BT[:, :, None, None] * frequency_F[None, None, None, :]
     return jnp.sin(angle_BT1F), jnp.cos(angle_BT1F)
@@ -47,7 +57,7 @@ def apply_rope(x_BTNH, positions_BT, theta, scaling: RopeScaling | None = None, 
     `turns` are `rope_turns` of the positions, if they have been computed.
     """
     half = x_BTNH.shape[-1] // 2
-    dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
+    dtype = wide_dtype(x_BTNH.dtype)
     if turns is None:
         turns = rope_turns(positions_BT, half, dtype, theta, scaling)
     sin, cos = turns

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.kv_cache import CacheUpdate
+from moddepth_jax.model.layers import widen
 from moddepth_jax.model.routing import run_on_rows
 
 
@@ -111,6 +112,5 @@ def extend_with_exits(hparams: ModelHparams, layers, by_token, caches):
 
 def relative_change(before_BTD, x_BTD) -> jax.Array:
     """Return |x - before| / |x| of each token by L2 norms, [B, T], float32 or wider."""
-    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
-    before_BTD, x_BTD = before_BTD.astype(wide), x_BTD.astype(wide)
+    before_BTD, x_BTD = widen(before_BTD), widen(x_BTD)
     return jnp.linalg.norm(x_BTD - before_BTD, axis=-1) / jnp.linalg.norm(x_BTD, axis=-1)

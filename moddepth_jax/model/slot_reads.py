@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.model.attention import DepthSlots
+from moddepth_jax.model.layers import widen
 
 
 def softmax_over_slots(score, arguments, depth: DepthSlots):
@@ -75,7 +76,7 @@ def _slot(depth, i):
 
     def take(side_LBTX):
         side_BTX = jax.lax.dynamic_index_in_dim(side_LBTX, i, keepdims=False)
-        return side_BTX.astype(jnp.promote_types(side_BTX.dtype, jnp.float32))
+        return widen(side_BTX)
 
     return jax.tree.map(take, depth.slots)
 

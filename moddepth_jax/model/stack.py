@@ -15,6 +15,7 @@ from moddepth_jax.model.adapters import merge_adapters
 from moddepth_jax.model.attention import DepthSlots
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.layer import Layer, LayerArgs, LayerOutput, NewSlots, Records
+from moddepth_jax.model.layers import widen
 from moddepth_jax.model.loop_exit import apply_exits, has_exits
 from moddepth_jax.model.loop_params import (
     EMBEDDING,
@@ -234,10 +235,6 @@ def per_layer_args(kinds, args: LayerArgs) -> list[LayerArgs]:
 
 def _widened(written: NewSlots) -> NewSlots:
     """Return slots in float32, or wider."""
-
-    def widen(side):
-        return side.astype(jnp.promote_types(side.dtype, jnp.float32))
-
     return written._replace(slots=jax.tree.map(widen, written.slots))
 
 

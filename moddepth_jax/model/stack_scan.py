@@ -16,6 +16,7 @@ from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import SLOTS, DepthSlots, FirstKeys, KeysValues
 from moddepth_jax.model.embedding_residual import embedded_input
 from moddepth_jax.model.layer import LayerArgs, NewSlots
+from moddepth_jax.model.layers import wide_dtype
 from moddepth_jax.model.loop_params import (
     EMBEDDINGS,
     add_gradient,
@@ -128,7 +129,7 @@ def empty_sums(hparams: ModelHparams, slots: KeysValues | None) -> KeysValues | 
     if slots is None or hparams.depth.gradient_dtype in ('model', 'none'):
         return None
     slot_dtype = jax.tree.leaves(slots)[0].dtype
-    dtype = jnp.promote_types(slot_dtype, jnp.float32)
+    dtype = wide_dtype(slot_dtype)
     if dtype == slot_dtype:
         return None
     return jax.tree.map(lambda buffer: jnp.zeros(buffer.shape, dtype), slots)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import ModelHparams
+from moddepth_jax.model.layers import wide_dtype
 from moddepth_jax.model.sharding import constrain
 
 GATE_CHANNELS = 12  # the gates read the first channels of the attention's input
@@ -56,7 +57,7 @@ class ValueEmbedding(nn.Module):
         x_BTC = x_BTD[..., :GATE_CHANNELS]
         shape = (x_BTC.shape[-1], hparams.num_kv_heads)
         gate_CK = self.param('gate', _uniform(0, LARGEST_GATE_WEIGHT), shape)
-        wide = jnp.promote_types(v_BTKH.dtype, jnp.float32)
+        wide = wide_dtype(v_BTKH.dtype)
         gate_logits_BTK = x_BTC.astype(wide) @ gate_CK.astype(wide)
         # Rows are rounded after the lookup, so that the gradients of a token are summed in float32.
         embedded_BTKH = jnp.take(embedding_VKH, ids_BT, axis=0).astype(v_BTKH.dtype)

@@ -6,12 +6,11 @@ import pathlib
 import jax
 
 from moddepth_jax.analysis.block_stats import block_stats
-from moddepth_jax.data.directory import read_json
+from moddepth_jax.data.directory import read_json, write_atomically
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.studies.folders import MEASURES_FILE
 from moddepth_jax.studies.plan import OWN_VARIANTS
 from moddepth_jax.studies.store import NO_RESULTS, EarlierRuns, run_directory, states_of
-from moddepth_jax.training.run_dir import write_atomically
 from moddepth_jax.training.saved_run import load_run
 
 MEASURED = (  # variants whose runs are measured, besides those that a config file adds

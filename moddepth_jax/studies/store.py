@@ -12,6 +12,7 @@ from flax import traverse_util
 
 from moddepth_jax.data import directory as directory_lib
 from moddepth_jax.data.corpus import load_corpus
+from moddepth_jax.data.directory import write_atomically
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.studies.folders import (
@@ -29,15 +30,9 @@ from moddepth_jax.studies.plan import (
     Study,
     width,
 )
-from moddepth_jax.training.metrics import read_metrics
-from moddepth_jax.training.run_dir import (
-    OLDER_RUNS,
-    check_config,
-    check_source,
-    may_differ,
-    write_atomically,
-)
-from moddepth_jax.training.summary import read_summary, replace_nonfinite
+from moddepth_jax.training.metrics import read_metrics, replace_nonfinite
+from moddepth_jax.training.run_dir import OLDER_RUNS, check_config, check_source, may_differ
+from moddepth_jax.training.summary import read_summary
 
 DIVERGED_FILE = 'diverged.json'  # in the directory of a run that diverged, instead of a summary
 CURVE_POINTS = 20

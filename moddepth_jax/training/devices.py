@@ -11,6 +11,7 @@ import jax
 # match counts. Sources: NVIDIA's data sheets (numbers with sparsity are twice these) and
 # cloud.google.com/tpu/docs (a device of v2 and v3 is one of the two cores of a chip).
 PEAKS = {
+    r'GB200': 2500e12,
     r'B200': 2250e12,
     r'H100 PCIe': 756e12,
     r'H100 NVL': 835e12,
@@ -21,8 +22,8 @@ PEAKS = {
     r'L40S': 362e12,
     r'L4': 121e12,
     r'RTX 4090': 165e12,
-    r'TPU v6 (lite|e)': 918e12,
-    r'TPU v5 (lite|e)': 197e12,
+    r'TPU v6( lite|e)': 918e12,
+    r'TPU v5( lite|e)': 197e12,
     r'TPU v5p?': 459e12,
     r'TPU v4': 275e12,
     r'TPU v3': 61.5e12,

@@ -31,6 +31,7 @@ from moddepth_jax.training.preemption import PreemptionHandler
 from moddepth_jax.training.profile import PROFILE_DIRECTORY, Profile, check_profiled
 from moddepth_jax.training.progress import Progress
 from moddepth_jax.training.run_dir import (
+    SUMMARY_FILE,
     check_fresh,
     check_source,
     check_writable,
@@ -42,7 +43,6 @@ from moddepth_jax.training.run_dir import (
 )
 from moddepth_jax.training.saved_run import load_teacher
 from moddepth_jax.training.summary import (
-    SUMMARY_FILE,
     describe,
     initial_metadata,
     parameter_lines,

@@ -6,8 +6,8 @@ import pytest
 
 from moddepth_jax.analysis.inspection import Inspection, inspect_tokens, totals
 from moddepth_jax.analysis.token_classes import CLASSES, token_classes
-from moddepth_jax.data.pipeline import token_stream
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
+from moddepth_jax.data.windows import token_stream
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.routing import RoutingRecord
 from moddepth_jax.model.transformer import Transformer

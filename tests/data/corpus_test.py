@@ -40,7 +40,7 @@ def test_python_without_text_is_refused(tmp_path):
         (tmp_path / name).write_text('pass')
     right = f'no .py file below {tmp_path}; use a Python that ships its library as .py files'
     assert right in refusal(stdlib_documents, str(tmp_path))
-    message = refusal(environment_documents, None, (str(tmp_path),))
+    message = refusal(environment_documents, (str(tmp_path),))
     assert "set data.source to 'stdlib' or a glob" in message
 
 

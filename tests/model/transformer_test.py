@@ -11,7 +11,8 @@ from moddepth_jax.hparams.rules import causal_routing, check_routing
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.model.decoding import unroll
 from moddepth_jax.model.layers import _flat_dot_general, rms_norm
-from moddepth_jax.model.transformer import Transformer, causal_sizes, check_attention, layer_args
+from moddepth_jax.model.mod.mixture_of_recursions import causal_sizes
+from moddepth_jax.model.transformer import Transformer, check_attention, layer_args
 from tests.model.cases import GROWS, build, parameters, random_like, routed_by
 
 ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.375}

@@ -101,7 +101,9 @@ def test_counts_have_three_digits_and_seconds_two_units(value, count, seconds):
     [
         ('NVIDIA H100 80GB HBM3', 989e12), ('NVIDIA H100 PCIe', 756e12), ('NVIDIA H200', 989e12),
         ('NVIDIA A100-SXM4-80GB', 312e12), ('NVIDIA A10', 125e12), ('NVIDIA L40S', 362e12),
-        ('NVIDIA L4', 121e12), ('TPU v5 lite', 197e12), ('TPU v5p', 459e12), ('TPU v4', 275e12),
+        ('NVIDIA L4', 121e12), ('TPU v5 lite', 197e12), ('TPU v5e', 197e12), ('TPU v5p', 459e12),
+        ('TPU v5', 459e12), ('TPU v6e', 918e12), ('TPU v4', 275e12),
+        ('NVIDIA B200', 2250e12), ('NVIDIA GB200', 2500e12),
         ('cpu', None), ('NVIDIA A1000', None),
     ],
 )  # fmt: skip

@@ -131,7 +131,8 @@ class Experts(nn.Module):
             return scores_BTZ.where(scores_BTZ > thresholds_E, 0)
         best = scores_BTZ.topk(self.experts.top_k, dim=-1)
         weight_BTZ = torch.zeros_like(scores_BTZ).scatter(-1, best.indices, best.values)
-        return weight_BTZ if softmax else weight_BTZ / weight_BTZ.sum(-1, keepdim=True)
+        total_BT1 = weight_BTZ.sum(-1, keepdim=True)  # 0 if all scores are too small for float32
+        return weight_BTZ if softmax else weight_BTZ / total_BT1.where(total_BT1 > 0, 1)
 
 
 class ValueEmbedding(nn.Module):

@@ -292,9 +292,9 @@ def _is_stored_file(path, entry):
         status = path.stat()
         if status.st_size != entry['bytes']:
             return False
-        if status.st_mtime_ns == entry.get('modified'):  # earlier stores have no time
+        if status.st_mtime_ns == entry['modified']:
             return True
         with open_file(path) as file:
             return hashlib.file_digest(file, 'sha256').hexdigest() == entry['sha256']
     except OSError:
-        return entry.get('modified') == 0  # --skip_bad skipped a missing file
+        return entry['modified'] == 0  # --skip_bad skipped a missing file

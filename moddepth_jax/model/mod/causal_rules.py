@@ -6,8 +6,7 @@ import jax.numpy as jnp
 
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.hparams.registry import CAUSAL_RULES
-from moddepth_jax.model.layers import initializer
-from moddepth_jax.model.mod.routers import widen
+from moddepth_jax.model.layers import initializer, widen
 
 
 class CausalRule(nn.Module):

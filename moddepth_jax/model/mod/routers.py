@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from moddepth_jax.hparams import RoutingHparams
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import GATES, ROUTERS
+from moddepth_jax.model.layers import widen
 from moddepth_jax.model.routing import TokenInfo
 
 NORMAL = statistics.NormalDist()
@@ -63,11 +64,6 @@ def selected_mean(capacity: float) -> float:
     if capacity >= 1:
         return 0.5
     return max(0.5, NORMAL.pdf(NORMAL.inv_cdf(1 - capacity)) / capacity)
-
-
-def widen(x_BTD):
-    """Return x in the dtype in which scores are computed: float32, or its own if that is wider."""
-    return x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
 
 
 def linear_scores(x_BTD, w_D):

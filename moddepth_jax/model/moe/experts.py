@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from moddepth_jax.hparams import ExpertsHparams, ModelHparams
-from moddepth_jax.model.layers import SwiGLU, initializer, residual_init, swiglu
+from moddepth_jax.model.layers import SwiGLU, initializer, residual_init, swiglu, wide_dtype
 from moddepth_jax.model.moe.grouped_matmul import (
     block_rows,
     combine,
@@ -168,7 +168,7 @@ class Experts(nn.Module):
     def __call__(self, x_BTD, real_BT, state: ExpertState):
         """Return the output [B, T, D], the ExpertsRecord, and the ExpertState for later tokens."""
         hparams = self.hparams.experts
-        wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+        wide = wide_dtype(x_BTD.dtype)
         router = nn.Dense(
             hparams.num_choices,
             use_bias=False,

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from moddepth_jax.hparams.checks import positive
 from moddepth_jax.hparams.registry import EXPERT_PRODUCTS
+from moddepth_jax.model.layers import wide_dtype
 
 PRODUCT = 'grouped product'  # checkpoint name: `model.remat=elementwise` keeps the products
 BATCHED_PARTS = 8  # `batched` splits its blocks into so many batched products
@@ -124,7 +125,7 @@ def _over_choices(step, carry, place_Nk, weight_Nk):
 
 
 def _add_places(y_RD, weight_Nk, place_Nk):
-    dtype = sum_dtype(y_RD.dtype)
+    dtype = wide_dtype(y_RD.dtype)
 
     def add(sum_ND, choice):
         place_N, weight_N = choice
@@ -143,7 +144,7 @@ def _dispatch_backward(layout, dx_RD):
 
 def _combine_backward(residuals, dy_ND):
     y_RD, weight_Nk, layout = residuals
-    dtype = sum_dtype(y_RD.dtype)
+    dtype = wide_dtype(y_RD.dtype)
     dy_ND = dy_ND.astype(dtype)
     place_R = jnp.arange(y_RD.shape[0], dtype=jnp.int32)
     mine_Rk = _rows(layout.place_Nk, layout.source_R) == place_R[:, None]
@@ -164,14 +165,9 @@ dispatch.defvjp(lambda x_ND, layout: (dispatch(x_ND, layout), layout), _dispatch
 combine.defvjp(lambda *arguments: (combine(*arguments), arguments), _combine_backward)
 
 
-def sum_dtype(dtype):
-    """Return the dtype of sums of products of `dtype`: float32 at least."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def factor_dtype(dtype):
     """Return the dtype of factors in a product: on CPUs XLA needs at least float32."""
-    return sum_dtype(dtype) if jax.default_backend() == 'cpu' else dtype
+    return wide_dtype(dtype) if jax.default_backend() == 'cpu' else dtype
 
 
 def first_places(expert_P, num_experts):
@@ -238,7 +234,7 @@ def _blocked_products(x_RX, w_EXY, expert_M, axis):
 def _multiply(a, b, axes):
     """Contract one axis of each, with sums in float32 at least."""
     contracted = ((axes[0],), (axes[1],)), ((), ())
-    return jax.lax.dot_general(a, b, contracted, preferred_element_type=sum_dtype(a.dtype))
+    return jax.lax.dot_general(a, b, contracted, preferred_element_type=wide_dtype(a.dtype))
 
 
 def _blocked_sums(x_RX, dy_RY, expert_M, num_experts):
@@ -256,7 +252,7 @@ def _blocked_sums(x_RX, dy_RY, expert_M, num_experts):
     factor = factor_dtype(x_RX.dtype)
     factors = (in_blocks(rows.astype(factor), expert_M) for rows in (x_RX, dy_RY))
     blocks = (*factors, expert_M)
-    return jax.lax.scan(step, jnp.zeros(shape, sum_dtype(x_RX.dtype)), blocks)[0]
+    return jax.lax.scan(step, jnp.zeros(shape, wide_dtype(x_RX.dtype)), blocks)[0]
 
 
 def _filled_blocks(x_RX, expert_M, num_experts):
@@ -272,7 +268,7 @@ def _batched_products(x_RX, w_EXY, expert_M, axis):
 
     def multiply(x_PCX, expert_P):
         w_PXY = w_EXY.astype(dtype).astype(factor_dtype(dtype)).at[expert_P].get(mode='clip')
-        wide = sum_dtype(dtype)
+        wide = wide_dtype(dtype)
         return jnp.einsum(equation, x_PCX, w_PXY, preferred_element_type=wide).astype(dtype)
 
     def nothing(x_PCX, expert_P):
@@ -297,7 +293,7 @@ def _batched_sums(x_RX, dy_RY, expert_M, num_experts):
         factors = _rows(x_MCX, at_E), _rows(dy_MCY, at_E)
         return dw_EXY + jnp.einsum('ecx,ecy->exy', *factors, preferred_element_type=wide)
 
-    wide = sum_dtype(x_MCX.dtype)
+    wide = wide_dtype(x_MCX.dtype)
     zeros_EXY = jnp.zeros((num_experts, x_MCX.shape[2], dy_MCY.shape[2]), wide)
     return jax.lax.fori_loop(0, jnp.max(count_E), add, zeros_EXY)
 

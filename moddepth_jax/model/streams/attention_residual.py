@@ -12,6 +12,7 @@ from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
 from moddepth_jax.model.attention import DepthSlots
 from moddepth_jax.model.block import SlotInputs
+from moddepth_jax.model.layers import wide_dtype
 from moddepth_jax.model.routing import TokenInfo
 from moddepth_jax.model.slot_reads import join_softmaxes, softmax_over_slots
 from moddepth_jax.model.streams.base import LayerKind, Stream
@@ -42,7 +43,7 @@ def mix_sources(epsilon, query_D, newer, depth: DepthSlots | None):
       newer: a tuple of sources [B, T, D] of the tokens that the layer runs on.
       depth: the earlier sources, of which a token uses those that it sees; None: no sources.
     """
-    dtype = jnp.promote_types(newer[0].dtype, jnp.float32)
+    dtype = wide_dtype(newer[0].dtype)
     query_D, score = query_D.astype(dtype), functools.partial(score_source, epsilon)
     parts = []
     for v_BTD in newer:

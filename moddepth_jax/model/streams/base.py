@@ -2,7 +2,6 @@
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from moddepth_jax.hparams import DepthHparams, ModelHparams
 from moddepth_jax.hparams.registry import STREAMS
@@ -189,11 +188,6 @@ class SlotProjection(nn.Module):
     def flops_per_token(hparams: ModelHparams) -> int:
         """Return the FLOPs of one slot of one token."""
         return 4 * hparams.d_model * hparams.num_kv_heads * hparams.head_dim
-
-
-def wide(hparams: ModelHparams):
-    """Return the dtype of arrays whose gradients are sums over layers: float32 or wider."""
-    return jnp.promote_types(hparams.dtype, jnp.float32)
 
 
 def layer_kinds(hparams: ModelHparams) -> list[LayerKind]:

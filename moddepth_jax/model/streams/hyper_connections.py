@@ -11,7 +11,8 @@ from moddepth_jax.hparams import DepthHparams, ModelHparams
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
 from moddepth_jax.model.attention import DepthSlots
-from moddepth_jax.model.streams.base import Stream, wide
+from moddepth_jax.model.layers import wide_dtype
+from moddepth_jax.model.streams.base import Stream
 
 STREAMS_BY_DEFAULT = 4
 SCALE = 0.01  # initial scale of the part of the weights that depends on the token
@@ -78,7 +79,7 @@ class HyperConnection(nn.Module):
 
     def setup(self):
         size, zeros = num_streams(self.hparams), nn.initializers.zeros
-        form, dtype = self.hparams.depth.hyper_form, wide(self.hparams)
+        form, dtype = self.hparams.depth.hyper_form, wide_dtype(self.hparams.dtype)
         parts, first = ('read', 'mix', 'add'), first_values(self.hparams, 0)
         self.biases = {
             name: self.param(f'{name}_bias', lambda _, name=name: first[f'{name}_bias'])
@@ -118,7 +119,7 @@ class HyperConnection(nn.Module):
 
     def _split(self, x_BTE):
         size = num_streams(self.hparams)
-        return x_BTE.reshape(*x_BTE.shape[:2], size, -1).astype(wide(self.hparams))
+        return x_BTE.reshape(*x_BTE.shape[:2], size, -1).astype(wide_dtype(self.hparams.dtype))
 
     def read(self, x_BTE, depth: DepthSlots | None):
         """Return the input of the sublayer before its norm, [B, T, D], and `depth`."""
@@ -196,7 +197,7 @@ class HyperConnections(Stream):
     @classmethod
     def leave(cls, hparams: ModelHparams, x_BTD):
         x_BTSD = x_BTD.reshape(*x_BTD.shape[:2], num_streams(hparams), -1)
-        return jnp.mean(x_BTSD.astype(wide(hparams)), axis=2).astype(x_BTD.dtype)
+        return jnp.mean(x_BTSD.astype(wide_dtype(hparams.dtype)), axis=2).astype(x_BTD.dtype)
 
     @classmethod
     def check(cls, hparams: ModelHparams):

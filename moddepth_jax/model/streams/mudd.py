@@ -12,7 +12,7 @@ from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
 from moddepth_jax.model.attention import AttentionInputs, DepthSlots
-from moddepth_jax.model.layers import rms_norm
+from moddepth_jax.model.layers import rms_norm, wide_dtype
 from moddepth_jax.model.slot_reads import sum_slots
 from moddepth_jax.model.streams.base import LayerKind, Stream
 
@@ -111,7 +111,7 @@ class Mudd(Stream):
 
     def _weights(self, x_BTD):
         """Return A by age in float32 or wider: [B, T, C, ages], or [C, ages] if static."""
-        dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
+        dtype = wide_dtype(x_BTD.dtype)
         bias = self.bias.astype(dtype)
         if self.hparams.depth.mudd_weights == 'static':
             return bias

@@ -8,6 +8,7 @@ from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
 from moddepth_jax.model.attention import DepthSlots, KeysValues
 from moddepth_jax.model.block import SlotInputs
+from moddepth_jax.model.layers import wide_dtype
 from moddepth_jax.model.routing import TokenInfo
 from moddepth_jax.model.slot_reads import join_softmaxes, softmax_over_slots
 from moddepth_jax.model.streams.base import Stream
@@ -32,7 +33,7 @@ def mix_values(q_BTNH, own: KeysValues, depth: DepthSlots):
     Returns:
       The mixed values [B, T, K, H] in the dtype of `own`, and `depth`, threaded.
     """
-    dtype = jnp.promote_types(own.v_BTKH.dtype, jnp.float32)
+    dtype = wide_dtype(own.v_BTKH.dtype)
     batch, length, kv_heads, width = own.k_BTKH.shape
     q_BTKGH = q_BTNH.astype(dtype).reshape(batch, length, kv_heads, -1, width)
     q_BTKH = jnp.mean(q_BTKGH, axis=3) / width**0.5

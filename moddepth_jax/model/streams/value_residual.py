@@ -2,15 +2,15 @@
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from moddepth_jax.hparams import DepthHparams, ModelHparams
 from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
 from moddepth_jax.model.attention import DepthSlots
 from moddepth_jax.model.block import SlotInputs
+from moddepth_jax.model.layers import wide_dtype
 from moddepth_jax.model.routing import TokenInfo
-from moddepth_jax.model.streams.base import Stream, wide
+from moddepth_jax.model.streams.base import Stream
 
 SPARSE = (5.0, 1.0)  # weights of the first layer's values and of the layer's own
 SPARSE_LAYERS = 3
@@ -35,7 +35,7 @@ class AddFirstValues(nn.Module):
 
 def add_first_values(first_BTKH, v_BTKH, weights):
     """Return weights[0] V_1 + weights[1] V, computed in float32 or wider, in the dtype of V."""
-    dtype = jnp.promote_types(v_BTKH.dtype, jnp.float32)
+    dtype = wide_dtype(v_BTKH.dtype)
     v_1, v = (side.astype(dtype) for side in (first_BTKH, v_BTKH))
     return (weights[0] * v_1 + weights[1] * v).astype(v_BTKH.dtype)
 
@@ -59,7 +59,7 @@ class ValueResidual(Stream):
     def write(self, y_BTD, slot_inputs: SlotInputs, tokens: TokenInfo, slot_key):
         if not self.kind.slots:
             return y_BTD, ()
-        return y_BTD, (slot_inputs.attention_slot.v_BTKH.astype(wide(self.hparams)),)
+        return y_BTD, (slot_inputs.attention_slot.v_BTKH.astype(wide_dtype(self.hparams.dtype)),)
 
     @classmethod
     def check(cls, hparams: ModelHparams):
@@ -88,7 +88,8 @@ class ValueResidual(Stream):
 
     @classmethod
     def slot_shape(cls, hparams: ModelHparams):
-        return jax.ShapeDtypeStruct((hparams.num_kv_heads, hparams.head_dim), wide(hparams))
+        shape = hparams.num_kv_heads, hparams.head_dim
+        return jax.ShapeDtypeStruct(shape, wide_dtype(hparams.dtype))
 
     @classmethod
     def projects_values(cls, depth: DepthHparams) -> bool:

@@ -15,7 +15,6 @@ import pytest
 from pyarrow import parquet
 
 from moddepth_jax.data.corpus import load_corpus
-from moddepth_jax.data.pipeline import token_stream
 from moddepth_jax.data.preparation import encode as encode_module
 from moddepth_jax.data.preparation import prepare as prepare_module
 from moddepth_jax.data.preparation import workers
@@ -26,6 +25,7 @@ from moddepth_jax.data.token_store import SPLITS, StoreWriter
 from moddepth_jax.data.tokenizers import json_tokenizer
 from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
+from moddepth_jax.data.windows import token_stream
 from tests.data import tokenizer_files
 from tests.data.prepared_text import data_hparams, refusal
 
