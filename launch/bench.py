@@ -85,7 +85,7 @@ def main(argv):
             right = f'only {", ".join(owners)} {"has" if len(owners) == 1 else "have"} it'
             raise ValueError(f'--{flag}: {name} has no such flag; {right}')
         arguments[flag] = _parse(flag, flags.FLAGS[flag].value, parameters[flag].annotation)
-    results, width = [], None if sys.stdout.isatty() else 160
+    results, width, status = [], None if sys.stdout.isatty() else 160, 0
     with cli.open_json(JSON.value) as file:
         try:
             for result, tables in benchmark(**arguments):
@@ -96,10 +96,10 @@ def main(argv):
                     print_table(table, width)
         except DeviceLostError as error:
             print(f'error: {error}; this process cannot use the device any more', file=sys.stderr)
-            return 1
+            status = 1
     if JSON.value == '-':
         cli.write_json(results, None)
-    return 0
+    return status
 
 
 if __name__ == '__main__':

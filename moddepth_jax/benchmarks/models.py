@@ -12,9 +12,10 @@ from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.studies.plan import STREAM_VARIANTS, VARIANTS
 
 Dtype = Literal['float32', 'bfloat16']
-# Name of each variant in tables: variants of this module, and depth streams of the studies.
+# Name of each variant in tables: variants of this module, and depth streams of the studies, without
+# the dense models that only a study makes as wide as another model costs.
 TITLES = {
-    **{name: variant.label for name, variant in STREAM_VARIANTS.items() if name != 'wider'},
+    **{name: kind.label for name, kind in STREAM_VARIANTS.items() if not name.startswith('wider')},
     'dense': 'dense',
     'mod': 'MoD',
     'moda': 'MoDA',

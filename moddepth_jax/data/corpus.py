@@ -120,7 +120,7 @@ def _nonempty_documents(data):
     if not documents:
         count = f'{len(found)} document' + 's' * (len(found) != 1)
         right = 'must have text of 2 bytes or more'
-        raise ValueError(f'data.source={data.source!r}: no byte in its {count}; {right}')
+        raise sources.NoText(f'data.source={data.source!r}: no byte in its {count}; {right}')
     return documents, packages, left_out
 
 

@@ -7,7 +7,7 @@ import pathlib
 from moddepth_jax.data import readers
 from moddepth_jax.data.mixture import is_prepared
 from moddepth_jax.data.pipeline import HeldOut, make_held_out
-from moddepth_jax.data.sources import find_files
+from moddepth_jax.data.sources import NoText, find_files
 from moddepth_jax.data.token_store import is_store
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
 from moddepth_jax.data.windows import TooShort
@@ -27,9 +27,9 @@ def load_domains(
     """Load the domains of `folder` as ({name: HeldOut}, {name: why it was skipped}).
 
     A domain is a file in `folder`, or a folder in it: prepared text, or all text below it. Hidden
-    entries are ignored; domains that are too short or binary are skipped. `trained_on` is as in
-    `make_held_out`. Raises ValueError, one line, if `folder` is missing, empty or itself prepared
-    text, if a domain cannot be read, or if all domains are too short.
+    entries are ignored; domains that are too short, empty or binary are skipped. `trained_on` is as
+    in `make_held_out`. Raises ValueError, one line, if `folder` is missing, empty or itself
+    prepared text, if a domain cannot be read, or if all domains are skipped.
     """
     path, option = pathlib.Path(os.path.expanduser(folder)), f'--domains={folder}'
     right = 'must be a folder with one file or folder of text for each domain'
@@ -53,7 +53,7 @@ def load_domains(
                 find_files(source, 'domain', right, data.encoding)
             own = dataclasses.replace(data, source=source, mixture='')
             datasets[name] = make_held_out(own, tokenizer, trained_on)
-        except TooShort as error:
+        except (TooShort, NoText) as error:
             skipped[name] = str(error).partition(': ')[2]
         except ValueError as error:
             text = name_flags(str(error).replace(f'data.source={source!r}: ', ''))

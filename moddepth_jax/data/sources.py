@@ -16,6 +16,10 @@ _NO_TEXTS = ('/', '/dev', '/proc', '/run', '/sys')
 _FOLDERS = re.compile('(?:(?<=/)|^)[*][*](?:/+|$)')
 
 
+class NoText(ValueError):
+    """A source has no file of text, or no text in its files."""
+
+
 def find_files(
     source: str, option: str, right: str, encoding: str = 'utf-8'
 ) -> tuple[pathlib.Path, list[pathlib.Path], list[pathlib.Path]]:
@@ -33,7 +37,8 @@ def find_files(
       encoding: encoding of the text.
 
     Raises:
-      ValueError: one line, if there is no file, or if a command has written the folder.
+      NoText: one line, there is no file.
+      ValueError: one line, a command has written the folder.
     """
     _check_address(source, option)
     pattern = os.path.expanduser(source)
@@ -55,7 +60,7 @@ def find_files(
     if not files:
         note = f' ({describe_left_out(left_out)})' if left_out else ''
         found = 'holds' if os.path.isdir(os.path.expanduser(source)) else 'matches'
-        raise ValueError(f'{option}={source!r}: {found} no file{note}; {right}')
+        raise NoText(f'{option}={source!r}: {found} no file{note}; {right}')
     return root, files, left_out
 
 

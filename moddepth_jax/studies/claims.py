@@ -107,7 +107,7 @@ class Claim:
 
     def _place(self, evidence):
         """The planned place, or one in the user's own study, where each claim is judged once."""
-        if _planned(evidence) or len(evidence.studies) != 1:
+        if not _is_own(evidence):
             return places.find_place(evidence, self.spec)
         if self.again:
             raise NotMeasured
@@ -142,6 +142,11 @@ class Claim:
 def _planned(evidence):
     """Whether the evidence contains a study that claims.toml plans."""
     return not STUDIES.isdisjoint(part for name in evidence.studies for part in name.split('/'))
+
+
+def _is_own(evidence):
+    """Whether the evidence is one study of the user's own."""
+    return len(evidence.studies) == 1 and not _planned(evidence)
 
 
 def _read_claims():
@@ -223,13 +228,15 @@ def _family(evidence, found):
 def fill(judged: list[Judged], evidence: Evidence) -> list[dict[str, str]]:
     """Return the rows of claims.json, all text: fields of `Claim`, then what was found."""
     strictest = LEVEL / _family(evidence, judged)
-    return [_row(each, strictest) for each in judged]
+    return [_row(each, strictest, _is_own(evidence)) for each in judged]
 
 
-def _row(judged, strictest):
+def _row(judged, strictest, is_own):
     claim, finding = judged.claim, judged.finding
     names = ('id', 'topic', 'claim', 'source', 'paper', 'rule')
     row = {name: getattr(claim, name) for name in names}
+    if is_own and claim.spec:  # the title may name a place that claims.toml plans
+        row['claim'] = row['claim'].removesuffix(f' ({claim.spec.text})')
     row |= {name: getattr(finding, name, NO_VALUE) for name in ('ours', 'spread', 'setting')}
     row |= {'verdict': judged.verdict, 'reason': _reason(judged, strictest)}
     return row | {'power': claim.power(finding, strictest)}

@@ -3,7 +3,6 @@
 See docs/isoflop.md (Raposo et al. 2024, section 4.1).
 """
 
-import collections
 import dataclasses
 import math
 from typing import NamedTuple
@@ -37,6 +36,10 @@ _PLAIN = {
     'model.embedding_residual': 'none',
     'model.value_embeddings': 'none',
 }
+
+
+# Every variant sets these, so that the models of a study do not depend on its config.
+_ALWAYS_SET = 'model.routing.router', 'model.experts.choice', 'model.depth.stream'
 
 
 def mod_knobs(router='learned', layers='every:2', capacity=0.125, **routing) -> dict[str, object]:
@@ -301,6 +304,13 @@ class Study:
         if 'mod' in self.variants and all(size.startswith('1x') for size in self.sizes):
             given = ','.join(self.sizes)
             raise ValueError(f'sizes={given}: mod needs a size of two layers or more, such as 2x64')
+        for name in self.variants:
+            if unset := [knob for knob in _ALWAYS_SET if knob not in VARIANTS[name].changes]:
+                right = "must be set; start from mod_knobs() or from VARIANTS['dense'].changes"
+                raise ValueError(f'variants={name}: {unset[0]} {right}')
+        for seed in self.seeds:
+            if not 0 <= seed < 2**32:
+                raise ValueError(f'seeds={seed}: must lie in [0, 2**32)')
         object.__setattr__(self, 'budgets', tuple(sorted(self.budgets)))
 
     @property
@@ -407,19 +417,38 @@ class Plan:
                 run = self._run(variant, at.size, budget, at.learning_rate)
                 seeds = study.seeds if budget == last else study.seeds[:1]
                 runs += [run._replace(seed=seed, at_best_size=True) for seed in seeds]
-        return self.tuning() + list({(run.variant, run.name): run for run in runs}.values()), True
+        # Two sizes of MoD may have the same `shallow` model.
+        kept = {(run.variant, run.size, run.name): run for run in runs}
+        return self.tuning() + list(kept.values()), True
 
-    def max_runs(self) -> dict[float, int]:
-        """Return the largest possible number of different runs by budget."""
-        runs, complete = self.runs({})
+    def max_runs(self, losses: dict[str, float] | None = None) -> list[PlannedRun]:
+        """Return as many runs as there may be, given the losses that are known.
+
+        Of runs whose size these losses do not choose, `size` is any of the possible ones.
+        """
+        losses = dict(losses or {})
+        runs, complete = self.runs(losses)
+        if complete:
+            return list({run.name: run for run in runs}.values())
         while not complete:
-            runs, complete = self.runs(dict.fromkeys((run.name for run in runs), 0.0))
-        study, budgets = self.study, {}
+            losses |= {run.name: 0.0 for run in runs if run.name not in losses}
+            runs, complete = self.runs(losses)
+        different = {}
         for run in runs:
             # Variants that share runs of the first seed may end up with different best sizes.
-            apart = run.seed != study.seeds[0]
-            budgets[run.name, run.variant * apart] = run.budget
-        return collections.Counter(budgets.values())
+            apart = run.seed != self.study.seeds[0]
+            different[run.name, run.variant * apart] = run
+        return list(different.values())
+
+    def possible_sizes(self, run: PlannedRun) -> list[PlannedRun]:
+        """Return a run of `max_runs` at each size that the losses may choose for it."""
+        first = run.seed == self.study.seeds[0]
+        if not run.at_best_size or (first and run.variant in self.study.sized):
+            return [run]
+        return [
+            self._run(run.variant, size, run.budget, run.learning_rate)
+            for size in self._sizes(run.variant)
+        ]
 
     def examples(self) -> list[PlannedRun]:
         """Return one run of every variant, size and budget, even if it will not be trained."""

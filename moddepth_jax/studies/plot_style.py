@@ -55,6 +55,15 @@ def sentence(text: str) -> Figure:
     return figure
 
 
+def check_look(variant: str):
+    """Raise ValueError if the look of a variant is not a colour and a marker."""
+    look = VARIANTS[base_name(variant)].look if base_name(variant) in VARIANTS else 'rose d'
+    colour, _, marker = look.partition(' ')
+    if colour not in COLOURS or not marker or marker not in Line2D.markers:
+        right = f"must be one of {', '.join(COLOURS)}, and a marker of Matplotlib: 'rose h'"
+        raise ValueError(f'variants={variant}: look={look!r}: {right}')
+
+
 def style(variant: str) -> dict:
     """Return Matplotlib keywords of a variant; NAME_post and NAME_reordered have hollow markers."""
     base = base_name(variant)

@@ -13,7 +13,7 @@ import time
 import jax
 
 from moddepth_jax.data.directory import write_atomically
-from moddepth_jax.studies import measures, page, plots, store
+from moddepth_jax.studies import measures, page, plot_style, plots, store
 from moddepth_jax.studies.plan import Plan
 from moddepth_jax.training.devices import usable_cpus
 from moddepth_jax.training.loop import train
@@ -66,6 +66,9 @@ class StudyRunner:
             return 0
         if not draw_only:
             store.check_text(self._workdir, self._plan, self._hparams_of, self._earlier)
+        elif not self._finished():
+            right = 'train first, without --draw_only'
+            raise ValueError(f'--workdir={self._workdir}: no finished run of this study; {right}')
         store.open_study(self._workdir, store.plan_content(self._description, self._plan.study))
         if draw_only:
             self.finish()
@@ -81,6 +84,8 @@ class StudyRunner:
 
     def check(self):
         """Raise ValueError, before anything is written, if some run is impossible."""
+        for variant in self._plan.study.variants:
+            plot_style.check_look(variant)
         for run in self._plan.examples():
             hparams = self._hparams_of(run)
             try:
@@ -95,22 +100,39 @@ class StudyRunner:
 
     def announce(self):
         """Print the plan and its cost."""
-        plan, counts = self._plan.study, self._plan.max_runs()
-        progress, count = self._progress(), sum(counts.values())
-        done = len(progress.losses)
+        plan, progress = self._plan.study, self._progress()
+        runs = self._plan.max_runs(progress.losses)
         print(f'study     {self._description["config"]}: {", ".join(plan.variants)}')
         print(f'sizes     {", ".join(plan.sizes)}; seeds {", ".join(map(str, plan.seeds))}')
         if unknown := sorted(store.models_without_digest(self._earlier)):
             found = f'{len(unknown)} models, such as {unknown[0]}, have no settings_sha256'
             print(f'results   {found}: only their steps, FLOPs and text are compared')
-        flops = 0.0
-        for budget, number in counts.items():
-            example = self._hparams_of(next(r for r in self._plan.examples() if r.budget == budget))
-            each = run_flops(example, resolve_steps(example))
-            flops += number * each
-            print(f'budget    {budget:g} {plan.kind}: up to {number} runs of {each:.3g} FLOPs')
-        total = f'up to {count} runs, {flops:.3g} FLOPs'
-        print(f'in all    {total}; {done} runs are finished', flush=True)
+        at_most = '' if progress.complete else 'up to '
+        flops, known = {budget: [] for budget in plan.budgets}, {}
+        for run in runs:
+            some = [run] if progress.complete else self._plan.possible_sizes(run)
+            for one in some:
+                if one.model_name not in known:
+                    hparams = self._hparams_of(one)
+                    known[one.model_name] = run_flops(hparams, resolve_steps(hparams))
+            flops[run.budget].append(max(known[one.model_name] for one in some))
+        for budget, each in flops.items():
+            least, most = f'{min(each):.2g}', f'{max(each):.2g}'
+            cost = least if least == most else f'{least} to {most}'
+            print(f'budget    {budget:g} {plan.kind}: {at_most}{len(each)} runs of {cost} FLOPs')
+        total = f'{at_most}{len(runs)} runs, {sum(sum(flops.values(), [])):.3g} FLOPs'
+        print(f'in all    {total}; {self._finished()} runs are finished', flush=True)
+
+    def _finished(self):
+        """How many runs of this study have a loss, also those that no known loss asks for yet."""
+        progress = self._progress()
+        if progress.complete:
+            return len(progress.losses)
+        known = {name for name in self._plan.possible_names() if self._is_finished(name)}
+        return len(known)
+
+    def _is_finished(self, name):
+        return name in self._earlier.losses or store.final_loss(self._workdir, name) is not None
 
     def _progress(self):
         return store.progress(self._workdir, self._plan, self._earlier)
@@ -152,7 +174,8 @@ class StudyRunner:
             write_atomically(directory / store.DIVERGED_FILE, content)
             outcome = 'diverged'
         jax.clear_caches()
-        done, count = len(self._progress().losses), sum(self._plan.max_runs().values())
+        losses = self._progress().losses
+        done, count = len(losses), len(self._plan.max_runs(losses))
         seconds = format_seconds(time.monotonic() - start)
         print(f'{done:4d}/{count}  {run.name:42} {outcome:18} {seconds}', flush=True)
         return 0

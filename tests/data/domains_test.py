@@ -1,7 +1,7 @@
 """The domains of a folder are found, and unreadable ones are refused by name."""
 
 import dataclasses
-import pathlib
+import shutil
 
 import pytest
 
@@ -51,26 +51,37 @@ def test_text_that_a_run_trained_on_is_left_out(folder):
 def test_domains_without_a_window_are_skipped_by_name(folder):
     (folder / 'short.txt').write_text('abc')
     (folder / 'a.png').write_bytes(b'\x89PNG\0')
+    (folder / 'empty.txt').touch()
+    for name in ('bare', 'pictures'):
+        (folder / name).mkdir()
+    shutil.copy(folder / 'a.png', folder / 'pictures')
     found, skipped = _load(folder)
     assert list(found) == ['code', 'notes.jsonl', 'web']
     why = 'the given text has 4 tokens and one window needs 17; give more text'
-    assert skipped == {'a.png': 'a binary file, not text', 'short.txt': why}
-    (folder / 'a.png').unlink()
+    reasons = {
+        'a.png': 'a binary file, not text',
+        'bare': 'holds no file; must hold text, .jsonl',
+        'empty.txt': 'no byte in its 1 document; must have text of 2 bytes or more',
+        'pictures': 'holds no file (left out 1 file without text',
+        'short.txt': why,
+    }
+    assert skipped.keys() == reasons.keys()
+    assert all(skipped[name].startswith(reason) for name, reason in reasons.items()), skipped
+    for name in ('bare', 'pictures'):
+        shutil.rmtree(folder / name)
+    for name in ('a.png', 'empty.txt'):
+        (folder / name).unlink()
     assert _error(folder, sequence_length=10**5).startswith('no domain is long enough; code: ')
 
 
 def test_a_domain_that_cannot_be_read_is_refused(folder, tmp_path):
-    """A folder without a file, another field, an unfinished or foreign prepared folder:
+    """Another field, an unfinished or foreign prepared folder:
     the domain, the file and a remedy are named.
     """
     assert "notes.jsonl, line 1: no field 'text'; set --text_field to" in _error(
         folder, text_field='text'
     )
-    for name, make, words in (
-        ('empty', pathlib.Path.mkdir, ['empty: ', 'holds no file', 'must hold text, .jsonl']),
-        ('none.txt', pathlib.Path.touch, ['none.txt: no byte in its 1 document']),
-        ('begun', begin, ['begun: ', 'unfinished']),
-    ):
+    for name, make, words in (('begun', begin, ['begun: ', 'unfinished']),):
         path = folder / name
         make(path)
         message = _error(folder)

@@ -495,6 +495,7 @@ def test_the_users_own_study_is_judged_by_its_seeds_at_its_largest_budget():
     both = large | {'budgets': [1e11, 3e11], 'runs': small['runs'] + large['runs']}
     rows = {row['id']: row for row in fill(Evidence({'runs/mine': both}, {}, {}))}
     assert rows['learned_beats_random']['verdict'] == HOLDS
+    assert not rows['learned_beats_random']['claim'].endswith(f'({spec.text})')
     others = (rows[name]['ours'] for name in ('moda_pre', 'learned_beats_random_at_text'))
     assert set(others) == {'-'}
     few = both | {'seeds': [0, 1, 2], 'sizes': ['2x64', '4x64']}  # the first of them chose

@@ -7,7 +7,15 @@ import pytest
 from configs import base
 from launch.study_config import StudyConfig
 from moddepth_jax.hparams import from_config
-from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, PlannedRun, Study, nearest_depth
+from moddepth_jax.studies.plan import (
+    DIVERGED,
+    VARIANTS,
+    Plan,
+    PlannedRun,
+    Study,
+    Variant,
+    nearest_depth,
+)
 
 STUDY = Study(
     kind='flops',
@@ -72,7 +80,7 @@ def test_other_seeds_run_only_at_the_best_sizes_of_the_largest_budget():
         others = {run for run in others if run[2] != 5}
         assert others == {('4x64', 4e9, seed) for seed in (6, 7)} or variant in ('dense', 'shallow')
         assert len(others) == 2
-    assert len({run.name for run in runs}) <= sum(plan.max_runs().values())
+    assert len({run.name for run in runs}) <= len(plan.max_runs())
 
 
 def test_one_layer_sizes_only_run_unrouted_variants():
@@ -85,11 +93,41 @@ def test_max_runs_bounds_the_number_of_different_runs():
     plan = plan_of()
     for loss in (loss_of, lambda run: 1 + len(run.name) / 100, lambda run: hash(run.trained) % 7):
         names = {run.name for run in all_runs(plan, loss)}
-        assert len(names) <= sum(plan.max_runs().values())
+        assert len(names) <= len(plan.max_runs())
     # A shallower dense model that is one of the dense sizes is trained once for both.
     alone = plan_of(variants=('dense', 'mod', 'random'))
     names = {run.name for run in all_runs(alone, loss_of)}
-    assert len(names) == sum(alone.max_runs().values())
+    assert len(names) == len(alone.max_runs())
+
+
+def test_the_cost_of_the_plan_bounds_that_of_its_runs():
+    """At the sizes that runs of a chosen size may get, which differ in cost at equal steps."""
+    plan = plan_of()
+
+    def cost(run):
+        layers, width = map(int, run.trained.split('x'))
+        return layers * width**2
+
+    most = sum(max(map(cost, plan.possible_sizes(run))) for run in plan.max_runs())
+    for best in STUDY.sizes:
+        runs = all_runs(plan, lambda run, best=best: 1 + (run.trained != best))
+        chosen = {run.name: run for run in runs}
+        assert sum(map(cost, chosen.values())) <= most
+        known = plan.max_runs({name: 1 + (run.trained != best) for name, run in chosen.items()})
+        assert {run.name for run in known} == chosen.keys()
+
+
+def test_two_sizes_of_mod_with_the_same_shallower_model_are_both_filed():
+    """Regression: only the larger one had a row, and its control was not found at the other."""
+    shallower = {'2x64': '1x64', '3x64': '2x64', '4x64': '2x64'}
+    variants = ('dense', 'shallow', 'mod')
+    study = dataclasses.replace(STUDY, sizes=tuple(shallower), variants=variants)
+    for best in ('3x64', '4x64'):
+        runs = all_runs(
+            Plan(study, shallower.get), lambda run, best=best: 1 + (run.trained != best)
+        )
+        filed = {(run.size, run.budget) for run in runs if run.variant == 'shallow'}
+        assert filed == {(size, budget) for size in shallower for budget in (1e9, 4e9)}
 
 
 @pytest.mark.parametrize(
@@ -102,12 +140,21 @@ def test_max_runs_bounds_the_number_of_different_runs():
         ({'learning_rates': (float('nan'),)}, '^learning_rates=nan: must be numbers above 0'),
         ({'variants': ('mood',)}, 'mood'),
         ({'variants': ('dense', 'shallow')}, 'add mod'),
+        ({'seeds': (0, 2**32)}, r'^seeds=4294967296: must lie in \[0, 2\*\*32\)'),
         ({'sizes': ('1x64', '1x128')}, '^sizes=1x64,1x128: mod needs a size of two layers or more'),
     ],
 )
 def test_impossible_studies_are_refused_in_one_line(changes, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(STUDY, **changes)
+
+
+def test_a_variant_that_leaves_the_model_to_the_config_is_refused(monkeypatch):
+    """Regression: a KeyError."""
+    monkeypatch.setitem(VARIANTS, 'mine', Variant('mine', {'model.d_ff': 128}, 'rose h'))
+    right = r"model.routing.router must be set; start from mod_knobs\(\) or from VARIANTS\['dense"
+    with pytest.raises(ValueError, match=f'^variants=mine: {right}'):
+        dataclasses.replace(STUDY, variants=('dense', 'mine'))
 
 
 def test_every_variant_is_a_valid_config():

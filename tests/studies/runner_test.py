@@ -11,7 +11,7 @@ from launch.study_config import StudyConfig
 from moddepth_jax.data.corpus import load_corpus
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.studies import measures, plots, runner, store
-from moddepth_jax.studies.plan import Plan, Study
+from moddepth_jax.studies.plan import VARIANTS, Plan, Study
 from moddepth_jax.training.plan import resolve_steps, run_flops
 from moddepth_jax.training.run_dir import open_workdir
 from moddepth_jax.training.trainer import DivergedError
@@ -31,7 +31,7 @@ DESCRIPTION = {
 @pytest.fixture
 def study(tmp_path):
     config = StudyConfig('configs/study.py', DESCRIPTION['overrides'], STUDY.kind)
-    store.open_study(tmp_path, DESCRIPTION)
+    store.open_study(tmp_path, store.plan_content(DESCRIPTION, STUDY))
     plan = Plan(STUDY, config.shallower)
     results = tmp_path / 'committed' / 'study'
     return runner.StudyRunner(
@@ -105,6 +105,8 @@ def test_every_run_is_trained_once_for_its_budget_and_drawn(
     )
     assert elsewhere.run((0, 1), 1) == 0 and trained == again  # all are known by their results
     shown = capsys.readouterr().out
+    count = len(again)
+    assert f'in all    {count} runs, ' in shown and f'; {count} runs are finished' in shown
     assert 'diverged' in shown and 'what a run prints' not in shown
     assert (tmp_path / 'logs' / f'{trained[0]}.txt').read_text() == 'what a run prints\n'
 
@@ -117,6 +119,32 @@ def test_each_run_belongs_to_one_process_for_any_number_of_processes():
     ]
     for number in range(60):
         assert sum(number % count == index for index, count in parts) == 1
+
+
+def test_nothing_is_drawn_without_a_finished_run(study, trained, tmp_path):
+    """Regression: a wrong --workdir got an empty study."""
+    with pytest.raises(ValueError, match='no finished run of this study; train first, without'):
+        study.run((0, 1), 1, draw_only=True)
+    assert not (tmp_path / 'study.json').exists()
+
+
+@pytest.mark.parametrize('look', ['purple h', 'rose', 'rose nothing'])
+def test_a_look_that_cannot_be_drawn_is_refused_before_a_run_trains(look, study, monkeypatch):
+    monkeypatch.setitem(VARIANTS, 'random', VARIANTS['random']._replace(look=look))
+    with pytest.raises(ValueError, match=f'^variants=random: look={look!r}: must be one of black'):
+        study.check()
+
+
+@pytest.mark.parametrize('place', ['.', 'elsewhere'])
+def test_a_budget_below_that_of_the_tuning_is_refused_at_the_start(place, study, trained, tmp_path):
+    """Regression: all runs were trained again, and then refused."""
+    assert study.run((0, 1), 1) == 0
+    more = Plan(dataclasses.replace(STUDY, budgets=(1e10, 1e11, 2e11)), study._plan._shallower)
+    found = r'budget 1e\+10 is below 1e\+11, at which the learning rates were tuned'
+    with pytest.raises(ValueError, match=found):
+        made = tmp_path / place, more, study._hparams_of, DESCRIPTION
+        results = None if place == '.' else tmp_path / 'committed' / 'study'
+        runner.StudyRunner(*made, results=results, source=SOURCE).run((0, 1), 1)
 
 
 def test_a_signal_ends_the_study_with_its_status(study, trained, monkeypatch):
