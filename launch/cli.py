@@ -38,6 +38,18 @@ _PATHS = (  # flags that are paths
     *('from_hf', 'to_hf', 'from_workdir', 'branch'),
 )
 _HELP = {'-h', '-?', '-help', '--help', '--helpshort', '--helpfull'}
+_ROOT = pathlib.Path(__file__).absolute().parents[1]
+
+
+def _begins(*folders):
+    """Return a pattern of the paths of files in these folders."""
+    return re.compile('|'.join(re.escape(f'{folder}{os.sep}') for folder in folders))
+
+
+_OF_LIBRARIES = re.compile(f'{_begins(sys.prefix, sys.base_prefix).pattern}|<')
+_OF_THIS_PROJECT = _begins(
+    *(_ROOT / name for name in ('configs', 'kernels_pallas', 'launch', 'moddepth_jax'))
+)
 _OUT_OF_MEMORY = (
     'out of device memory; lower data.batch_size, raise training.accumulate_steps, or set '
     'model.remat=block'
@@ -226,9 +238,13 @@ def _one_line(error):
         return flag_errors.describe(error)
     if not isinstance(error, ValueError):
         return ''
-    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-    hint = '; --traceback shows where' * bool(re.search(r'/(jax|flax|numpy)/', raised_in))
-    return (str(error) or type(error).__name__) + hint
+    calls = traceback.extract_tb(error.__traceback__)
+    raised = 'raise' in (calls[-1].line or '')  # Python itself raises for `a, b = 1, 2, 3`
+    ours = raised and not re.search(r'/(jax|flax|numpy)/', calls[-1].filename)
+    mine = [call for call in calls if not _OF_LIBRARIES.match(call.filename)]
+    of_user = mine and not _OF_THIS_PROJECT.match(mine[-1].filename)
+    place = f'{mine[-1].filename}, line {mine[-1].lineno}: ' if of_user else ''
+    return place + (str(error) or type(error).__name__) + '; --traceback shows where' * (not ours)
 
 
 def _is_of_platform(error):

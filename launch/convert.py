@@ -261,7 +261,10 @@ def _from_run():
 
 def _branch():
     step, num_steps = first_checkpoint.branch_run(BRANCH.value, flags.FLAGS.step, WORKDIR.value)
-    print(f'{BRANCH.value}, step {step} of {num_steps}; --config.training.num_steps sets the last')
+    print(
+        f'{BRANCH.value}, branched at step {step} of {num_steps}; '
+        '--config.training.num_steps=N sets the last step'
+    )
 
 
 def measure_loss(params, averages, hparams, dataset, num_batches):

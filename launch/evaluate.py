@@ -147,10 +147,10 @@ def _measure_domains(run, datasets, skipped, most):
     return {'num_batches': most, **texts}
 
 
-def _print_report(report, experts):
+def _print_report(report, model):
     """Print the losses of one text, and statistics of routers and experts."""
-    from moddepth_jax.analysis import routing_gap
     from moddepth_jax.analysis.report import domain_table, expert_line, loss_table
+    from moddepth_jax.training import routing_gap
     from moddepth_jax.training.tables import Table, to_rich
 
     text = f'the held-out text of {report["data"]}' if report['held_out'] else report['data']
@@ -177,15 +177,15 @@ def _print_report(report, experts):
         cli.show(to_rich(Table(None, heads, rows)))
         if report['compared']:
             cli.show(f'precision and recall: {report["compared"]} against the top C of each row')
-        unselected = 'selected by no routed block or loop after the first'
-        cli.show(f'dead tokens ({unselected}): {report["dead_tokens"]:.3f}')
+        of = 'loop after the first' if model.routing.routes_loops else 'routed block'
+        cli.show(f'tokens that no {of} selects: {report["dead_tokens"]:.1%}')
         if refused:
             cli.show('refused: selected by the rule, but beyond model.routing.cache_capacity')
     if 'loops_per_token' in report:
         found = f'{report["loops_per_token"]:.3f} of {report["loops"]} loops per token'
         cli.show(f'{found}; all loops are computed for every token')
     if report['experts']:
-        cli.show(expert_line(report['experts'], experts))
+        cli.show(expert_line(report['experts'], model.experts))
     batches, all_batches = report['batches'], report['all_batches']
     more = '; --num_batches=0 reads all of them' if batches < all_batches else ''
     cli.show(f'{report["targets"]:,} targets in {batches} of {all_batches} batches{more}')
@@ -294,7 +294,7 @@ def main(_):
     if JSON.value == '-':
         return
     if DOMAINS.value is None:
-        _print_report(report, model.experts)
+        _print_report(report, model)
     else:
         _print_domains(report)
 

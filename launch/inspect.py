@@ -1,9 +1,9 @@
 """Shows what the model of a run does with each token of a text: a web page, pictures, numbers.
 
-python -m launch.inspect --workdir=runs/mod_isoflop --text=setup.py --out=inspection
-python -m launch.inspect --workdir=runs/mod_isoflop --text='def f(x): return x' --out=inspection
-git show | python -m launch.inspect --workdir=runs/mod_isoflop --text=- --out=inspection
-python -m launch.inspect --workdir=runs/mod_isoflop --importance --out=importance
+python -m launch.inspect --workdir=runs/mod_isoflop --text=setup.py --out=runs/inspection
+python -m launch.inspect --workdir=runs/mod_isoflop --text='f(x) = x' --out=runs/inspection
+git show | python -m launch.inspect --workdir=runs/mod_isoflop --text=- --out=runs/inspection
+python -m launch.inspect --workdir=runs/mod_isoflop --importance --out=runs/importance
 
 Open inspection/routing.html in a browser; it needs no network. --importance ranks the blocks by how
 much skipping each one costs on the held-out text of the run.
@@ -216,9 +216,9 @@ def _describe_importance(out, about, found, exit_threshold):
     for layer in found['ranking']:
         row = found['blocks'][layer]
         costs = [f'{row[part]["cost"]:+.4f}' for part in ('block', 'attention', 'mlp')]
-        routed = 'routed' if row['routed'] else ''
-        rows[str(layer)] = [costs[0], f'{row["block"]["cost_bits"]:+.4f}', *costs[1:], routed]
-    heads = ['layer', 'nats per token', 'bits/byte', 'attention skipped', 'mlp skipped', '']
+        name = f'{layer} routed' if row['routed'] else str(layer)
+        rows[name] = [costs[0], f'{row["block"]["cost_bits"]:+.4f}', *costs[1:]]
+    heads = ['layer', 'nats per token', 'bits/byte', 'attention skipped', 'mlp skipped']
     cli.show(to_rich(Table('increase of the loss if a block, or a part, is skipped', heads, rows)))
     targets = f'{found["targets"]:,} targets of held-out text in {about["batches"]} batches'
     rule = f' by {about["routing"]}' * any(row['routed'] for row in found['blocks'])

@@ -38,17 +38,18 @@ def knobs() -> dict[str, tuple[str, str]]:
 def describe(text: str = '') -> str:
     """List all configs and knobs, or describe those that match `text`.
 
-    `text` is the name of a config, or part of the name of a knob. Raises ValueError if nothing
-    matches.
+    `text` is the name of a config, part of the name of a knob, or else a word of its comment.
+    Raises ValueError if nothing matches.
     """
     files, values = configs(), knobs()
     if text in files:
         return f'configs/{text}.py: {files[text]}'
     if text:
         chosen = {name: value for name, value in values.items() if text in name or text == 'all'}
+        chosen = chosen or {name: value for name, value in values.items() if text in value[1]}
         if not chosen:
             words = dict.fromkeys(word for name in values for word in name.split('.'))
-            right = 'must be a config, or part of the name of a knob'
+            right = 'must be a config, or part of the name or comment of a knob'
             raise ValueError(f'--list={text}: {right}{did_you_mean(text, [*files, *words])}')
         rows = {f'{name}={value}': comment for name, (value, comment) in chosen.items()}
         return '\n'.join(['--config.NAME=VALUE sets a knob. Defaults:', *cli.columns(rows)])

@@ -90,11 +90,13 @@ SEES_OTHERS = 'depends on other tokens, so no loss is causal; must depend on its
         ("x_BTD @ self.param('w', lambda *_: jnp.zeros(x_BTD.shape[-1]))", None),
         ('x_BTD[..., 0] - x_BTD[:, ::-1, 0]', SEES_OTHERS),
         ("x_BTD[..., 0] * (1 + self.param('w', lambda *_: 0.0) * x_BTD.mean())", SEES_OTHERS),
+        ('x_BTD[..., 0] / jnp.where(x_BTD[..., 1] > 0, 1, jnp.nan)', 'some scores are NaN; must'),
+        ('x_BTD[..., 0].astype(jnp.bfloat16)', 'returned bfloat16 scores.*; must be float32'),
         ('x_BTD', r'returned scores of shape \(1, 16, 16\) for x of \(1, 16, 16\); must be \[B, T'),
     ],
 )
 def test_router_of_a_config_scores_each_token_alone(load, scores, error):
-    """Also one whose initial parameters hide that it sees other tokens."""
+    """Also one whose initial parameters hide that it sees other tokens. Scores are float32."""
     text = EXTEND['peak.py'].replace('import jax', 'import flax\nimport jax', 1)
     text = text.replace('    def __call__', '    @flax.linen.compact\n    def __call__')
     hparams = hparams_of(load(re.sub('return jnp.abs.*', f'return {scores}', text)))

@@ -19,10 +19,14 @@ from moddepth_jax.model.transformer import Transformer
 DENSE, SKIPPED, LOOKAHEAD, NO_ROOM, SELECTED = range(5)
 MAX_LETTERS = 12  # of the label of a token
 _VISIBLE = {'\n': '↵', ' ': '·', '\t': '→', '\ufffd': '□'}
-_MARKS = (
-    '· space, → tab, ↵ line end, … rest of a long token, § document start,\n'
-    '□ part of a character, or not in this font'
-)
+_MARKS = {
+    '·': 'space',
+    '→': 'tab',
+    '↵': 'line end',
+    '…': 'rest of a long token',
+    '§': 'document start',
+    '□': 'part of a character, or not in this font',
+}
 _ROUTING_COLOURS = ('#c9ced6', '#f3f1ec', '#f2b28a', '#6fb39b', '#1f5f8b')
 _TOP_C = 'skips, but is in the top C of the row'
 _NO_ROOM = 'skips: selected, but the cache is full'
@@ -150,7 +154,9 @@ def plot_routing(
         strip.set_xticks(np.arange(len(labels[part])) + 0.5, labels[part], **font)
         _rows(strip, names or [str(layer) for layer in range(num_layers)])
         strip.set_ylabel('layer')
-    axes[-1].set_xlabel(f'{what} ({_MARKS})')
+    shown = ''.join(labels)
+    marks = ', '.join(f'{mark} {meaning}' for mark, meaning in _MARKS.items() if mark in shown)
+    axes[-1].set_xlabel(what + f'\n{marks}' * bool(marks))
     axes[0].set_title(title, loc='left', fontsize=10, parse_math=False)
     used = [value for value in range(SELECTED, DENSE - 1, -1) if (grid_LT == value).any()]
     square = functools.partial(axes[0].scatter, [], [], marker='s', s=60)

@@ -8,6 +8,7 @@ import functools
 import importlib
 import json
 import math
+import pathlib
 import shlex
 
 import numpy as np
@@ -15,7 +16,6 @@ import rich.console
 import rich.table
 import rich.text
 
-from moddepth_jax.analysis import routing_gap
 from moddepth_jax.analysis.depth_mass import depth_mass
 from moddepth_jax.analysis.source_mass import has_sources, source_mass
 from moddepth_jax.data.directory import write_atomically
@@ -23,6 +23,7 @@ from moddepth_jax.hparams import Hparams
 from moddepth_jax.hparams.depth import AUTO_KNOBS, COUNT_KNOBS
 from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.inference.generate import generate
+from moddepth_jax.training import routing_gap
 from moddepth_jax.training.loop import Run
 from moddepth_jax.training.metrics import METRICS_FILE, replace_nonfinite
 from moddepth_jax.training.progress import format_count, format_seconds, printable
@@ -296,7 +297,10 @@ def _next_steps(run):
         if not run.hparams.flop_budget:
             flops = f'{run.summary["total_flops"]:.8g}'.replace('e+', 'e')
             knobs |= {'training.num_steps': 0, 'flop_budget': flops}
-        other = shlex.quote(f'{workdir}-{name}')
+        other = pathlib.Path(f'{workdir}-{name}')
+        if other.exists():  # of this run before it was extended
+            other = f'{other}-{run.summary["final_step"]}'
+        other = shlex.quote(str(other))
         config, mine = map(shlex.quote, (str(workdir / CONFIG_FILE), str(workdir)))
         yield '  compare  at equal FLOPs:'
         yield f'           python -m launch.train --config={config} --workdir={other} \\'

@@ -26,7 +26,7 @@ OTHERS = 'what it returns for a token depends on other tokens, so no loss is cau
 
 
 def check_own_choices(hparams: Hparams):
-    """Raise ValueError, one line, if a choice of a config file looks at other tokens."""
+    """Raise ValueError, one line, if a choice of a config file looks at others, or gives NaN."""
     model = hparams.model
     tables = (ROUTERS, GATES, CAUSAL_RULES) if model.routing.router != 'none' else ()
     if added := [*filter(None, (table.added(hparams) for table in tables))]:
@@ -51,6 +51,8 @@ def _check_chooser(hparams: ModelHparams, added: str):
     )
     with jax.default_matmul_precision('highest'):
         results = [chooser.apply(variables, *side, args, method='decide') for side in (row, alone)]
+    if np.isnan(results[0][0]).any():
+        raise ValueError(f'{added}: some scores are NaN; must be numbers')
     # The gates of token choice are a softmax over loops, which this does not run.
     count = 1 if routing.traits.assigns_depth else len(results[0])
     for row_BT, alone_BT in zip(*(result[:count] for result in results), strict=True):

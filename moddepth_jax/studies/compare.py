@@ -10,10 +10,10 @@ import numpy as np
 from flax import traverse_util
 from matplotlib import rc_context
 
-from moddepth_jax.analysis import routing_gap
 from moddepth_jax.studies.plot_style import SETTINGS, new_figure, scientific, set_y_limits
 from moddepth_jax.studies.statistics import Interval, interval
 from moddepth_jax.studies.store import MAY_DIFFER, flops_at, training_curve
+from moddepth_jax.training import routing_gap
 from moddepth_jax.training.metrics import METRICS_FILE, read_metrics
 from moddepth_jax.training.progress import format_count
 from moddepth_jax.training.run_dir import may_differ, read_finished
@@ -30,6 +30,8 @@ _SUMMARY = {  # fields of summary.json that are compared
     **dict.fromkeys(('parameters', 'final_step'), int),
     **dict.fromkeys(('flops_per_step', 'total_flops', 'seconds'), float),
 }
+# Knobs on which the held-out batches depend.
+_HELD_OUT = 'evaluation.final_batches', 'data.batch_size', 'data.held_out_fraction'
 COLUMNS = 4  # variants in one table of the terminal
 
 
@@ -151,7 +153,7 @@ def warnings(variants: list[Variant]) -> list[str]:
     texts = [run.summary['corpus_sha256'][:8] for run in runs]
     differ('texts', texts, 'their losses say nothing about the models')
     differ('rows', knobs('data.sequence_length'), 'longer rows give tokens more context')
-    for name in ('evaluation.final_batches', 'data.batch_size', 'data.held_out_fraction'):
+    for name in _HELD_OUT:
         differ(f'values of {name}', knobs(name), 'the held-out text is not the same')
     flops = [run.summary['total_flops'] for run in runs]
     if max(flops) > (1 + SAME_FLOPS) * min(flops) > 0:
@@ -196,11 +198,20 @@ def describe(variants: list[Variant]) -> list[dict]:
             'tokens_per_second': statistics.fmean(map(_median_rate, variant.runs)),
             'seconds': statistics.fmean(run.summary['seconds'] for run in variant.runs),
         }
-        if variant is not variants[0]:
+        if _held_out(variant) != _held_out(variants[0]):
+            row['not_compared'] = 'other text'
+        elif variant is not variants[0]:
             difference, pairs = variant.minus(variants[0])
             row['difference'] = {**difference._asdict(), 'pairs': pairs}
         rows.append(row)
     return rows
+
+
+def _held_out(variant):
+    """What tells whether two variants were evaluated on the same tokens."""
+    run = variant.runs[0]
+    knobs = (run.knobs.get(name) for name in ('data.sequence_length', *_HELD_OUT))
+    return run.summary['corpus_sha256'], *knobs
 
 
 def _number(value, digits, missing=''):
@@ -209,13 +220,17 @@ def _number(value, digits, missing=''):
 
 def _difference(row):
     if 'difference' not in row:
-        return 'base'
+        return row.get('not_compared', 'base')
     found = Interval(*(row['difference'][name] for name in Interval._fields))
     text = format(found, '+.4f')
     if text.endswith('(no interval)'):
         return text.removesuffix(' (no interval)')
     pairs = row['difference']['pairs']
     return text.replace(' (', '\n(') + (f'\n{pairs} pairs' if pairs else '\nunpaired')
+
+
+def _value(value):
+    return f'{value:.7g}' if isinstance(value, float) else str(value)
 
 
 def _cells(row):
@@ -242,7 +257,9 @@ def tables(variants: list[Variant], rows: list[dict]) -> list[Table]:
     cells = [_cells(row) for row in rows]
     lines = {name: [cell[name] for cell in cells] for name in cells[0]}
     lines = {name: texts for name, texts in lines.items() if any(texts)}
-    lines |= {name: list(map(str, values)) for name, values in differing_knobs(variants).items()}
+    if not any('(' in text for text in lines['difference (95%)']):  # one seed has no interval
+        lines = {name.removesuffix(' (95%)'): texts for name, texts in lines.items()}
+    lines |= {name: list(map(_value, values)) for name, values in differing_knobs(variants).items()}
     parts = [slice(first, first + COLUMNS) for first in range(0, len(variants), COLUMNS)]
     return [
         Table(

@@ -8,11 +8,11 @@ import pathlib
 import statistics
 import string
 
-from moddepth_jax.analysis import routing_gap
 from moddepth_jax.studies import fit
 from moddepth_jax.studies.plot_style import budget_name, scientific
 from moddepth_jax.studies.plots import FIGURES
 from moddepth_jax.studies.statistics import MIN_SEEDS, MIN_STEPS, interval
+from moddepth_jax.training import routing_gap
 
 _OFF_BUDGET = 0.01
 

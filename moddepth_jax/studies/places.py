@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moddepth_jax.analysis import routing_gap
 from moddepth_jax.studies import fit
 from moddepth_jax.studies.statistics import MIN_STEPS
+from moddepth_jax.training import routing_gap
 
 MIN_SIZES = 3  # dense sizes that must have run for the best one to count as optimal
 BEST_DENSE = 'best dense'  # pseudo-variant: the best size of `dense` and `shallow`

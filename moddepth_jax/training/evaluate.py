@@ -184,7 +184,7 @@ def evaluate_causal(
 
     The result is that of `evaluate`. For a model that looks ahead in training it also has
     `loss_top_c`, the loss of the same weights under top-C, and `routing_gap` = loss - loss_top_c
-    (see analysis/routing_gap.py), and so have the members in `domains`.
+    (see routing_gap.py), and so have the members in `domains`.
     With `batches_per_layer`, `routing` also has a list `routing_gap`: the gap if only that layer
     uses the causal rule, measured on that many batches. Experts that choose tokens use thresholds
     in all layers there.

@@ -16,7 +16,7 @@ from moddepth_jax.training import multihost
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
 from moddepth_jax.training.mesh import abstract_on_mesh
 from moddepth_jax.training.plan import stage_at
-from moddepth_jax.training.run_dir import missing_step, read_hparams
+from moddepth_jax.training.run_dir import CONFIG_FILE, missing_step, read_hparams
 from moddepth_jax.training.teacher import Teacher
 from moddepth_jax.training.train_step import TrainState, init_state
 
@@ -123,7 +123,8 @@ def load_run(
         found = f' ({"; ".join(checkpoints.skipped)})' if checkpoints.skipped else ''
         if at is not None:
             raise ValueError(missing_step(workdir, at, found))
-        command = f'python -m launch.train --config=FILE.py --workdir={shlex.quote(str(workdir))}'
+        config = shlex.quote(str(workdir / CONFIG_FILE))
+        command = f'python -m launch.train --config={config} --workdir={shlex.quote(str(workdir))}'
         right = f'train it first: {command}'
         raise ValueError(f'--workdir={workdir}: holds no finished checkpoint{found}; {right}')
 

@@ -55,11 +55,13 @@ def pivot(title: str, rows: list[dict], line, column, text, corner: str = '') ->
 
 
 def to_rich(table: Table) -> rich.table.Table:
-    """Convert a table for a rich console; long names are folded."""
+    """Convert a table for a rich console; long texts are folded, but no name of up to 40."""
+    short = max(map(len, table.lines), default=0) <= 40
     drawn = rich.table.Table(title=table.title or None, title_justify='left')
     for number, head in enumerate(table.heads):
         justify = 'right' if number else 'left'
-        drawn.add_column(rich.text.Text(head), justify=justify, overflow='fold')
+        text = rich.text.Text(head)
+        drawn.add_column(text, justify=justify, overflow='fold', no_wrap=short and not number)
     for name, cells in table.lines.items():
         # Rich would read [brackets] in a str as markup, but not in a Text.
         drawn.add_row(*map(rich.text.Text, (name, *cells)))

@@ -15,7 +15,7 @@ from moddepth_jax.data.compression_baselines import describe_measured_text, meas
 from moddepth_jax.data.pipeline import Dataset
 from moddepth_jax.hparams.rules import causal_routing
 from moddepth_jax.model import ahead
-from moddepth_jax.training import devices, multihost
+from moddepth_jax.training import devices, multihost, routing_gap
 from moddepth_jax.training.evaluate import evaluate, evaluate_causal
 from moddepth_jax.training.losses import IGNORED, masked_labels
 from moddepth_jax.training.mesh import local_rows, replicated, shard_rows, state_shardings
@@ -131,7 +131,8 @@ class Trainer:
         for name, values in result.get('domains', {}).items():
             line += f', {name} {values["bits_per_byte"]:.3f}'
         if 'routing_gap' in result:
-            line += f', routing gap {result["routing_gap"]:+.4f} nats'
+            gap = result['routing_gap']
+            line += f', routing gap {gap:+.4f} nats' + ' (large)' * routing_gap.is_large(gap)
         self.progress.note(line)
         return result
 

@@ -236,6 +236,15 @@ def test_run_with_experts_shows_their_loads(printed):
     }
 
 
+def test_an_extended_run_gets_a_baseline_of_its_own(printed, tmp_path):
+    """Regression: the suggested command trained that of the shorter run on."""
+    (tmp_path / 'run-unrouted').mkdir()
+    out, workdir = printed('random', **{'report.sample_tokens': 0})
+    compare = next_steps(out)[1].splitlines()
+    assert f'--workdir={workdir}-unrouted-123 ' in compare[1]
+    assert compare[-1].endswith(f'{workdir} {workdir}-unrouted-123')
+
+
 def test_run_of_experts_that_choose_has_a_gap(printed):
     """These experts look ahead in training: both losses and the experts per token are printed."""
     out, _ = printed('none', **expert_knobs(choice='expert', num_routed=4, num_noop=0))

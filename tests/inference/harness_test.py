@@ -206,5 +206,5 @@ def test_requests_that_cannot_be_answered_are_refused(make_lm, kind, request_, w
 def test_a_routing_that_looks_ahead_is_refused(small_model):
     from moddepth_jax.inference.harness import HarnessLM
 
-    with pytest.raises(ValueError, match='looks at later tokens'):
+    with pytest.raises(ValueError, match='looks at later tokens.*; must be predictor, threshold'):
         HarnessLM(*small_model('both'), make_tokenizer('bytes'), routing='top_c')

@@ -104,7 +104,10 @@ COMMANDS = {
     ],
     'generate': [
         ('--workdir=taken', ['no finished checkpoint', 'launch.train']),
-        ("'--workdir=a run'", ['a run: holds no', "--config=FILE.py --workdir='a run'"]),
+        (
+            "'--workdir=a run'",
+            ['a run: holds no', "--config='a run/config.json' --workdir='a run'"],
+        ),
     ],
     'generate --workdir=run': [
         ('--prompt=abc --chat', ['--chat: needs a terminal']),

@@ -65,6 +65,8 @@ LINES = {
     'buggy config': ['--config={}/buggy.py', '--traceback'],
     'bad value': [BASE, '--act=bad value', '--traceback'],
     'library': [BASE, '--act=library'],
+    'no message': [BASE, '--act=no message'],
+    'own value': [BASE, '--act=bad value'],
     'help': ['--help'],
     'short help': ['--act=bug', '-h'],
     'help first': ['--zzz', '--help'],
@@ -85,7 +87,7 @@ def done(toy):
     [
         ('bug', 1, 'RuntimeError: a bug'),
         ('buggy config', 2, 'error: --config='),
-        ('bad value', 2, 'error: model.num_layers=0: must be 1'),
+        ('bad value', 2, 'error: /'),
     ],
 )
 def test_a_bug_has_its_traceback(done, name, status, error):
@@ -95,6 +97,18 @@ def test_a_bug_has_its_traceback(done, name, status, error):
     assert (done['status'].status, done['status'].stderr) == (3, '')
     assert done['library'].status == 2
     assert done['library'].stderr.endswith('; --traceback shows where\n')
+
+
+def test_an_error_in_the_users_own_code_has_its_place(done, folder):
+    """Regression: of an error in a router of a config, `error: boom` was all."""
+    lines = (folder / 'toy.py').read_text().splitlines()
+    for name, code, words in (
+        ('own value', 'raise ValueError(', 'model.num_layers=0: must be 1 or more'),
+        ('no message', 'one, two =', 'too many values to unpack (expected 2); --traceback shows'),
+    ):
+        number = next(n for n, line in enumerate(lines, 1) if line.strip().startswith(code))
+        place = f'error: {folder}/toy.py, line {number}: {words}'
+        assert done[name].status == 2 and done[name].stderr.startswith(place)
 
 
 @pytest.mark.parametrize(

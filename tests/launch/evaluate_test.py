@@ -114,7 +114,7 @@ def test_a_named_rule_is_the_only_one_measured(out, done):
     loss = rf'dense +│ +{report["loss"]:.4f} │ +{report["bits_per_byte"]:.4f}'
     assert re.search(loss, stdout)
     assert re.search(r'00 +│ +1\.000 │ +0\.250 │ +1\.000', stdout)
-    assert re.search(r'dead tokens \(.*\): 0\.000', stdout)
+    assert re.search(r'tokens that no routed block selects: 0\.0%', stdout)
     assert f'128 targets in 1 of {report["all_batches"]} batches' in stdout
     assert 'the held-out text of' in stdout and done['dense'].stderr == ''
 

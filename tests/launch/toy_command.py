@@ -31,6 +31,8 @@ def main(argv):
         raise PermissionError(13, 'Permission denied', '/locked/file')
     if act == 'bug':
         raise RuntimeError('a bug')
+    if act == 'no message':
+        one, two = (1, 2, 3)
     if act == 'library':
         np.broadcast_shapes((2,), (3,))
     if act == 'status':

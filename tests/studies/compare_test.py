@@ -201,3 +201,16 @@ def test_refusals_are_one_line(make_run, paths, tmp_path):
 def test_curves_show_every_run(paths, tmp_path):
     compare.draw_curves(read(paths), tmp_path / 'compare.png')
     assert (tmp_path / 'compare.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_losses_on_other_text_are_not_subtracted(make_run):
+    """Nor is an interval named where one seed gives none."""
+    base = make_run('base', 2.0)
+    other = make_run('other', 2.1, {'evaluation.final_batches': 3})
+    longer = make_run('longer', 1.9, {'model.num_layers': 7, 'flop_budget': 193147700000.0})
+    variants = compare.group_by_config([compare.read_run(path) for path in (base, other, longer)])
+    rows = compare.describe(variants)
+    assert ['difference' in row for row in rows] == [False, False, True]
+    (table,) = compare.tables(variants, rows)
+    assert table.lines['difference'] == ['base', 'other text', '-0.1000']
+    assert '1.931477e+11' in table.lines['flop_budget']

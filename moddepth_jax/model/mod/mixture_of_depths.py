@@ -12,6 +12,7 @@ from moddepth_jax.hparams.registry import CAUSAL_RULES, GATES, ROUTERS
 from moddepth_jax.model.attention import DepthSlots, KeysValues
 from moddepth_jax.model.block import Block, LayerKind, SlotInputs
 from moddepth_jax.model.kv_cache import CacheUpdate, select_into_cache, view_of
+from moddepth_jax.model.layers import wide_dtype
 from moddepth_jax.model.moe.experts import NO_EXPERT_STATE, ExpertState
 from moddepth_jax.model.routing import (
     RoutingRecord,
@@ -59,6 +60,9 @@ class Chooser(nn.Module):
         if jnp.shape(scores_BT) != x_BTD.shape[:2]:
             found = f'returned scores of shape {jnp.shape(scores_BT)} for x of {x_BTD.shape}'
             refuse('model.routing.router', routing.router, f'{found}; must be [B, T]')
+        if scores_BT.dtype != wide_dtype(scores_BT.dtype):
+            found = f'returned {scores_BT.dtype} scores, in which many tie'
+            refuse('model.routing.router', routing.router, f'{found}; must be float32 or wider')
         gates_BT = GATES[routing.gate](scores_BT)
         if routing.gate_scale != 1:
             gates_BT *= routing.gate_scale

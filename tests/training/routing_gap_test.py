@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from moddepth_jax.analysis import routing_gap
+from moddepth_jax.training import routing_gap
 
 COSTS, GAINS = 'the causal rule costs loss', 'the causal rule does better than top-C'
 
@@ -16,8 +16,8 @@ COSTS, GAINS = 'the causal rule costs loss', 'the causal rule does better than t
         (-0.0099, 3.4, '-0.29%', 'negligible'),
         (0.0099, 1.3, '+0.76%', COSTS),
         (-0.0499, 1.3, '-3.84%', GAINS),
-        (0.05, 1.3, '+3.85%', f'large: {COSTS}; compare models by both losses'),
-        (-0.05, 1.3, '-3.85%', f'large: {GAINS}; compare models by both losses'),
+        (0.05, 1.3, '+3.85%', f'large, 0.05 nats or more: {COSTS}; compare models by both losses'),
+        (-0.05, 1.3, '-3.85%', f'large, 0.05 nats or more: {GAINS}; compare models by both losses'),
     ],
 )
 def test_description_of_the_routing_gap(gap, loss, share, words):

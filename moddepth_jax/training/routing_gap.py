@@ -23,5 +23,6 @@ def describe(gap: float, loss: float) -> str:
         words = 'negligible'
     else:
         words = f'the causal rule {"does better than top-C" if gap < 0 else "costs loss"}'
-        words = f'large: {words}; compare models by both losses' if is_large(gap) else words
+        large = f'large, {LARGE} nats or more: {words}; compare models by both losses'
+        words = large if is_large(gap) else words
     return f'routing gap {gap:+.4f} nats ({gap / loss:+.2%} of the loss): {words}'
