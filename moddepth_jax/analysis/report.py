@@ -125,6 +125,10 @@ def _lines(run):
             names = ('selected_fraction', 'precision', 'recall')
             shown = ', '.join(f'{name} {values[name]:.3f}' for name in names)
             yield f'{layer}: {shown}'.replace('_', ' ')
+    batches, asked = run.dataset.num_held_out_batches, run.hparams.evaluation.final_batches
+    if batches < asked:
+        found = f'{batches} held-out batches, evaluation.final_batches={asked} asks for more'
+        yield f'{found}: for a more exact loss, raise data.held_out_fraction'
     if run.hparams.model.expert_layers:
         yield expert_line(summary['experts'], run.hparams.model.experts)
     budget = summary['flop_budget']

@@ -47,6 +47,7 @@ class HeldOut:
     """One held-out batch of text."""
 
     tokenizer = make_tokenizer('bytes')
+    num_held_out_batches = 2  # as many as `tiny_config` asks for
 
     def held_out_batch(self, index):
         text = b'import os\n\ndef f(x):\n\treturn "$x"\n\n' * 4
@@ -234,6 +235,13 @@ def test_run_with_experts_shows_their_loads(printed):
         'load_XZ': [[2, 0, 1, 1], pytest.approx([0.8, 0.4, 0.4, 2.4])],
         'largest_load_X': [2, 1.5],
     }
+
+
+def test_a_short_held_out_text_is_named(printed):
+    knobs = {'report.sample_tokens': 0, 'evaluation.final_batches': 3}
+    out, _ = printed('none', **knobs)
+    assert 'held-out batches' not in printed('none', **{'report.sample_tokens': 0})[0]
+    assert '2 held-out batches, evaluation.final_batches=3 asks for more: for a more exact' in out
 
 
 def test_an_extended_run_gets_a_baseline_of_its_own(printed, tmp_path):
