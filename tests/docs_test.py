@@ -258,7 +258,7 @@ PARSED_ONLY = (
     ('--wandb', 'needs an account; tests/training/wandb_run_test.py has a double'),
     ('launch.dry_run again', 'half an hour; tests/launch/dry_run_test.py does one file'),
     ('runs/mod-seed*', "a reader's runs; tests/studies/compare_test.py has some"),
-    ('launch.claims --workdir=runs/mine', "a reader's study; tests/studies/claims_test.py has some"),
+    ('launch.claims --workdir=runs/mine', "a reader's study; claims_test.py has some"),
     ('--page=docs/backends.md', 'needs JAX 0.11.2; tests/launch/backends_test.py'),
     ('my_tasks', 'a folder of the reader; docs/evaluation.md has one'),
     ('...', 'stands for flags of the reader'),
