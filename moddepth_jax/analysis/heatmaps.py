@@ -1,6 +1,7 @@
 """Draws selected tokens, expert loads, attention over depth, and block importance of a model."""
 
 import functools
+import textwrap
 from typing import NamedTuple
 
 import jax
@@ -156,7 +157,7 @@ def plot_routing(
         strip.set_ylabel('layer')
     shown = ''.join(labels)
     marks = ', '.join(f'{mark} {meaning}' for mark, meaning in _MARKS.items() if mark in shown)
-    axes[-1].set_xlabel(what + f'\n{marks}' * bool(marks))
+    axes[-1].set_xlabel(textwrap.fill(what + f' ({marks})' * bool(marks), 90))
     axes[0].set_title(title, loc='left', fontsize=10, parse_math=False)
     used = [value for value in range(SELECTED, DENSE - 1, -1) if (grid_LT == value).any()]
     square = functools.partial(axes[0].scatter, [], [], marker='s', s=60)
