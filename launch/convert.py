@@ -211,7 +211,8 @@ def _export():
             special_tokens.suppress_unknown_ids(folder, model.vocab_size, tokenizer, ids)
     print(f'{TO_HF.value}: {kind}, step {run.step} of {run.num_steps}, {dtype}')
     if no_family:
-        print(f'with {torch_folder.MODULES[-1]}, for trust_remote_code=True: {no_family}')
+        print(f'with its own {torch_folder.MODULES[-1]}, since no family fits ({no_family})')
+        print('load it with trust_remote_code=True')
     if tokenizer.name == 'bytes':
         print(f'no tokenizer: ids are bytes, and {tokenizer.separator} starts a document')
 

@@ -271,7 +271,7 @@ def test_a_routed_run_is_unchanged_by_export_and_import(tiny_config, tmp_path):
     save_run(tmp_path / 'run', from_config(tiny_config(**routed, **{'model.vocab_size': 260})))
     done = call('convert', '--workdir=run', '--to_hf=out', cwd=tmp_path)
     assert (done.status, done.stderr) == (0, '')
-    assert 'out: moddepth, step 4 of 4, float32\nwith modeling_moddepth.py, for tru' in done.stdout
+    assert 'out: moddepth, step 4 of 4, float32\nwith its own modeling_moddepth.py, ' in done.stdout
     assert "='learned': no family has routed blocks" in done.stdout
     knobs = ('--config.data.source=synthetic', '--config.training.compilation_cache=False')
     (tmp_path / 'out' / 'modeling_moddepth.py').write_text('import this_is_never_executed')
