@@ -201,6 +201,7 @@ TRAINED = (
     '--config.model.num_layers=2'
 )
 SHORT = f'{TRAINED} --config.data.source=synthetic'
+LOOPED = f'{SHORT} --config.model.num_layers=3'
 BENCHES = {
     'step --variants': '--size=2x64 --lengths=32 --tokens=64 --repeats=1 --dtype=float32',
     'step': '--size=2x64 --lengths=32 --tokens=64 --repeats=1',
@@ -224,6 +225,7 @@ RULES = (
     ('--profile=20:25', f'{TRAINED} --profile=2:3', 'few steps'),
     ('--config=configs/recall.py', '', 'its rows have a length of their own'),
     ('launch.train --config.data.source', TRAINED, 'few steps of few tokens'),
+    ('launch.train --config=configs/looped.py', LOOPED, 'as others; a loop is between two blocks'),
     ('launch.train', SHORT, 'few steps of few tokens, and no corpus to read'),
     ('launch.local --config', SHORT, 'as launch.train'),
     ('launch.convert --from_hf', TRAINED, 'the run that is trained from it is small'),
@@ -330,23 +332,30 @@ class Reader:
         }
 
     def do(self, command):
-        self._train(command)
+        self._train_for(command)
         return self._shell(f'{command.text} {_rule(command)[0]}')
 
-    def _train(self, command):
+    def _train_for(self, command):
         """Train runs/NAME by configs/NAME.py if the command reads it and none has made it."""
         reads = r'(?:--(?:from_workdir|workdir|branch|config)=|compare )(runs/(\w+))'
         named = re.search(reads, command.text)
         makes = command.launched == 'isoflop' or '--from_hf' in command.text
         makes = makes or command.launched == 'train' and '--config=runs/' not in command.text
-        if not named or makes or (self.folder / named[1]).exists():
+        if named and not makes:
+            self.train(named[2])
+
+    def train(self, name):
+        """Train runs/NAME by configs/NAME.py if nothing has made it."""
+        run, kept = self.folder / 'runs' / name, self.cache / name
+        if run.exists():
             return
-        kept = self.cache / named[1]
         if not kept.exists():  # once for all pages
-            train = f'python -m launch.train --config=configs/{named[2]}.py {SHORT}'
-            fault = self._shell(f'{train} --workdir={kept}')
+            short = LOOPED if name == 'looped' else SHORT
+            fault = self._shell(
+                f'python -m launch.train --config=configs/{name}.py {short} --workdir={kept}'
+            )
             assert not fault, fault
-        shutil.copytree(kept, self.folder / named[1])
+        shutil.copytree(kept, run)
 
     def _shell(self, text):
         environment = dict(self.environment)
@@ -395,4 +404,6 @@ def test_commands_do_their_work(source, folder, cache):
     for language, content in documented.blocks(TEXTS[source]) if source in PAGES else ():
         # Programs, and not files or entries of a table.
         if language == 'python' and 'import' in content and not content.startswith('# '):
+            for name in re.findall(r"load_run\('runs/(\w+)'\)", content):
+                reader.train(name)
             assert not reader.run([sys.executable, '-c', content])
