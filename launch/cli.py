@@ -39,17 +39,10 @@ _PATHS = (  # flags that are paths
 )
 _HELP = {'-h', '-?', '-help', '--help', '--helpshort', '--helpfull'}
 _ROOT = pathlib.Path(__file__).absolute().parents[1]
-
-
-def _begins(*folders):
-    """Return a pattern of the paths of files in these folders."""
-    return re.compile('|'.join(re.escape(f'{folder}{os.sep}') for folder in folders))
-
-
-_OF_LIBRARIES = re.compile(f'{_begins(sys.prefix, sys.base_prefix).pattern}|<')
-_OF_THIS_PROJECT = _begins(
-    *(_ROOT / name for name in ('configs', 'kernels_pallas', 'launch', 'moddepth_jax'))
-)
+# Paths of code that is no user's; that in configs/ is.
+_OURS = re.compile(re.escape(f'{_ROOT}{os.sep}') + r'(kernels_pallas|launch|moddepth_jax)\b')
+_LIBRARIES = '|'.join(re.escape(f'{x}{os.sep}') for x in (sys.prefix, sys.base_prefix))
+_OF_LIBRARIES = re.compile(rf'{_LIBRARIES}|.*[/\\](site|dist)-packages[/\\]')
 _OUT_OF_MEMORY = (
     'out of device memory; lower data.batch_size, raise training.accumulate_steps, or set '
     'model.remat=block'
@@ -241,9 +234,10 @@ def _one_line(error):
     calls = traceback.extract_tb(error.__traceback__)
     raised = 'raise' in (calls[-1].line or '')  # Python itself raises for `a, b = 1, 2, 3`
     ours = raised and not re.search(r'/(jax|flax|numpy)/', calls[-1].filename)
-    mine = [call for call in calls if not _OF_LIBRARIES.match(call.filename)]
-    of_user = mine and not _OF_THIS_PROJECT.match(mine[-1].filename)
-    place = f'{mine[-1].filename}, line {mine[-1].lineno}: ' if of_user else ''
+    files = [c for c in calls if os.path.isabs(c.filename)]  # compiled code has no absolute path
+    files = [c for c in files if _OURS.match(c.filename) or not _OF_LIBRARIES.match(c.filename)]
+    of_user = files and not _OURS.match(files[-1].filename)
+    place = f'{files[-1].filename}, line {files[-1].lineno}: ' if of_user else ''
     return place + (str(error) or type(error).__name__) + '; --traceback shows where' * (not ours)
 
 

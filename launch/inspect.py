@@ -5,8 +5,8 @@ python -m launch.inspect --workdir=runs/mod_isoflop --text='f(x) = x' --out=runs
 git show | python -m launch.inspect --workdir=runs/mod_isoflop --text=- --out=runs/inspection
 python -m launch.inspect --workdir=runs/mod_isoflop --importance --out=runs/importance
 
-Open inspection/routing.html in a browser; it needs no network. --importance ranks the blocks by how
-much skipping each one costs on the held-out text of the run.
+Open runs/inspection/routing.html in a browser; it needs no network. --importance ranks the blocks
+by how much skipping each one costs on the held-out text of the run.
 """
 
 import json

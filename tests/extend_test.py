@@ -91,6 +91,8 @@ SEES_OTHERS = 'depends on other tokens, so no loss is causal; must depend on its
         ('x_BTD[..., 0] - x_BTD[:, ::-1, 0]', SEES_OTHERS),
         ("x_BTD[..., 0] * (1 + self.param('w', lambda *_: 0.0) * x_BTD.mean())", SEES_OTHERS),
         ('x_BTD[..., 0] / jnp.where(x_BTD[..., 1] > 0, 1, jnp.nan)', 'some scores are NaN; must'),
+        ("jnp.log(2 - self.param('p', lambda *_: 1.5)) + x_BTD[..., 0]", None),
+        ('(x_BTD[..., 0] > 0).astype(int)', None),
         ('x_BTD[..., 0].astype(jnp.bfloat16)', 'returned bfloat16 scores.*; must be float32'),
         ('x_BTD', r'returned scores of shape \(1, 16, 16\) for x of \(1, 16, 16\); must be \[B, T'),
     ],

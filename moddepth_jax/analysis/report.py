@@ -302,7 +302,7 @@ def _next_steps(run):
             flops = f'{run.summary["total_flops"]:.8g}'.replace('e+', 'e')
             knobs |= {'training.num_steps': 0, 'flop_budget': flops}
         other = pathlib.Path(f'{workdir}-{name}')
-        if other.exists():  # of this run before it was extended
+        if run.summary.get('extended') and other.exists():  # that of the shorter run
             other = f'{other}-{run.summary["final_step"]}'
         other = shlex.quote(str(other))
         config, mine = map(shlex.quote, (str(workdir / CONFIG_FILE), str(workdir)))

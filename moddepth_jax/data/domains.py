@@ -60,5 +60,5 @@ def load_domains(
             raise ValueError(f'{option}: {name}: {text}') from None
     if not datasets:
         name, reason = next(iter(skipped.items()))
-        raise ValueError(f'{option}: no domain is long enough; {name}: {reason}')
+        raise ValueError(f'{option}: no domain has enough text; {name}: {reason}')
     return datasets, skipped

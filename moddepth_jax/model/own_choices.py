@@ -6,6 +6,7 @@ because initial values may hide a difference. Choices that this project defines 
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -45,16 +46,20 @@ def _check_chooser(hparams: ModelHparams, added: str):
     alone = jax.tree.map(lambda side: jnp.swapaxes(side[:, : LENGTH // 2], 0, 1), row)
     args = RoutingArgs(jnp.int32(0), jnp.float32(0), None)
     chooser = Chooser(hparams, routing.causal_rule)
-    initial = jax.eval_shape(lambda: chooser.init(jax.random.key(0), *row, args, method='decide'))
+    initialize = functools.partial(chooser.init, jax.random.key(0), *row, args, method='decide')
+    initial = initialize()
     variables = jax.tree.map(  # not near 0
-        lambda leaf: jnp.array(draw.uniform(0.5, 1.5, leaf.shape), leaf.dtype), initial
+        lambda leaf: jnp.array(draw.uniform(0.5, 1.5, leaf.shape), leaf.dtype),
+        jax.eval_shape(initialize),
     )
     with jax.default_matmul_precision('highest'):
         results = [chooser.apply(variables, *side, args, method='decide') for side in (row, alone)]
-    if np.isnan(results[0][0]).any():
-        raise ValueError(f'{added}: some scores are NaN; must be numbers')
+        decided = chooser.apply(initial, *row, args, method='decide')
     # The gates of token choice are a softmax over loops, which this does not run.
     count = 1 if routing.traits.assigns_depth else len(results[0])
+    for what, side_BT in list(zip(('scores', 'logits', 'gates'), decided, strict=True))[:count]:
+        if np.isnan(side_BT).any():
+            raise ValueError(f'{added}: some {what} are NaN; must be numbers')
     for row_BT, alone_BT in zip(*(result[:count] for result in results), strict=True):
         if not _near(row_BT[0, : LENGTH // 2], alone_BT[:, 0]):
             right = 'must depend on its own vector, position and seed only'

@@ -30,8 +30,6 @@ _SUMMARY = {  # fields of summary.json that are compared
     **dict.fromkeys(('parameters', 'final_step'), int),
     **dict.fromkeys(('flops_per_step', 'total_flops', 'seconds'), float),
 }
-# Knobs on which the held-out batches depend.
-_HELD_OUT = 'evaluation.final_batches', 'data.batch_size', 'data.held_out_fraction'
 COLUMNS = 4  # variants in one table of the terminal
 
 
@@ -153,8 +151,12 @@ def warnings(variants: list[Variant]) -> list[str]:
     texts = [run.summary['corpus_sha256'][:8] for run in runs]
     differ('texts', texts, 'their losses say nothing about the models')
     differ('rows', knobs('data.sequence_length'), 'longer rows give tokens more context')
-    for name in _HELD_OUT:
-        differ(f'values of {name}', knobs(name), 'the held-out text is not the same')
+    held_out = [run.summary['eval'].get('targets') for run in runs]
+    for what, values in (
+        ('values of data.held_out_fraction', knobs('data.held_out_fraction')),
+        ('numbers of held-out targets', held_out),
+    ):
+        differ(what, values, 'the held-out text is not the same')
     flops = [run.summary['total_flops'] for run in runs]
     if max(flops) > (1 + SAME_FLOPS) * min(flops) > 0:
         ratio = max(flops) / min(flops)
@@ -210,8 +212,8 @@ def describe(variants: list[Variant]) -> list[dict]:
 def _held_out(variant):
     """What tells whether two variants were evaluated on the same tokens."""
     run = variant.runs[0]
-    knobs = (run.knobs.get(name) for name in ('data.sequence_length', *_HELD_OUT))
-    return run.summary['corpus_sha256'], *knobs
+    knobs = (run.knobs.get(f'data.{name}') for name in ('sequence_length', 'held_out_fraction'))
+    return run.summary['corpus_sha256'], run.summary['eval'].get('targets'), *knobs
 
 
 def _number(value, digits, missing=''):
@@ -230,7 +232,7 @@ def _difference(row):
 
 
 def _value(value):
-    return f'{value:.7g}' if isinstance(value, float) else str(value)
+    return f'{value:.12g}' if isinstance(value, float) else str(value)
 
 
 def _cells(row):

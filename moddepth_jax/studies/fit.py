@@ -40,6 +40,9 @@ def select(study: dict, variant: str, budget: float) -> list[dict]:
     """
     rows = [r for r in study['runs'] if (r['variant'], r['budget']) == (variant, budget)]
     rows = [row for row in rows if row['loss'] is not None and math.isfinite(row['loss'])]
+    # A `shallow` run that is the control of two sizes of MoD has two rows.
+    rows.sort(key=lambda row: row.get('at_best_size', False))
+    rows = {row['run']: row for row in rows}.values()
     chose = choosing_seeds(study)
     return [row | {'judges': row['seed'] not in chose} for row in rows]
 

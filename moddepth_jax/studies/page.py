@@ -196,6 +196,6 @@ def _run_table(study):
             ),
             'rule': row['rule'] or '',
         }
-        for row in study['runs']
+        for row in {(row['variant'], row['run']): row for row in study['runs']}.values()
     ]
     return _table(rows, 'sortable')

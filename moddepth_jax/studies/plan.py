@@ -435,9 +435,11 @@ class Plan:
             runs, complete = self.runs(losses)
         different = {}
         for run in runs:
-            # Variants that share runs of the first seed may end up with different best sizes.
-            apart = run.seed != self.study.seeds[0]
-            different[run.name, run.variant * apart] = run
+            # Variants that share runs of the first seed may end up with different best sizes, and
+            # at another size than the one that is tuned.
+            first = run.seed == self.study.seeds[0]
+            chosen = run.at_best_size and run.variant not in self.study.sized
+            different[run.name, '' if first and not chosen else run.variant] = run
         return list(different.values())
 
     def possible_sizes(self, run: PlannedRun) -> list[PlannedRun]:

@@ -3,6 +3,7 @@
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.markers import MarkerStyle
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from moddepth_jax.studies.plan import VARIANTS, base_name
@@ -59,7 +60,11 @@ def check_look(variant: str):
     """Raise ValueError if the look of a variant is not a colour and a marker."""
     look = VARIANTS[base_name(variant)].look if base_name(variant) in VARIANTS else 'rose d'
     colour, _, marker = look.partition(' ')
-    if colour not in COLOURS or not marker or marker not in Line2D.markers:
+    try:
+        drawn = not MarkerStyle(marker).get_path().vertices.size == 0
+    except ValueError:
+        drawn = False
+    if colour not in COLOURS or not drawn:
         right = f"must be one of {', '.join(COLOURS)}, and a marker of Matplotlib: 'rose h'"
         raise ValueError(f'variants={variant}: look={look!r}: {right}')
 

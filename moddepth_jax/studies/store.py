@@ -91,8 +91,8 @@ def _check_grown(stored, plan, file, flag):
             more = ' (values may only be added)' if name in MAY_GROW else ''
             found = f'{name} is {old!r} in its {file.name} and {new!r} in this study{more}'
             raise ValueError(f'{flag}={file.parent}: {found}; use another {flag}')
-    least, tuned = min(plan['budgets']), min(stored['budgets'])
-    if least < tuned and len(stored['learning_rates']) > 1:
+    least, tuned = min(plan['budgets']), min(stored.get('budgets') or [math.inf])
+    if least < tuned < math.inf and len(stored.get('learning_rates') or ()) > 1:
         found = f'budget {least:g} is below {tuned:g}, at which the learning rates were tuned'
         raise ValueError(f'{flag}={file.parent}: {found}; use another {flag}')
 

@@ -244,13 +244,15 @@ def test_a_short_held_out_text_is_named(printed):
     assert '2 held-out batches, evaluation.final_batches=3 asks for more: for a more exact' in out
 
 
-def test_an_extended_run_gets_a_baseline_of_its_own(printed, tmp_path):
+def test_an_extended_run_gets_a_baseline_of_its_own(tiny_config, tmp_path):
     """Regression: the suggested command trained that of the shorter run on."""
-    (tmp_path / 'run-unrouted').mkdir()
-    out, workdir = printed('random', **{'report.sample_tokens': 0})
-    compare = next_steps(out)[1].splitlines()
-    assert f'--workdir={workdir}-unrouted-123 ' in compare[1]
-    assert compare[-1].endswith(f'{workdir} {workdir}-unrouted-123')
+    run, other = make_run(tiny_config, tmp_path / 'run'), tmp_path / 'run-unrouted'
+    for extended, made, name in (([], True, other), ([{}], False, other), ([{}], True, 'new')):
+        run.summary['extended'] = extended
+        other.mkdir(exist_ok=True) if made else other.exists() and other.rmdir()
+        lines = '\n'.join(report._next_steps(run))
+        name = f'{other}-123' if name == 'new' else name
+        assert f'--workdir={name} ' in lines and f'{run.workdir} {name}\n' in lines
 
 
 def test_run_of_experts_that_choose_has_a_gap(printed):

@@ -71,7 +71,7 @@ def test_domains_without_a_window_are_skipped_by_name(folder):
         shutil.rmtree(folder / name)
     for name in ('a.png', 'empty.txt'):
         (folder / name).unlink()
-    assert _error(folder, sequence_length=10**5).startswith('no domain is long enough; code: ')
+    assert _error(folder, sequence_length=10**5).startswith('no domain has enough text; code: ')
 
 
 def test_a_domain_that_cannot_be_read_is_refused(folder, tmp_path):

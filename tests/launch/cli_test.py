@@ -66,6 +66,7 @@ LINES = {
     'bad value': [BASE, '--act=bad value', '--traceback'],
     'library': [BASE, '--act=library'],
     'no message': [BASE, '--act=no message'],
+    'compiled library': [BASE, '--act=compiled library'],
     'own value': [BASE, '--act=bad value'],
     'help': ['--help'],
     'short help': ['--act=bug', '-h'],
@@ -104,6 +105,7 @@ def test_an_error_in_the_users_own_code_has_its_place(done, folder):
     lines = (folder / 'toy.py').read_text().splitlines()
     for name, code, words in (
         ('own value', 'raise ValueError(', 'model.num_layers=0: must be 1 or more'),
+        ('compiled library', 'np.random.default_rng(', 'expected non-negative integer'),
         ('no message', 'one, two =', 'too many values to unpack (expected 2); --traceback shows'),
     ):
         number = next(n for n, line in enumerate(lines, 1) if line.strip().startswith(code))

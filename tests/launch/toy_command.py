@@ -33,6 +33,8 @@ def main(argv):
         raise RuntimeError('a bug')
     if act == 'no message':
         one, two = (1, 2, 3)
+    if act == 'compiled library':
+        np.random.default_rng(-1)
     if act == 'library':
         np.broadcast_shapes((2,), (3,))
     if act == 'status':

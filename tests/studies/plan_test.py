@@ -94,6 +94,10 @@ def test_max_runs_bounds_the_number_of_different_runs():
     for loss in (loss_of, lambda run: 1 + len(run.name) / 100, lambda run: hash(run.trained) % 7):
         names = {run.name for run in all_runs(plan, loss)}
         assert len(names) <= len(plan.max_runs())
+    # The tuned variant runs later at another size than the one that is tuned.
+    tuned = plan_of(variants=('norm', 'mod'), sizes=('2x64', '4x64'))
+    runs = all_runs(tuned, lambda run: 1 + (run.trained != '4x64'))
+    assert len({run.name for run in runs}) <= len(tuned.max_runs())
     # A shallower dense model that is one of the dense sizes is trained once for both.
     alone = plan_of(variants=('dense', 'mod', 'random'))
     names = {run.name for run in all_runs(alone, loss_of)}

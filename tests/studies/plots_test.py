@@ -180,3 +180,13 @@ def test_numbers_are_formatted_briefly():
     for value, text in flops.items():
         assert plot_style.budget_name({'kind': 'flops'}, value) == f'{text} FLOPs'
     assert plot_style.budget_name({'kind': 'steps'}, 4000.0) == '4,000 steps'
+
+
+def test_a_run_that_is_filed_at_two_sizes_of_mod_is_one_seed():
+    """Regression: the page gave it a spread of 0 over two seeds."""
+    row = {'variant': 'shallow', 'budget': 1e9, 'loss': 2.0, 'run': 'dense-2x64', 'seed': 0}
+    row |= {'size': '2x64', 'parameters': 5, 'flops_per_forward': 7.0, 'size_of_mod': '3x64'}
+    both = [row | {'at_best_size': True}, row | {'size_of_mod': '4x64', 'at_best_size': False}]
+    study = {'runs': both, 'variants': {}, 'budgets': [1e9], 'sizes': ['2x64'], 'tuning': []}
+    (found,) = fit.select(study | {'seeds': [0]}, 'shallow', 1e9)
+    assert found['size_of_mod'] == '3x64'

@@ -60,7 +60,8 @@ class Chooser(nn.Module):
         if jnp.shape(scores_BT) != x_BTD.shape[:2]:
             found = f'returned scores of shape {jnp.shape(scores_BT)} for x of {x_BTD.shape}'
             refuse('model.routing.router', routing.router, f'{found}; must be [B, T]')
-        if scores_BT.dtype != wide_dtype(scores_BT.dtype):
+        narrow = scores_BT.dtype != wide_dtype(scores_BT.dtype)
+        if narrow and jnp.issubdtype(scores_BT.dtype, jnp.floating):
             found = f'returned {scores_BT.dtype} scores, in which many tie'
             refuse('model.routing.router', routing.router, f'{found}; must be float32 or wider')
         gates_BT = GATES[routing.gate](scores_BT)
