@@ -210,7 +210,7 @@ def describe(variants: list[Variant]) -> list[dict]:
 
 
 def _held_out(variant):
-    """What tells whether two variants were evaluated on the same tokens."""
+    """Return a key of the held-out tokens: equal for variants evaluated on the same ones."""
     run = variant.runs[0]
     knobs = (run.knobs.get(f'data.{name}') for name in ('sequence_length', 'held_out_fraction'))
     return run.summary['corpus_sha256'], run.summary['eval'].get('targets'), *knobs
