@@ -128,8 +128,7 @@ class StudyRunner:
         progress = self._progress()
         if progress.complete:
             return len(progress.losses)
-        known = {name for name in self._plan.possible_names() if self._is_finished(name)}
-        return len(known)
+        return sum(map(self._is_finished, self._plan.possible_names()))
 
     def _is_finished(self, name):
         return name in self._earlier.losses or store.final_loss(self._workdir, name) is not None
