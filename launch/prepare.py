@@ -14,7 +14,6 @@ unless bpe:N was trained on that file. The result does not depend on --processes
 """
 
 import contextlib
-import os
 import pathlib
 import shlex
 import sys
@@ -23,6 +22,7 @@ import time
 from absl import flags
 
 from launch import cli
+from moddepth_jax.data.preparation.workers import usable_cpus
 from moddepth_jax.training.progress import format_count, format_seconds, printable
 from moddepth_jax.training.tables import Table, to_rich
 
@@ -100,7 +100,7 @@ def _options():
         skip_bad=SKIP_BAD.value,
         part_bytes=PART_BYTES.value,
         bpe_bytes=BPE_BYTES.value,
-        processes=PROCESSES.value or len(os.sched_getaffinity(0)),
+        processes=PROCESSES.value or usable_cpus(),
     )
 
 

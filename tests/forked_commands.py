@@ -1,8 +1,10 @@
-"""Runs many command lines in forks of one process that has imported their common modules.
+"""Runs command lines in forks of a process that has imported their common modules.
 
-A command that starts alone takes seconds to import JAX; a fork takes a tenth of a second.
+A command that starts alone takes seconds to import JAX; a fork takes a tenth of a second. The
+process goes on for later calls with the same environment.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -49,13 +51,40 @@ def run_commands(
     flags are parsed, and a config is resolved and checked.
     """
     environment = {**os.environ, 'PYTHONPATH': str(ROOT), **environment}
+    environment.pop('PYTEST_CURRENT_TEST', None)
+    # Often another one, and not read by these imports.
+    cache = environment.pop('XDG_CACHE_HOME', None)
     how = {'parse_only': parse_only, 'at_a_time': at_a_time}
-    asked = json.dumps({'lines': lines, 'preload': list(preload), 'how': how})
-    command = [sys.executable, '-W', 'ignore', '-m', 'tests.forked_commands']
-    pipes = {'input': asked, 'capture_output': True, 'text': True}
-    done = subprocess.run(command, env=environment, cwd=folder, **pipes)
-    assert done.returncode == 0, done.stderr
-    return [Finished(*found) for found in json.loads(done.stdout)]
+    asked = json.dumps({'lines': lines, 'folder': str(folder), 'cache': cache, 'how': how})
+    # The configs of a folder are its own: they may not be those imported from another one.
+    start = folder if (pathlib.Path(folder) / 'configs').exists() else ROOT
+    server = _server(str(start), tuple(preload), tuple(sorted(environment.items())))
+    print(asked, file=server.stdin, flush=True)
+    answer = server.stdout.readline()
+    assert answer, 'the process that forks has ended; its error is on stderr'
+    return [Finished(*found) for found in json.loads(answer)]
+
+
+_servers = {}  # the last one used is the last
+
+
+@atexit.register
+def _end_servers(but=0):
+    """End the processes that were not used last; they end with their input."""
+    while len(_servers) > but:
+        _servers.pop(next(iter(_servers))).communicate()
+
+
+def _server(folder, preload, environment):
+    """Return the process that forks, with its pipes: one of the last two, or a new one."""
+    key = folder, preload, environment
+    if (server := _servers.pop(key, None)) is None or server.poll() is not None:
+        _end_servers(but=1)
+        command = [sys.executable, '-W', 'ignore', '-m', 'tests.forked_commands', *preload]
+        how = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'text': True}
+        server = subprocess.Popen(command, env=dict(environment), cwd=folder, **how)
+    _servers[key] = server
+    return server
 
 
 def _only_parse():
@@ -127,8 +156,14 @@ def _run_all(lines, parse_only, at_a_time):
 
 
 if __name__ == '__main__':
-    asked = json.load(sys.stdin)
-    for module in asked['preload']:
+    for module in sys.argv[1:]:
         importlib.import_module(module)
     gc.freeze()  # or each fork would copy what it collects
-    sys.stdout.write(json.dumps(_run_all(asked['lines'], **asked['how'])))
+    for request in sys.stdin:
+        asked = json.loads(request)
+        os.chdir(asked['folder'])
+        if asked['cache'] is not None:
+            os.environ['XDG_CACHE_HOME'] = asked['cache']
+        else:
+            os.environ.pop('XDG_CACHE_HOME', None)
+        print(json.dumps(_run_all(asked['lines'], **asked['how'])), flush=True)

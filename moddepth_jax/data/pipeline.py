@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import grain
 import numpy as np
 
+from moddepth_jax.data import sources
 from moddepth_jax.data.corpus import Corpus, load_corpus, load_held_out
 from moddepth_jax.data.mixture import RowSchedule, describe_tokenizer, held_out_order
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, tokenizer_of
@@ -213,7 +214,9 @@ def _fingerprint(data, seed, corpus, tokenizer):
         'batch_size': data.batch_size,
         'seed': seed,
     }
-    if (encoding := codecs.lookup(data.encoding).name) != 'utf-8':  # older runs have none
+    encoding = codecs.lookup(data.encoding).name
+    # Others read no text with it, and older runs have none.
+    if encoding != 'utf-8' and not corpus.members and data.source not in sources.MADE:
         fingerprint['encoding'] = encoding
     if corpus.packages:
         fingerprint['packages'] = ' '.join(corpus.packages)

@@ -14,6 +14,7 @@ A predictor that knows the words and p scores exactly this, from the first word 
 on. In a window that begins inside a word, the floor is a lower bound.
 """
 
+import itertools
 import math
 import typing
 
@@ -76,5 +77,7 @@ def make_synthetic(
         num_ends += int(np.sum(block == NUM_WORDS))
     drawn = np.concatenate(blocks)
     ends = 1 + np.flatnonzero(drawn == NUM_WORDS)[:num_documents]
-    words = np.array(language.words, object)[drawn[: ends[-1]]]
-    return [b''.join(document) for document in np.split(words, ends[:-1])]
+    drawn = drawn[: ends[-1]]
+    text = b''.join(map(language.words.__getitem__, drawn.tolist()))
+    ends = np.cumsum(np.array([len(word) for word in language.words])[drawn])[ends - 1]
+    return [text[start:end] for start, end in itertools.pairwise([0, *ends.tolist()])]

@@ -1,6 +1,5 @@
-"""Peak FLOP/s of known devices, usable CPUs, and the memory that a run used."""
+"""Peak FLOP/s of known devices, and the memory that a run used."""
 
-import os
 import re
 import resource
 import sys
@@ -41,15 +40,6 @@ def mfu(flops_per_second: float, num_devices: int) -> dict[str, float]:
     """Return {'mfu': counted FLOP/s over the peak of the devices}; empty if that is not known."""
     peak = peak_flops(jax.devices()[0].device_kind)
     return {'mfu': flops_per_second / (peak * num_devices)} if peak else {}
-
-
-def usable_cpus() -> int:
-    """Return how many CPUs this process may use, which is how many threads XLA starts.
-
-    That is its affinity, as set by taskset or SLURM, on systems that have one.
-    """
-    affinity = getattr(os, 'sched_getaffinity', None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def peak_memory() -> tuple[int, str]:

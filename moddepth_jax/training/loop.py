@@ -159,7 +159,11 @@ def train(
         state, metadata, more = restore_or_init(hparams, num_steps, dataset, mesh, checkpoints)
         notes = [*notes, *more]
         first_step = int(state.step)
+        had_teacher = 'teacher' in metadata
         teacher = load_teacher(hparams, mesh, metadata)
+        if teacher and not had_teacher:
+            found = f'{hparams.training.distill_from} at step {metadata["teacher"]["step"]}'
+            notes.append(f'teacher {found}: keep this checkpoint until the run has ended')
 
         with jax.set_mesh(mesh), contextlib.ExitStack() as outputs:
             profile = outputs.enter_context(Profile(workdir, profiled, num_steps))
@@ -219,7 +223,7 @@ def train(
             with PreemptionHandler() as preemption:
                 state = trainer.run(preemption, checkpoints)
             step, signal = int(state.step), preemption.signal_name
-            if step < num_steps:
+            if signal or step < num_steps:
                 done = f'{signal}: stopped and saved at step {step} of {num_steps}'
                 progress.note(f'{done}; the same command resumes from there')
                 return Run(hparams, workdir, state, dataset, None, signal)
@@ -256,7 +260,8 @@ def restore_or_init(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints
     restored = checkpoints.restore(abstract, abstract.replace(averages={}))
     if restored is None:
         run = checkpoints.directory.parent
-        multihost.run_on_leader(lambda: check_fresh(run, checkpoints.skipped))
+        begun = hparams.training.extended_from
+        multihost.run_on_leader(lambda: check_fresh(run, checkpoints.skipped, begun))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         return jax.jit(initial, out_shardings=shardings)(), metadata, checkpoints.skipped
     state, step, stored = restored

@@ -94,12 +94,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
             kept = f'{len(rows)} of {before} rows remain'
             print(f'{self._path}: was changed while the run wrote it: {kept}', file=sys.stderr)
         text = _text([row])
-        try:
-            self._file.write(text)
-            self._file.flush()
-        except OSError as error:
-            error.filename = os.fspath(self._path)
-            raise
+        _append(self._file, text)
         self._count += 1
         self._sha256.update(text.encode())
         for sink in list(self._sinks):
@@ -349,6 +344,15 @@ class WandbWriter:
         self._run.finish()
 
 
+def _append(file, text):
+    try:
+        file.write(text)
+        file.flush()
+    except OSError as error:
+        error.filename = os.fspath(file.name)
+        raise
+
+
 class WindowLog(contextlib.AbstractContextManager):
     """Logs the windows of each step: {"step": S, "windows": [numbers]}, S = 1 for the first step.
 
@@ -369,8 +373,7 @@ class WindowLog(contextlib.AbstractContextManager):
 
     def write(self, step: int, windows: list[int]) -> None:
         """Log the windows of step number `step`, which is 1 for the first step."""
-        self._file.write(json.dumps({'step': step, 'windows': windows}) + '\n')
-        self._file.flush()
+        _append(self._file, json.dumps({'step': step, 'windows': windows}) + '\n')
 
     def __exit__(self, *_):
         self._file.close()

@@ -31,10 +31,25 @@ def prepare_run(
     """
     num_steps = resolve_steps(hparams)
     tokenizer = tokenizer_of(hparams.data, workdir)
+    if workdir is not None and checkpoint_steps(workdir):
+        _check_tokenizer(hparams.data, tokenizer, workdir)
     mesh = make_mesh(mesh_spec)
     check_model(hparams, tokenizer, mesh)
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     return num_steps, dataset, mesh
+
+
+def _check_tokenizer(data, tokenizer, workdir):
+    """Raise ValueError if `data` newly names a tokenizer that is not the one the run stores."""
+    if data.tokenizer == (before := read_config(workdir)[0]['data']['tokenizer']):
+        return
+    try:
+        named = tokenizer_of(data)
+    except ValueError:  # it is gone, and the run has its own copy
+        return
+    if named.sha256 != tokenizer.sha256:
+        found = f'differs from {before!r}, with which the run in --workdir began'
+        raise ValueError(f'data.tokenizer={data.tokenizer!r}: {found}; use another --workdir')
 
 
 def check_model(hparams: Hparams, tokenizer: Tokenizer, mesh: jax.sharding.Mesh):

@@ -168,7 +168,8 @@ def load_teacher(hparams: Hparams, mesh: Mesh, metadata: dict) -> Teacher | None
     try:
         run = load_run(folder, mesh, before and before['step'])
     except ValueError as error:
-        raise ValueError(f'training.distill_from={folder!r}: {error}') from None
+        began = f'; this run began with checkpoint {before["step"]}: restore it' if before else ''
+        raise ValueError(f'training.distill_from={folder!r}: {error}{began}') from None
     at_end = run.hparams.at(run.hparams.stages[-1])
     metadata['teacher'] = {'step': run.step, 'sha256': state_sha256(run.state.variables)}
 

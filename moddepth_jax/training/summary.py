@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh
 from kernels_pallas.backends import log_lines
 from kernels_pallas.xla import sequence
 from moddepth_jax.data.directory import check_fields, read_json, write_atomically
+from moddepth_jax.data.preparation.workers import usable_cpus
 from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.model.adapters import ADAPTER
 from moddepth_jax.model.flops import train_step_flops
@@ -42,7 +43,7 @@ def versions() -> dict[str, str]:
         'python': platform.python_version(),
         'device': jax.devices()[0].device_kind,
         'num_devices': str(jax.device_count()),
-        'cpu_threads': os.environ.get('NPROC', str(devices.usable_cpus())),
+        'cpu_threads': os.environ.get('NPROC', str(usable_cpus())),
     }
 
 

@@ -76,7 +76,7 @@ class Trainer:
             with jax.transfer_guard('disallow'), self.profile.step(step):
                 self._dispatch(step_fn, step)
             done = step + 1
-            stops = done == self.num_steps or preemption.should_stop(done)
+            stops = preemption.should_stop(done) or done == self.num_steps
 
             if self.profile.ends(done) or stops:
                 with self._paused():

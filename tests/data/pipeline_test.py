@@ -176,6 +176,8 @@ def test_fingerprint_survives_json_and_names_what_differs():
     latin = _dataset(0, HAND_MADE, encoding='Latin-1').fingerprint
     assert latin == fingerprint | {'encoding': 'iso8859-1'}
     assert 'encoding was missing and is' in refusal(check_fingerprint, fingerprint, latin)
+    made, unread = (_dataset(0, HAND_MADE, source='recall', encoding=e) for e in ('utf-8', 'utf-7'))
+    assert made.fingerprint == unread.fingerprint
     older = {field: value for field, value in fingerprint.items() if field != 'tokenizer'}
     for stored, current in ((older, fingerprint), (fingerprint, older)):
         message = refusal(check_fingerprint, stored, current)

@@ -1,13 +1,13 @@
-"""Runs one command in a separate process, as users do; tests.forked_commands runs many."""
+"""Runs one command in a separate process; tests.forked_commands runs many."""
 
-import os
 import pathlib
 import random
-import subprocess
-import sys
 import time
 
-from tests.forked_commands import ROOT, Finished
+from tests.forked_commands import ROOT, Finished, run_commands
+
+# What most commands import.
+_PRELOAD = ('launch.config_file', 'moddepth_jax.training.saved_run')
 
 
 def call(name, *arguments, cwd=ROOT, **variables) -> Finished:
@@ -15,13 +15,12 @@ def call(name, *arguments, cwd=ROOT, **variables) -> Finished:
 
     It compiles as fast as can be; its caches lie next to a folder that is not ROOT.
     """
-    environment = {'PYTHONPATH': str(ROOT), 'XLA_FLAGS': '', 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
+    environment = {'XLA_FLAGS': '', 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
     if cwd != ROOT:
         environment['XDG_CACHE_HOME'] = f'{cwd}.cache'
-    line = [sys.executable, '-m', f'launch.{name}', *map(str, arguments)]
-    environment = {**os.environ, **environment, **variables}
-    done = subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True)
-    return Finished(done.returncode, done.stdout, done.stderr)
+    line = [name, *map(str, arguments)]
+    (done,) = run_commands([line], cwd, _PRELOAD, **environment | variables)
+    return done
 
 
 def wait_for(condition, seconds=60):

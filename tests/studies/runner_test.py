@@ -1,6 +1,7 @@
 """Which runs a study trains in which process, and what it writes; training is replaced."""
 
 import dataclasses
+import functools
 import json
 import signal
 import types
@@ -39,6 +40,11 @@ def study(tmp_path):
     )
 
 
+@functools.cache
+def sha256_of(data):
+    return load_corpus(data).sha256
+
+
 @pytest.fixture
 def trained(monkeypatch):
     names = []
@@ -55,7 +61,7 @@ def trained(monkeypatch):
         summary['parameters'] = 1000 * hparams.model.num_layers
         summary |= {'flops_per_step': train_step_flops(hparams), 'final_step': steps}
         summary |= {'total_flops': run_flops(hparams, steps), 'routing': {}, 'experts': {}}
-        text = load_corpus(hparams.data).sha256
+        text = sha256_of(hparams.data)
         summary |= {'versions': {}, 'corpus_sha256': text, 'state_sha256': directory.name}
         (directory / 'summary.json').write_text(json.dumps(summary))
         (directory / 'metrics.jsonl').write_text('{"step": 1, "loss": 2.0}\n')

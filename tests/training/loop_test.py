@@ -104,6 +104,17 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_metrics(copied, run_hparams,
     assert (copied / 'metrics.jsonl.before').read_bytes() == before
 
 
+def test_a_run_is_not_extended_after_a_damaged_checkpoint(copied, run_hparams):
+    """Regression: it began again at step 0, under the schedule of an extension."""
+    for manifest in copied.glob('checkpoints/*/manifest.json'):
+        manifest.write_text('{')
+    before = {path: path.read_bytes() for path in copied.rglob('*') if path.is_file()}
+    longer = dataclasses.replace(run_hparams, flop_budget=2 * run_hparams.flop_budget)
+    message = refusal(loop.train, longer, copied)
+    assert f'cannot be extended after step {NUM_STEPS} (checkpoint ' in message
+    assert before == {path: path.read_bytes() for path in copied.rglob('*') if path.is_file()}
+
+
 def test_a_run_without_a_teacher_gets_none_on_resume(copied, run_hparams, finished):
     taught = changed(run_hparams, 'training', distill_from=str(finished.workdir))
     assert "training.distill_from is '' in its config.json" in refusal(loop.train, taught, copied)
@@ -155,7 +166,8 @@ def test_a_finished_run_does_not_train_again(finished, copied, run_hparams, monk
 def test_a_run_stopped_by_signals_ends_like_an_unbroken_one(
     finished, run_hparams, tmp_path, signals
 ):
-    for stop, name in ((2, 'SIGUSR1'), (4, 'SIGTERM'), (5, 'SIGTERM')):
+    # Regression: the last step was followed by the evaluation, as if there was no signal.
+    for stop, name in ((2, 'SIGUSR1'), (4, 'SIGTERM'), (NUM_STEPS, 'SIGTERM')):
         signals[stop - 1] = name
         stopped = loop.train(run_hparams, tmp_path / 'broken')
         assert (stopped.summary, stopped.signal) == (None, name)

@@ -10,6 +10,7 @@ from moddepth_jax.model import flops
 from moddepth_jax.training import plan
 from moddepth_jax.training.optimizer import learning_rate_schedule
 from moddepth_jax.training.plan import loops_at, run_flops, stage_at, stage_starts
+from moddepth_jax.training.run_dir import update_config
 from tests.data import tokenizer_files
 from tests.data.prepared_text import refusal
 
@@ -160,3 +161,26 @@ def test_a_run_is_planned_with_the_tokenizer_that_it_stores(tiny_config, tmp_pat
     assert dataset.train_batch(0)['tokens_BT'].max() > 256
     message = refusal(plan.prepare_run, hparams, 'data=1')
     assert "data.tokenizer='/nowhere/x.json'" in message and 'no such tokenizer' in message
+
+
+def test_another_tokenizer_is_refused_when_a_run_resumes(tiny_config, tmp_path):
+    """Regression: it was ignored, but written to config.json. An equal one may have moved."""
+    kept, other = tokenizer_files.byte_level(), tmp_path / 'llama.json'
+    kept.save(tmp_path / 'run' / 'tokenizer')
+    kept.save(tmp_path / 'moved')
+    other.write_text(tokenizer_files.llama_file())
+    for seed in range(4):
+        (tmp_path / f'{seed}.txt').write_bytes(tokenizer_files.plain_text(seed, 400))
+
+    def hparams(tokenizer):
+        changes = {'model.vocab_size': 400, 'data.tokenizer': str(tokenizer)}
+        return from_config(tiny_config(**changes, **{'data.source': str(tmp_path / '*.txt')}))
+
+    update_config(tmp_path / 'run', dataclasses.asdict(hparams('gone.json')))
+    (tmp_path / 'run' / 'checkpoints' / '2').mkdir(parents=True)
+    (tmp_path / 'run' / 'checkpoints' / '2' / 'manifest.json').write_text('{}')
+    for same in ('gone.json', tmp_path / 'moved', tmp_path / 'nowhere'):
+        _, dataset, _ = plan.prepare_run(hparams(same), 'data=1', tmp_path / 'run')
+        assert dataset.tokenizer.sha256 == kept.sha256
+    message = refusal(plan.prepare_run, hparams(other), 'data=1', tmp_path / 'run')
+    assert f"data.tokenizer={str(other)!r}: differs from 'gone.json', with which the" in message

@@ -145,12 +145,13 @@ def test_the_teacher_is_counted(tiny_config, dense):
 
 
 @pytest.mark.slow
-def test_a_run_with_a_teacher_resumes_to_the_bit(tiny_config, dense, tmp_path, signals):
+def test_a_run_with_a_teacher_resumes_to_the_bit(tiny_config, dense, tmp_path, signals, capsys):
     """It uses the teacher that it began with, which may move, but must exist and not change."""
     folder = shutil.copytree(dense, tmp_path / 'dense')
     hparams, before = taught(tiny_config, folder), state_sha256(load_run(folder).state)
     signals[2] = 'SIGTERM'
     assert loop.train(hparams, tmp_path / 'broken').state.step == 3
+    assert f'teacher {folder} at step 4: keep this checkpoint until' in capsys.readouterr().out
     signals[2] = 'SIGTERM'
     stopped = loop.train(hparams, tmp_path / 'stopped')
     whole = loop.train(hparams, tmp_path / 'whole')
@@ -160,6 +161,9 @@ def test_a_run_with_a_teacher_resumes_to_the_bit(tiny_config, dense, tmp_path, s
     assert resumed.summary['state_sha256'] == whole.summary['state_sha256']
     assert resumed.summary['total_flops'] == 4 * step_flops(hparams)
     assert before == state_sha256(load_run(folder).state)
+    shutil.rmtree(folder / 'checkpoints' / '4')
+    with pytest.raises(ValueError, match='; this run began with checkpoint 4: restore it$'):
+        loop.train(hparams, stopped.workdir)
     shutil.rmtree(folder)
     save_run(folder, from_config(tiny_config(**SMALL | {'seed': 4})))
     with pytest.raises(ValueError, match='checkpoint 4 is not the one that the run began with'):
