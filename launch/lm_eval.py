@@ -86,8 +86,8 @@ def _print(report, tasks):
 def main(_):
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
 
-    if LIMIT.value is not None and not LIMIT.value > 0:
-        raise ValueError(f'--limit={LIMIT.value:g}: must be above 0')
+    if LIMIT.value is not None and not (0 < LIMIT.value < 1 or LIMIT.value in range(1, 2**31)):
+        raise ValueError(f'--limit={LIMIT.value:g}: must be a whole number, or a share below 1')
     if importlib.util.find_spec('lm_eval') is None:
         right = "run: pip install 'moddepth-jax[lm_eval]'"
         raise ValueError(f'--tasks: lm-evaluation-harness is not installed; {right}')

@@ -234,7 +234,8 @@ class ModelHparams:
         if self.looped_layers == 'all':
             return range(self.num_layers)
         kind, *numbers = self.looped_layers.split(':')
-        if kind == 'middle' and len(numbers) == 2 and all(map(str.isdecimal, numbers)):
+        are_numbers = all(text.isdecimal() and len(text) < 10 for text in numbers)
+        if kind == 'middle' and len(numbers) == 2 and are_numbers:
             looped = range(int(numbers[0]), self.num_layers - int(numbers[1]))
             if looped:
                 return looped

@@ -73,6 +73,18 @@ class HarnessLM(TemplateLM):
         begin = [] if add_special_tokens is False else [self.eot_token_id]
         return begin + self._tokens.encode(string.encode()).tolist()
 
+    def _encode_pair(self, context, continuation):
+        """Split the ids of the text where they cease to be those of the context.
+
+        Spaces at the end of the context belong to the continuation, as in the harness. So does a
+        token that spans both, which the harness would leave out, or half of it.
+        """
+        before = self.tok_encode(context.rstrip())
+        whole = self.tok_encode(context + continuation)
+        both = zip(before, whole[:-1], strict=False)
+        begin = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
+        return whole[:begin], whole[begin:]
+
     def loglikelihood(self, requests, disable_tqdm=True) -> list[tuple[float, bool]]:
         """Return (log-likelihood in nats, whether greedy) of each request's continuation."""
         for i, request in enumerate(requests):

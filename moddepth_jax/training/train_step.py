@@ -34,7 +34,7 @@ class TrainState:
 
     Attributes:
       step: int32, the number of batches seen, which is also the position in the data.
-      params: float32 parameters of the Transformer.
+      params: parameters of the Transformer, in float32 (with JAX's 64 bits, some in float64).
       averages: the Transformer's collection of that name, which may be empty: moving averages of
         the C-th largest score of each routed layer, and of each expert that chooses its tokens.
       optimizer_state: state of the optimizer for the trainable parameters.

@@ -43,7 +43,7 @@ def test_ids_without_text_are_not_drawn(tmp_path):
     file = tmp_path / special_tokens.GENERATION_FILE
     ids = {'bos_token_id': 1, 'eos_token_id': [1, 2]}
     special_tokens.suppress_unknown_ids(tmp_path, 6, Words, ids)
-    assert json.loads(file.read_text()) == ids | {'suppress_tokens': [3, 5]}
+    assert json.loads(file.read_text()) == ids | {'suppress_tokens': [3, 5], 'top_k': 0}
     existing = {
         'eos_token_id': 5,
         'top_k': 4,
@@ -73,6 +73,14 @@ def test_files_name_another_separator(separator, tmp_path):
         named = json.loads((tmp_path / name).read_text())
         text = dict.fromkeys(('bos_token', 'eos_token'), separator)
         assert named == NAMED | (text if other else {})
+
+
+def test_prompts_of_an_export_are_padded_on_the_left(tmp_path):
+    (tmp_path / 'tokenizer.json').write_text(llama_file())
+    special_tokens.name_separator(tmp_path, make_tokenizer(tmp_path, '</s>'), replace=False)
+    named = json.loads((tmp_path / 'tokenizer_config.json').read_text())
+    found = named['padding_side'], named['pad_token'], named['eos_token']
+    assert found == ('left', '</s>', '</s>')
 
 
 def test_files_without_a_tokenizer_are_kept(tmp_path):

@@ -50,7 +50,9 @@ BAD_VALUES = {
     **knobs('model.depth', 'slot_window', -1, 1),
     **knobs('model.depth', 'sublayers_per_source', -1, 1),
     **knobs('model.depth', 'sparse_layers', -1, 1),
-    **knobs('model', 'looped_layers', 'every:2', 'middle:1', 'middle:9:9', ''),
+    **knobs(
+        'model', 'looped_layers', 'every:2', 'middle:1', 'middle:9:9', f'middle:{"9" * 5000}:1', ''
+    ),
     **knobs('model', 'loops', 2, *NOT_POSITIVE),
     **knobs('model', 'loop_order', 'sequence', 'cycles'),
     **knobs('model', 'loop_norms', 'own', 'Shared', ''),

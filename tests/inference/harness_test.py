@@ -3,6 +3,7 @@
 import codecs
 import functools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -54,6 +55,28 @@ def test_a_context_follows_the_separator(model, make_lm):
     }
     want = [(tokens(context), tokens(text, ())) for context, text in pairs.values()]
     assert make_lm().loglikelihood(asked('loglikelihood', *pairs)) == answers(model, want)
+
+
+class Merging:
+    """Bytes, but the letters `se` and `self` are one token each."""
+
+    separator, merged = SEPARATOR, {b'self': 300, b'se': 301}
+
+    def encode(self, text):
+        pieces = re.findall(rb'self|se|(?s:.)', text)
+        return np.array([self.merged.get(piece, piece[0]) for piece in pieces])
+
+
+def test_a_token_across_the_end_of_a_context_belongs_to_the_continuation(model):
+    """Regression: it was left out, or the command ended because the continuation was empty."""
+    from moddepth_jax.inference.harness import HarnessLM
+
+    pair = HarnessLM(*model, Merging())._encode_pair
+    assert pair('a se', 'lf.x') == (tokens('a '), [300, *b'.x'])
+    assert pair('a se', 'lf') == (tokens('a '), [300])
+    assert pair('a s', 'elf') == (tokens('a '), [300])
+    assert pair('a se', ' lf') == ([*tokens('a '), 301], [*b' lf'])
+    assert pair('a', 'a') == (tokens('a'), [*b'a'])
 
 
 def test_a_long_context_loses_its_left_and_is_counted(model, make_lm):

@@ -276,7 +276,8 @@ SLOW = {
     'lm_eval --workdir=run': [
         ('--tasks=hellaswagg', ["'hellaswagg'", 'group or tag', 'did you mean hellaswag?']),
         ('--tasks=arc_easy --routing=top_c', ['top_c', 'later']),
-        ('--tasks=toy_choice --limit=0', ['--limit=0', 'above 0']),
+        ('--tasks=toy_choice --limit=0', ['--limit=0', 'whole number']),
+        ('--tasks=toy_choice --limit=1.5', ['--limit=1.5', 'whole number']),
         ('', ['--tasks: missing']),
     ],
 }

@@ -216,6 +216,7 @@ class ModDepthForCausalLM(PreTrainedModel, GenerationMixin):
         labels=None,
         logits_to_keep=0,
         return_dict=True,
+        cache=None,
         **others,
     ):
         """Returns float32 logits of new tokens.
@@ -228,12 +229,13 @@ class ModDepthForCausalLM(PreTrainedModel, GenerationMixin):
           labels: int64 [B, T]; position t predicts label t + 1; labels of -100 are ignored.
           logits_to_keep: number of last tokens with logits; 0: all.
           return_dict: False for a tuple.
+          cache: another name of past_key_values, which transformers 5.24 uses in places.
           others: must be empty, None or False.
         """
         for name, value in others.items():
             if value is not None and value is not False:
                 raise ValueError(f'{name}: not supported by {type(self).__name__}; leave it out')
-        cache = past_key_values
+        cache = past_key_values if cache is None else cache
         if cache is None:
             cache = ModDepthCache(len(self.config.block_order))
         tokens = self._tokens(input_ids, attention_mask, cache)
