@@ -334,7 +334,10 @@ class StoreWriter(contextlib.ExitStack):
             self._tokenizer.save(self._directory / TOKENIZER_DIRECTORY)
         files = sorted((self._directory / TOKENIZER_DIRECTORY).iterdir())
         names = _FIELDS['tokenizer']
-        packages = {d.name: d.version for d in metadata.distributions() if d.name in _PACKAGES}
+        versions = {'python': platform.python_version()}
+        for name in _PACKAGES:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                versions[name] = metadata.version(name)
         content = {
             'schema_version': SCHEMA_VERSION,
             'tokenizer': {name: getattr(self._tokenizer, name) for name in names},
@@ -348,7 +351,7 @@ class StoreWriter(contextlib.ExitStack):
             'skipped': skipped or {},
             'inputs': list(inputs),
             'arguments': arguments or {},
-            'versions': {'python': platform.python_version()} | packages,
+            'versions': versions,
         }
         content['fingerprint'] = _fingerprint(content)
         content['sha256'] = _sha256(content)
