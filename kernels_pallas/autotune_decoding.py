@@ -120,4 +120,4 @@ def milliseconds(parts: Parts, shapes: Shapes) -> float:
         for i, (name, size) in enumerate(sizes.items())
     }
     given |= jax.device_put(make_masks(shapes, [shapes.places] * rows))
-    return median_milliseconds(on_cold_copies(program(parts.sequence), given))
+    return median_milliseconds(*on_cold_copies(program(parts.sequence), given))

@@ -6,7 +6,6 @@ It reads one line of JSON, and prints lines of JSON: {"ready": 1} when it has fo
 
 import ctypes
 import functools
-import itertools
 import json
 import math
 import signal
@@ -17,6 +16,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from kernels_pallas.autotune import OUT_OF_MEMORY
 from kernels_pallas.backends import Parts, Shapes
@@ -33,7 +33,7 @@ TIMED_BYTES = 4 << 30
 UNTUNED = {'xla_gpu_autotune_level': 0}
 # Calls that read few bytes take turns with copies of these: several times the L2 cache of a GPU,
 # because in a model each layer reads its own.
-COLD_BYTES, COPIES = 256 << 20, 64
+COLD_BYTES, COPIES, ROUNDS = 256 << 20, 24, 4
 
 
 def check_shapes(shapes: Shapes) -> Shapes:
@@ -215,30 +215,45 @@ def find_wrong(right, plain, first, second, hidden, dtype, unordered) -> str | N
 
 
 def on_cold_copies(run, given):
-    """Return a function without arguments that calls run(given) with one copy after the other.
+    """Return a function that calls run(given) with copies in turn, and how often it does.
 
-    There are as many as hold COLD_BYTES together: one of large arguments, at most COPIES.
+    There are as many copies as hold COLD_BYTES together: one of large arguments, at most COPIES.
+    All calls are one program, like the layers of a model: to start a short kernel alone takes
+    longer than the kernel.
     """
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(given))
     copies = [given] + [
         jax.tree.map(jnp.copy, given) for _ in range(1, min(COPIES, -(-COLD_BYTES // size)))
     ]
-    turns = itertools.cycle(copies)
-    return lambda: run(next(turns))
+    result = jax.eval_shape(run, given)
+    empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), [result] * len(copies))
+
+    @jax.jit
+    def run_all(copies, results):
+        def one_round(_, results):
+            for i, one in enumerate(copies):
+                # One after the other; XLA may neither join them nor move them out of the loop.
+                one, results = lax.optimization_barrier((one, results))
+                results[i] = run(one)
+            return results
+
+        return lax.fori_loop(0, ROUNDS, one_round, results)
+
+    return lambda: run_all(copies, empty), ROUNDS * len(copies)
 
 
-def median_milliseconds(call) -> float:
-    """Return the median time of a function without arguments, over samples of several calls."""
+def median_milliseconds(call, parts: int = 1) -> float:
+    """Return the median time of one of the `parts` of a call, over samples of several calls."""
 
     def seconds_of(calls):
         begin = time.perf_counter()
         for _ in range(calls):
             result = call()
         jax.block_until_ready(result)
-        return (time.perf_counter() - begin) / calls
+        return (time.perf_counter() - begin) / calls / parts
 
     seconds_of(1)  # compiles
-    calls = max(1, min(100, int(SAMPLE_SECONDS / seconds_of(1))))
+    calls = max(1, min(100, int(SAMPLE_SECONDS / (parts * seconds_of(1)))))
     return 1e3 * statistics.median(seconds_of(calls) for _ in range(SAMPLES))
 
 

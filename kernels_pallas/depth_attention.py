@@ -149,12 +149,12 @@ def depth_attention(
     if key_segment_ids_BS is None and segment_ids_BT is not None:
         key_segment_ids_BS = segment_ids_BT[:, :num_keys]
     mask = SequenceMask(positions_BT, key_positions_BS, segment_ids_BT, key_segment_ids_BS)
-    scale = width**-0.5 if scale is None else scale
+    scale, window = float(width**-0.5 if scale is None else scale), int(window)
     sums = None if slot_sums is None else tuple(slot_sums)
     sides, held = (k_depth_LBRKH, v_depth_LBRKH), 0 if k_depth_LBRKH is None else len(k_depth_LBRKH)
-    num_slots = held if num_slots is None else jnp.clip(num_slots, 0, held)
+    num_slots = held if num_slots is None else jnp.clip(jnp.int32(num_slots), 0, held)
     slots = Slots(*sides, num_slots, slot_mask_LBR, slot_rows_BT) if held else None
-    slot_window = slot_window if held else 0
+    slot_window = int(slot_window) if held else 0
     if implementation == 'reference' or not batch * length:  # kernels need at least one token
         read = slots
         if sums is not None and slots is not None:

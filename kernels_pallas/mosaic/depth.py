@@ -303,6 +303,7 @@ def _backward(g, s, sizes, buffers, scale, fresh):
         delta_row = plgpu.layout_cast(sum(products), LAYOUT).sum(axis=0)
         if g.dlse is not None:
             delta_row -= common.load(s.dlse.at[item], LAYOUT.reduce(0), optimized=False)
+        plgpu.commit_smem()  # the copy comes after the reads
         load_heads(item + 1, g.o, s.o, s.o_ready)
         has_token = loader.token(item)[2]
         lse_row = common.load(s.lse.at[item], LAYOUT.reduce(0), optimized=False) * common.LOG2E
@@ -313,10 +314,11 @@ def _backward(g, s, sizes, buffers, scale, fresh):
         if g.dq is not None:
             plgpu.barrier_wait(s.dq_ready)
             dq += common.load(s.dq.T, TRANSPOSED).astype(jnp.float32)
-            load_heads(item + 1, g.dq, s.dq, s.dq_ready)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         s.dq_out.T[...] = dq.astype(g.dq_out.dtype)
         plgpu.commit_smem()
+        if g.dq is not None:
+            load_heads(item + 1, g.dq, s.dq, s.dq_ready)
         plgpu.copy_smem_to_gmem(s.dq_out, g.dq_out.at[loader.start + item, *heads])
 
     for item in range(buffers.heads - 1):

@@ -38,6 +38,10 @@ _MAIN_CHECKS = ('group_of_8', 'group_of_2', 'three')  # of each implementation
 # which starts a process for every candidate.
 _STEPS = {'dense': 80.0, 'moda': 170.0, 'mod': 90.0, 'mod_moda': 220.0}
 _STEP_LIMIT = TOTAL_SECONDS + 200.0
+# One more of each kind: decoding, and the shapes of the shipped configs, which pack documents.
+_MAIN_OTHERS = ('right/decode/mosaic_gpu/usual', 'decode_kernel/mosaic_gpu/b64_4k_g8_h64')
+_MAIN_OTHERS += (f'time/{SEQUENCE}/packed_no_slots_4k', f'time/{FUSED}/packed_4k')
+_MAIN_OTHERS += ('time/mosaic_gpu/packed_4k', f'time/mosaic_gpu/{LIKE_MODELS}4k')
 _MAIN_STEPS = tuple(f'step/124m/{model}' for model in _STEPS)
 # Cases of a rehearsal on a CPU, where kernels are interpreted: some of each kind.
 _TOYS = ('machine/*', 'right/mosaic_gpu/depth_alone')
@@ -57,6 +61,7 @@ def cases(toy: bool = False) -> list[Case]:
     groups = [case.group for case in first]
     first.sort(key=lambda case: groups.index(case.group))  # a start takes longer than a check
     first += [case for case in times if case.name.rpartition('/')[2] in LENGTHS]
+    first += [case for case in (*times, *models) if case.name in _MAIN_OTHERS]
     first += [case for case in models if case.name in _MAIN_STEPS]
     # Starts a command, which uses the device itself.
     run = ('run/train', 'run/train', 220.0, _STEP_LIMIT, 'gpu_models:training_run')
@@ -89,7 +94,7 @@ def _checks(implementation, names, expected, packed=()):
     checked = {f'right/{implementation}/{name}': name for name in names}
     checked |= {f'packed/{implementation}/{name}': f'packed/{name}' for name in packed}
     return [
-        _case(name, implementation, expected, 60.0, 'kernel_checks:check', **call, case=case)
+        _case(name, implementation, expected, 120.0, 'kernel_checks:check', **call, case=case)
         for name, case in checked.items()
     ]
 

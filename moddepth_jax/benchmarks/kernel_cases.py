@@ -1,5 +1,7 @@
 """Random inputs of depth attention, exact results in float64, and the cases of launch.gpu."""
 
+import math
+
 import numpy as np
 
 KINDS = {'num': None, 'slot_window': 0, 'mask': False, 'own_query': False}
@@ -117,7 +119,7 @@ def exact(inputs, cotangents, taken, keys, slots, scale):
         by_head = slice(kv * group, (kv + 1) * group)
         own, seq, depth = np.s_[b, :, by_head], np.s_[b, :, kv], np.s_[:, b, taken[b], kv]
         k_slots, v_slots = kd[depth], vd[depth]
-        scores = [q[own] @ k[seq].T, np.einsum('tgh,lth->tgl', qd[own], k_slots)]
+        scores = [_times(q[own], k[seq].T), np.einsum('tgh,lth->tgl', qd[own], k_slots)]
         scores = np.concatenate(scores, axis=2) * scale
         seen = np.concatenate([keys[b], slots[b]], axis=1)
         scores = np.where(seen[:, None], scores, -np.inf)
@@ -129,12 +131,12 @@ def exact(inputs, cotangents, taken, keys, slots, scale):
             lse[b, by_head] = (np.log(total) + largest)[..., 0].T
         p /= np.where(total, total, 1)
         p_seq, p_depth = np.split(p, [num_keys], axis=2)
-        o[own] = p_seq @ v[seq] + np.einsum('tgl,lth->tgh', p_depth, v_slots)
-        dp = [do[own] @ v[seq].T, np.einsum('tgh,lth->tgl', do[own], v_slots)]
+        o[own] = _times(p_seq, v[seq]) + np.einsum('tgl,lth->tgh', p_depth, v_slots)
+        dp = [_times(do[own], v[seq].T), np.einsum('tgh,lth->tgl', do[own], v_slots)]
         shift = dlse[b, by_head].T - (do[own] * o[own]).sum(axis=2)
         ds = p * (np.concatenate(dp, axis=2) + shift[..., None]) * scale
         ds_seq, ds_depth = np.split(ds, [num_keys], axis=2)
-        dq[own], dqd[own] = ds_seq @ k[seq], np.einsum('tgl,lth->tgh', ds_depth, k_slots)
+        dq[own], dqd[own] = _times(ds_seq, k[seq]), np.einsum('tgl,lth->tgh', ds_depth, k_slots)
         dk[seq] = np.tensordot(ds_seq, q[own], ((0, 1), (0, 1)))
         dv[seq] = np.tensordot(p_seq, do[own], ((0, 1), (0, 1)))
         # Queries without a token have the last one here, to which another query may belong.
@@ -143,3 +145,9 @@ def exact(inputs, cotangents, taken, keys, slots, scale):
         dkd[depth] = np.einsum('tgl,tgh->lth', ds_depth[t], qd[own][t])
         dvd[depth] = np.einsum('tgl,tgh->lth', p_depth[t], do[own][t])
     return o, lse, gradients
+
+
+def _times(left, right):
+    """Return left @ right as one product of two matrices: NumPy would make one for each query."""
+    rows = left.reshape(math.prod(left.shape[:-1]), left.shape[-1]) @ np.ascontiguousarray(right)
+    return rows.reshape(*left.shape[:-1], right.shape[-1])

@@ -118,6 +118,7 @@ def _set_environment(toy):
     paths = [str(results.ROOT), os.environ.get('PYTHONPATH')]
     os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, paths))
     defaults = {
+        'OPENBLAS_NUM_THREADS': '1',  # its threads may wait for each other for seconds
         'JAX_COMPILATION_CACHE_DIR': os.path.join(tempfile.gettempdir(), 'moddepth-gpu-cache'),
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.3',
     }

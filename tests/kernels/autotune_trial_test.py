@@ -1,7 +1,9 @@
 """A candidate is checked before it is timed, by the same rule as in launch.gpu."""
 
 import functools
+import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -126,3 +128,20 @@ def test_a_measurement_by_real_child_processes(monkeypatch, tmp_path):
     assert 'the fastest of xla ' in log_lines()[-1] and '; not cudnn: ' in log_lines()[-1]
     (path,) = tmp_path.glob('moddepth_jax/attention/cpu-*.json')
     assert '"milliseconds"' in path.read_text() and '"failed"' in path.read_text()
+
+
+def test_cold_copies_are_read_in_turn_by_one_program():
+    """Neither are the products joined, nor are they moved out of the loop or left out."""
+    drawn = np.random.default_rng(0).normal(size=(2, 8, 8)).astype(np.float32)
+    given = {'x': jnp.asarray(drawn[0]), 'y': jnp.asarray(drawn[1])}
+    call, times = autotune_trial.on_cold_copies(lambda given: given['x'] @ given['y'], given)
+    results = call()
+    assert times == autotune_trial.ROUNDS * len(results) == 4 * 24
+    for result in results:
+        np.testing.assert_allclose(result, drawn[0] @ drawn[1], rtol=1e-5)
+    (program,) = (
+        cell.cell_contents for cell in call.__closure__ if hasattr(cell.cell_contents, 'lower')
+    )
+    text = program.lower([given] * len(results), results).compile().as_text()
+    in_loop, _, outside = text.partition('\nENTRY ')
+    assert len(re.findall(r' dot\(', in_loop)) == len(results) and ' dot(' not in outside

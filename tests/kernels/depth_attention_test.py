@@ -1,6 +1,8 @@
 """Sequence and depth slots are one softmax: values, gradients, visibility and refusals."""
 
 import functools
+import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -244,6 +246,26 @@ def test_wrong_arguments_are_refused(inputs, arguments, named):
     with pytest.raises(ValueError, match=named) as error:
         depth_attention(*inputs, **arguments)
     assert '\n' not in str(error.value)
+
+
+def test_numbers_of_numpy_and_narrow_integers_are_numbers(monkeypatch):
+    """Regression: a loop refused uint8, and the name of a measurement could not be written."""
+    module, shapes = sys.modules[depth_attention.__module__], []
+
+    def choose(implementation, found):
+        shapes.append(json.dumps(found))
+        return backends.choose(implementation, found)
+
+    monkeypatch.setattr(module, 'choose', choose)
+
+    def run(num_slots, scale, window):
+        how = {'scale': scale, 'window': window, 'slot_window': window}
+        return depth_attention(*GIVEN, num_slots=num_slots, implementation='xla', **how)
+
+    by_numpy = jax.jit(lambda num: run(num, np.float32(0.25), np.int64(3)))
+    by_python = jax.jit(lambda num: run(num, 0.25, 3))
+    np.testing.assert_array_equal(by_numpy(jnp.uint8(5)), by_python(5))
+    assert shapes[0] == shapes[1]
 
 
 def test_a_traced_scale_is_refused():

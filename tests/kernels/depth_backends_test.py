@@ -211,9 +211,12 @@ def test_traced_num_slots_from_none_to_all(backend):
     """One program serves every number of slots; the others hold NaN and keep their sums."""
     sizes = {'triton': {'L': 9}, 'mosaic': {'L': 70, 'T': 1}}[backend]
     passes = make(backend, **sizes).passes()
+    programs = []
     for num in {'triton': range(10), 'mosaic': (0, 35, 63, 70)}[backend]:
         check(make(backend, **sizes, num=num), passes)
-        assert [f._cache_size() for f in passes] == [1, 1]
+        programs.append([f._cache_size() for f in passes])
+    # The first use of Triton imports what changes a key of JAX's cache.
+    assert programs[1:] == programs[1:2] * (len(programs) - 1)
 
 
 @pytest.mark.parametrize('backend', EACH)
@@ -244,10 +247,13 @@ def test_fresh_gradients_are_sums_that_begin_at_zero(rows):
 
 
 @pytest.fixture
-def racing(monkeypatch):
-    """Make the Mosaic interpreter look for races."""
+def racing(monkeypatch, capfd):
+    """Make the Mosaic interpreter look for races. JAX 0.11 only prints some of them."""
     params = functools.partial(common.interpret_params, detect_races=True)
     monkeypatch.setattr(common, 'interpret_params', params)
+    yield
+    out, errors = capfd.readouterr()
+    assert 'RACE DETECTED' not in out + errors
 
 
 @interpreted
@@ -265,11 +271,16 @@ def test_no_race(sizes, racing):
 
 
 @interpreted
-def test_a_race_is_seen(racing, monkeypatch):
-    """The test above can fail: without waits, products read unfinished copies."""
-    monkeypatch.setattr(mosaic.plgpu, 'barrier_wait', lambda barrier: None)
-    with pytest.raises(Exception, match='(?i)race'):
+@pytest.mark.parametrize('name', ['barrier_wait', 'commit_smem'])
+def test_a_race_is_seen(name, racing, monkeypatch, capfd):
+    """The test above can fail: products read unfinished copies, or copies overtake reads."""
+    monkeypatch.setattr(mosaic.plgpu, name, lambda *barrier: None)
+    error = ''
+    try:
         make('mosaic', L=16).run()
+    except Exception as raised:
+        error = str(raised)
+    assert 'race' in (error + capfd.readouterr().out).lower()
 
 
 @pytest.mark.skipif(common.CAN_INTERPRET, reason='this JAX has the interpreter')
