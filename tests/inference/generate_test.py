@@ -269,7 +269,11 @@ def test_tokens_without_room_in_a_cache_are_counted(tiny_config):
 
 
 @pytest.mark.parametrize(
-    'knobs', [{'model.routing.router': 'none'}, TOKEN_CHOICE], ids=['dense', 'token choice']
+    'knobs',
+    [
+        pytest.param({'model.routing.router': 'none'}, id='dense'),
+        pytest.param(TOKEN_CHOICE, id='token choice', marks=pytest.mark.slow),
+    ],
 )
 def test_top_c_is_the_causal_rule_of_a_model_that_does_not_look_ahead(knobs, tiny_config):
     """Generation and scoring, also of options that share their prompt."""
