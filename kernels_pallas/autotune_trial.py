@@ -33,7 +33,7 @@ TIMED_BYTES = 4 << 30
 UNTUNED = {'xla_gpu_autotune_level': 0}
 # Calls that read few bytes take turns with copies of these: several times the L2 cache of a GPU,
 # because in a model each layer reads its own.
-COLD_BYTES, COPIES, ROUNDS = 256 << 20, 24, 4
+COLD_BYTES, COPIES, ROUNDS = 256 << 20, 16, 8
 
 
 def check_shapes(shapes: Shapes) -> Shapes:

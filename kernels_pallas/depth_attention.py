@@ -152,11 +152,12 @@ def depth_attention(
     scale, window = float(width**-0.5 if scale is None else scale), int(window)
     sums = None if slot_sums is None else tuple(slot_sums)
     sides, held = (k_depth_LBRKH, v_depth_LBRKH), 0 if k_depth_LBRKH is None else len(k_depth_LBRKH)
-    if num_slots is not None:
-        if jnp.result_type(num_slots).name not in ('int32', 'int64'):  # narrow or unsigned
+    if num_slots is None:
+        num_slots = held
+    else:
+        if jnp.result_type(num_slots).name not in ('int32', 'int64'):  # loops count in these
             num_slots = jnp.asarray(num_slots, jnp.int32)
         num_slots = jnp.clip(num_slots, 0, held)
-    num_slots = held if num_slots is None else num_slots
     slots = Slots(*sides, num_slots, slot_mask_LBR, slot_rows_BT) if held else None
     slot_window = int(slot_window) if held else 0
     if implementation == 'reference' or not batch * length:  # kernels need at least one token

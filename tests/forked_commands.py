@@ -58,10 +58,17 @@ def run_commands(
     asked = json.dumps({'lines': lines, 'folder': str(folder), 'cache': cache, 'how': how})
     # The configs of a folder are its own: they may not be those imported from another one.
     start = folder if (pathlib.Path(folder) / 'configs').exists() else ROOT
-    server = _server(str(start), tuple(preload), tuple(sorted(environment.items())))
-    print(asked, file=server.stdin, flush=True)
-    answer = server.stdout.readline()
-    assert answer, 'the process that forks has ended; its error is on stderr'
+    key = str(start), tuple(preload), tuple(sorted(environment.items()))
+    server = _server(*key)
+    try:
+        print(asked, file=server.stdin, flush=True)
+        answer = server.stdout.readline()
+        assert answer, 'the process that forks has ended; its error is on stderr'
+    except BaseException:  # a late answer may not become that of the next call
+        server.kill()
+        server.communicate()
+        raise
+    _servers[key] = server
     return [Finished(*found) for found in json.loads(answer)]
 
 
@@ -76,14 +83,13 @@ def _end_servers(but=0):
 
 
 def _server(folder, preload, environment):
-    """Return the process that forks, with its pipes: one of the last two, or a new one."""
+    """Return a process that forks, with its pipes: one of the last two, or a new one."""
     key = folder, preload, environment
     if (server := _servers.pop(key, None)) is None or server.poll() is not None:
         _end_servers(but=1)
         command = [sys.executable, '-W', 'ignore', '-m', 'tests.forked_commands', *preload]
         how = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'text': True}
         server = subprocess.Popen(command, env=dict(environment), cwd=folder, **how)
-    _servers[key] = server
     return server
 
 

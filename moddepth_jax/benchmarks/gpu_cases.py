@@ -61,7 +61,9 @@ def cases(toy: bool = False) -> list[Case]:
     groups = [case.group for case in first]
     first.sort(key=lambda case: groups.index(case.group))  # a start takes longer than a check
     first += [case for case in times if case.name.rpartition('/')[2] in LENGTHS]
-    first += [case for case in (*times, *models) if case.name in _MAIN_OTHERS]
+    others = [case for case in (*times, *models) if case.name in _MAIN_OTHERS]
+    assert toy or len(others) == len(_MAIN_OTHERS)
+    first += others
     first += [case for case in models if case.name in _MAIN_STEPS]
     # Starts a command, which uses the device itself.
     run = ('run/train', 'run/train', 220.0, _STEP_LIMIT, 'gpu_models:training_run')

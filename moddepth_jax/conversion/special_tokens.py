@@ -65,7 +65,7 @@ def name_separator(folder: pathlib.Path, tokenizer: Tokenizer, replace: bool):
             _write(folder / name, content | text, indent=2)
     if (folder / TOKENIZERS[0]).exists() and not (folder / _NAMING_FILES[0]).exists():
         named = {'tokenizer_class': 'PreTrainedTokenizerFast', 'padding_side': 'left', **text}
-        named['pad_token'] = text['eos_token']  # masked
+        named['pad_token'] = text['eos_token']  # rows are padded with it, under a mask
         _write(folder / _NAMING_FILES[0], named, indent=2)
 
 
@@ -78,7 +78,6 @@ def suppress_unknown_ids(folder: pathlib.Path, vocab_size: int, tokenizer: Token
     existing = read_json(folder / GENERATION_FILE, _DAMAGED) or {}
     config = with_token_ids(ids | existing, tokenizer)
     config.pop('_from_model_config', None)  # transformers may replace such a config
-    config.setdefault('top_k', 0)  # off; by default transformers draws from the 50 likeliest ids
     known = {*np.flatnonzero(tokenizer.token_bytes_V).tolist(), *_stops(config)}
     unknown = {token for token in range(vocab_size) if token not in known}
     kept = {token for token in existing.get('suppress_tokens') or () if type(token) is int}

@@ -350,6 +350,8 @@ def _append(file, text):
         file.flush()
     except OSError as error:
         error.filename = os.fspath(file.name)
+        with contextlib.suppress(OSError):
+            file.close()  # now, since it would raise once more, without the name
         raise
 
 

@@ -16,7 +16,12 @@ from moddepth_jax.model.own_choices import check_own_choices
 from moddepth_jax.model.transformer import check_attention, check_dtype
 from moddepth_jax.training.mesh import check_mesh, make_mesh
 from moddepth_jax.training.optimizer import learning_rate_schedule
-from moddepth_jax.training.run_dir import build_stored, checkpoint_steps, read_config
+from moddepth_jax.training.run_dir import (
+    CONFIG_FILE,
+    build_stored,
+    checkpoint_steps,
+    read_config,
+)
 from moddepth_jax.training.teacher import check_teacher, step_flops
 from moddepth_jax.training.trainable import check_trainable
 
@@ -31,7 +36,7 @@ def prepare_run(
     """
     num_steps = resolve_steps(hparams)
     tokenizer = tokenizer_of(hparams.data, workdir)
-    if workdir is not None and checkpoint_steps(workdir):
+    if workdir is not None and (pathlib.Path(workdir) / CONFIG_FILE).exists():
         _check_tokenizer(hparams.data, tokenizer, workdir)
     mesh = make_mesh(mesh_spec)
     check_model(hparams, tokenizer, mesh)
@@ -42,13 +47,9 @@ def prepare_run(
 def _check_tokenizer(data, tokenizer, workdir):
     """Raise ValueError if `data` newly names a tokenizer that is not the one the run stores."""
     if data.tokenizer == (before := read_config(workdir)[0]['data']['tokenizer']):
-        return
-    try:
-        named = tokenizer_of(data)
-    except ValueError:  # it is gone, and the run has its own copy
-        return
-    if named.sha256 != tokenizer.sha256:
-        found = f'differs from {before!r}, with which the run in --workdir began'
+        return  # also if it is gone: the run has its own copy
+    if tokenizer_of(data).sha256 != tokenizer.sha256:
+        found = f'differs from {before!r}, the tokenizer of the run in --workdir'
         raise ValueError(f'data.tokenizer={data.tokenizer!r}: {found}; use another --workdir')
 
 

@@ -268,14 +268,14 @@ def has_teacher(path: str | os.PathLike) -> bool:
 def check_fresh(path: str | os.PathLike, skipped: list[str], extended_from: int = 0):
     """Raise ValueError, one line, unless a run without a good checkpoint may start at step 0.
 
-    A run of launch.convert may not, since it began from other parameters, nor one that is now
-    `extended_from` a step that cannot be read. `skipped` has a line for each bad checkpoint.
+    A run of launch.convert may not, since it began from other parameters; nor one whose number of
+    steps was `extended_from` another, since its schedule is that of a run with earlier steps.
+    `skipped` has a line for each bad checkpoint.
     """
-    if checkpoint_steps(path):  # they have manifests, and are damaged
-        if extended_from != read_config(path)[0]['training'].get('extended_from', 0):
-            found = f'cannot be extended after step {extended_from} ({skipped[0]})'
-            right = 'restore that checkpoint, or train anew in another folder'
-            raise ValueError(f'--workdir={path}: {found}; {right}')
+    if extended_from and skipped and checkpoint_steps(path):
+        found = f'its number of steps was changed from {extended_from}, and no checkpoint is good'
+        right = 'restore it, or train anew in another folder'
+        raise ValueError(f'--workdir={path}: {found} ({skipped[0]}); {right}')
     if (pathlib.Path(path) / NOTE_FILE).exists():
         found = f'{NOTE_FILE} says that it began from converted parameters, and it has no good '
         found += f'checkpoint ({skipped[0] if skipped else "none is there"})'

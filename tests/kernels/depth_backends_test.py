@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -210,13 +211,11 @@ def test_both_passes_match_float64(backend, name):
 def test_traced_num_slots_from_none_to_all(backend):
     """One program serves every number of slots; the others hold NaN and keep their sums."""
     sizes = {'triton': {'L': 9}, 'mosaic': {'L': 70, 'T': 1}}[backend]
+    make(backend, **sizes).run()  # the first use of Triton changes a key of JAX's cache
     passes = make(backend, **sizes).passes()
-    programs = []
     for num in {'triton': range(10), 'mosaic': (0, 35, 63, 70)}[backend]:
         check(make(backend, **sizes, num=num), passes)
-        programs.append([f._cache_size() for f in passes])
-    # The first use of Triton imports what changes a key of JAX's cache.
-    assert programs[1:] == programs[1:2] * (len(programs) - 1)
+        assert [f._cache_size() for f in passes] == [1, 1]
 
 
 @pytest.mark.parametrize('backend', EACH)
@@ -280,7 +279,7 @@ def test_a_race_is_seen(name, racing, monkeypatch, capfd):
         make('mosaic', L=16).run()
     except Exception as raised:
         error = str(raised)
-    assert 'race' in (error + capfd.readouterr().out).lower()
+    assert re.search(r'(?i)\brace\b', error + ''.join(capfd.readouterr()))
 
 
 @pytest.mark.skipif(common.CAN_INTERPRET, reason='this JAX has the interpreter')

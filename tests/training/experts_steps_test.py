@@ -22,8 +22,8 @@ STEPS = {name: FIRST | knobs for name, knobs in STEPS.items()}
 CASES = [pytest.param(knobs, id=name, marks=pytest.mark.slow) for name, knobs in STEPS.items()]
 CASES.append(pytest.param(TOKEN_CHOICE | LOOPS, id='tokens choose their last loop'))
 UNBALANCED = TOKEN_CHOICE | LOOPS | {'model.routing.balance_weight': 0.0}
-UNUSED = 'they choose it without a balance loss'
-CASES.append(pytest.param(UNBALANCED, id=UNUSED, marks=pytest.mark.slow))
+NAME = 'they choose it without a balance loss'
+CASES.append(pytest.param(UNBALANCED, id=NAME, marks=pytest.mark.slow))
 
 
 @pytest.mark.parametrize('knobs', CASES)

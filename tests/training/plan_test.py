@@ -177,10 +177,10 @@ def test_another_tokenizer_is_refused_when_a_run_resumes(tiny_config, tmp_path):
         return from_config(tiny_config(**changes, **{'data.source': str(tmp_path / '*.txt')}))
 
     update_config(tmp_path / 'run', dataclasses.asdict(hparams('gone.json')))
-    (tmp_path / 'run' / 'checkpoints' / '2').mkdir(parents=True)
-    (tmp_path / 'run' / 'checkpoints' / '2' / 'manifest.json').write_text('{}')
-    for same in ('gone.json', tmp_path / 'moved', tmp_path / 'nowhere'):
+    for same in ('gone.json', tmp_path / 'moved'):
         _, dataset, _ = plan.prepare_run(hparams(same), 'data=1', tmp_path / 'run')
         assert dataset.tokenizer.sha256 == kept.sha256
     message = refusal(plan.prepare_run, hparams(other), 'data=1', tmp_path / 'run')
-    assert f"data.tokenizer={str(other)!r}: differs from 'gone.json', with which the" in message
+    assert f"data.tokenizer={str(other)!r}: differs from 'gone.json', the tokenizer of" in message
+    message = refusal(plan.prepare_run, hparams('nowhere.json'), 'data=1', tmp_path / 'run')
+    assert "data.tokenizer='nowhere.json': " in message

@@ -229,7 +229,7 @@ class ModDepthForCausalLM(PreTrainedModel, GenerationMixin):
           labels: int64 [B, T]; position t predicts label t + 1; labels of -100 are ignored.
           logits_to_keep: number of last tokens with logits; 0: all.
           return_dict: False for a tuple.
-          cache: another name of past_key_values, which transformers 5.24 uses in places.
+          cache: another name of past_key_values, from transformers 5.24 on.
           others: must be empty, None or False.
         """
         for name, value in others.items():
@@ -283,13 +283,20 @@ class ModDepthForCausalLM(PreTrainedModel, GenerationMixin):
         return Tokens(ids_BT, (counts_TB.T - 1).clamp(min=0), documents_TB.T, valid_BT)
 
     def prepare_inputs_for_generation(
-        self, input_ids, past_key_values=None, attention_mask=None, use_cache=True, **others
+        self,
+        input_ids,
+        past_key_values=None,
+        attention_mask=None,
+        use_cache=True,
+        cache=None,
+        **others,
     ):
         """Returns the ids that are not in the cache; called by `transformers.GenerationMixin`."""
-        if past_key_values is not None:
-            input_ids = input_ids[:, past_key_values.num_columns :]
+        cache = past_key_values if cache is None else cache
+        if cache is not None:
+            input_ids = input_ids[:, cache.num_columns :]
         inputs = {'input_ids': input_ids, 'attention_mask': attention_mask}
-        inputs |= {'past_key_values': past_key_values, 'use_cache': use_cache}
+        inputs |= {'past_key_values': cache, 'use_cache': use_cache}
         return inputs | {'logits_to_keep': 1}
 
     @classmethod
