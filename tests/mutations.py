@@ -12,6 +12,7 @@ interpreter runs the Hopper kernels. All take half an hour on two idle cores.
 import concurrent.futures
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -60,7 +61,8 @@ def run_tests(mutation: dict) -> str:
             )
         except subprocess.TimeoutExpired:
             return f'NO RESULT: the tests took over {TIMEOUT} s'
-    failed = [line for line in found.stdout.splitlines() if line.startswith('FAILED')]
+    # An error is one of a fixture that looks at what the test printed.
+    failed = [line for line in found.stdout.splitlines() if re.match('FAILED|ERROR', line)]
     if found.returncode == FAILED and failed:
         return f'caught by {failed[0].split()[1].removeprefix("tests/")}'
     if found.returncode == 0:

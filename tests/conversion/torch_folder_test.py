@@ -220,7 +220,7 @@ def test_pytorch_generates_the_same_tokens(name, tiny_config, in_pytorch, tmp_pa
     mask = np.array([np.pad(np.ones_like(prompt), (9 - len(prompt), 0)) for prompt in prompts])
     inputs = {'input_ids': torch.tensor(ids), 'attention_mask': torch.tensor(mask)}
     lengths = []
-    there.register_forward_pre_hook(
+    counter = there.register_forward_pre_hook(
         lambda _, __, given: lengths.append(given['input_ids'].shape[1]), with_kwargs=True
     )
     for use_cache in (True, False):
@@ -229,6 +229,7 @@ def test_pytorch_generates_the_same_tokens(name, tiny_config, in_pytorch, tmp_pa
         assert not use_cache or lengths == [9] + 19 * [1]
         for row, prompt, tokens in zip(found.numpy(), prompts, expected.tokens, strict=True):
             np.testing.assert_array_equal(row[9 - len(prompt) :], tokens)
+    counter.remove()
     row_1T = torch.tensor(expected.tokens[1][None].astype(int))
     with torch.no_grad():
         cache = there(row_1T, use_cache=True).past_key_values
