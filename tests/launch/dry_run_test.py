@@ -88,9 +88,11 @@ def test_committed_numbers_of_eight_devices_are_reproduced(tmp_path, path):
     done = call('train', *kept['command'], f'--json={file}', **environment)
     assert done.status == 0, done.stderr
     found = json.loads(file.read_text())
+    # XLA counts after fusion, and a CPU with other instructions fuses otherwise.
+    by_xla = found['flops'].pop('xla'), kept['flops'].pop('xla')
+    assert by_xla[0] == pytest.approx(by_xla[1], rel=1e-3)
     for name in ('flops', 'collectives', 'sent_bytes', 'parameters', 'estimates'):
         assert found[name] == kept[name]
     for name in ('parameters', 'optimizer', 'argument', 'output'):
         assert found['bytes'][name] == kept['bytes'][name]
-    # A CPU with other instructions fuses otherwise.
     assert found['bytes']['temp'] == pytest.approx(kept['bytes']['temp'], rel=0.25)
