@@ -44,9 +44,7 @@ def _cudnn(q_BTNH, k_BTKH, v_BTKH, **_):
 def _flash_attention_2(q_BTNH, k_BTKH, v_BTKH, **_):
     from moddepth_jax.benchmarks.triton_baseline import flash_attention
 
-    # It has no grouped heads.
-    group = q_BTNH.shape[2] // k_BTKH.shape[2]
-    return flash_attention(q_BTNH, *(jnp.repeat(x, group, axis=2) for x in (k_BTKH, v_BTKH)))
+    return flash_attention(q_BTNH, k_BTKH, v_BTKH)
 
 
 # Public implementations. They ignore documents and treat a row as one text.

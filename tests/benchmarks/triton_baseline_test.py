@@ -1,8 +1,12 @@
-"""The FlashAttention-2 baseline lowers for a Hopper GPU, without having one.
+"""The FlashAttention-2 baseline lowers for a Hopper GPU and is right, without having one.
 
-pip install 'jax[cuda13]' jax-triton triton
+pip install 'jax[cuda13]' jax-triton triton torch
 python -m pytest -m aot tests/benchmarks/triton_baseline_test.py
 """
+
+import os
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -24,5 +28,18 @@ def test_both_passes_lower(width, monkeypatch):
         o, pull = jax.vjp(flash_attention, *arrays)
         return o, *pull(do)
 
-    text = lower(both, *(shape(1, 1000, 2, width),) * 4)
+    text = lower(both, *(shape(1, 1000, heads, width) for heads in (4, 4, 2, 2)))
     assert text.count('triton_kernel_call') >= 3
+
+
+def test_results_and_gradients_are_those_of_plain_attention():
+    """In Triton's interpreter, in float32: grouped heads, rows that no tile divides."""
+    pytest.importorskip('triton', reason='needs triton', exc_type=ImportError)
+    pytest.importorskip('torch', reason='needs torch')
+    command = [sys.executable, '-m', 'tests.benchmarks.triton_on_cpu']
+    environment = os.environ | {'TRITON_INTERPRET': '1'}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    lines = result.stdout.splitlines()
+    assert len(lines) == 3, result.stderr
+    for line in lines:
+        assert all(float(error) < 1e-5 for error in line.split()[4:]), line
