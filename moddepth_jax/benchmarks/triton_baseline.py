@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 64  # queries and keys of a tile in the backward pass
-FORWARD_BLOCKS = (128, 64)  # queries, keys
+FORWARD_BLOCKS = (128, 64)  # queries, keys; the second divides the first
 
 
 @triton.jit
