@@ -45,9 +45,11 @@ test-next: .venv-next/installed
 has-next:
 	@test -n "$(NEXT_PYTHON)" || { echo 'make test-next needs Python 3.12 or 3.13, and found neither on PATH nor in $(PYENV_ROOT)'; exit 1; }
 
-# Exported models in PyTorch and transformers, which no other target installs: same logits and tokens.
+# Exported models in PyTorch and transformers, which no other target installs: same logits, tokens
+# and losses.
 test-torch: .venv-torch/installed
-	JAX_PLATFORMS=cpu .venv-torch/bin/python -m pytest $(IN_PARALLEL) -m "" -k pytorch tests/conversion/torch_folder_test.py
+	JAX_PLATFORMS=cpu .venv-torch/bin/python -m pytest $(IN_PARALLEL) -m "" -k pytorch tests/conversion/torch_folder_test.py \
+        tests/benchmarks/pytorch_test.py
 
 # All tests. In parts: make test-all TESTS=tests/model, then TESTS=tests/training, ...
 TESTS ?= tests

@@ -1,10 +1,11 @@
-"""Runs a benchmark. Ratios of times are of interleaved rounds in one process.
+"""Runs a benchmark. Ratios of times are of interleaved rounds.
 
   python -m launch.bench step
   python -m launch.bench step --variants=dense,mod,moda,mod_moda --size=124m --dtype=bfloat16
   python -m launch.bench runs --workdirs=runs/pretrained,runs/routers_only,runs/tuned_all
   python -m launch.bench decode --batches=1,8,16,64 --kv_heads=8,2
   python -m launch.bench prompts --length=4096 --chunk=512
+  python -m launch.bench pytorch --shapes=16x256x6x128x384x257
   python -m launch.bench depth --depths=8,16,32,64
   python -m launch.bench loops --counts=2,3,6
   python -m launch.bench experts --shapes=1024x256x704x64x6,4096x256x512x8x2

@@ -22,7 +22,7 @@ import time
 from absl import flags
 
 from launch import cli
-from moddepth_jax.data.preparation.workers import usable_cpus
+from moddepth_jax.host import usable_cpus
 from moddepth_jax.training.progress import format_count, format_seconds, printable
 from moddepth_jax.training.tables import Table, to_rich
 

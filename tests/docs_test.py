@@ -255,6 +255,7 @@ PARSED_ONLY = (
     ('web/*.jsonl.zst', 'files of the reader; tests/data has all kinds'),
     ('launch.gpu', 'needs a GPU; tests/benchmarks/runner_test.py carries out --toy'),
     ('launch.bench authors', 'needs a GPU; tests/benchmarks/authors_test.py'),
+    ('launch.bench pytorch', 'needs PyTorch; tests/benchmarks/pytorch_test.py'),
     ('--tasks=moda', 'downloads its tasks'),
     ('--tasks=arc_easy', 'downloads its tasks'),
     ('--wandb', 'needs an account; tests/training/wandb_run_test.py has a double'),

@@ -13,6 +13,7 @@ HPARAMS = 'moddepth_jax.hparams'
 # A package may import from lower floors only, and not from others on its own floor.
 FLOORS = {
     'kernels_pallas': 0,
+    'moddepth_jax.host': 0,
     'moddepth_jax.model': 1,
     'moddepth_jax.data': 1,
     'moddepth_jax.inference': 2,

@@ -16,6 +16,7 @@ MODULES = {  # module of each benchmark, by name
         'step': 'steps',
         'decode': 'decoding',
         'prompts': 'prompts',
+        'pytorch': 'pytorch',
         'depth': 'depths',
         'loops': 'depths',
         'experts': 'experts',

@@ -13,7 +13,7 @@ import time
 import jax
 
 from moddepth_jax.data.directory import write_atomically
-from moddepth_jax.data.preparation.workers import usable_cpus
+from moddepth_jax.host import usable_cpus
 from moddepth_jax.studies import measures, page, plot_style, plots, store
 from moddepth_jax.studies.plan import Plan
 from moddepth_jax.training.loop import train

@@ -1,10 +1,10 @@
 """Peak FLOP/s of known devices, and the memory that a run used."""
 
 import re
-import resource
-import sys
 
 import jax
+
+from moddepth_jax.host import peak_bytes
 
 # FLOP/s of dense bfloat16 matmuls on one JAX device, by a pattern of its `device_kind`; the first
 # match counts. Sources: NVIDIA's data sheets (numbers with sparsity are twice these) and
@@ -50,5 +50,4 @@ def peak_memory() -> tuple[int, str]:
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     if all('peak_bytes_in_use' in found for found in stats):
         return max(found['peak_bytes_in_use'] for found in stats), 'a device'
-    unit = 1 if sys.platform == 'darwin' else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 'the host'
+    return peak_bytes(), 'the host'

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 from kernels_pallas.backends import log_lines
 from kernels_pallas.xla import sequence
 from moddepth_jax.data.directory import check_fields, read_json, write_atomically
-from moddepth_jax.data.preparation.workers import usable_cpus
+from moddepth_jax.host import usable_cpus
 from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.model.adapters import ADAPTER
 from moddepth_jax.model.flops import train_step_flops

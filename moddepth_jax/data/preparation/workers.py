@@ -12,15 +12,6 @@ from collections.abc import Callable, Iterable
 from multiprocessing import resource_tracker
 
 
-def usable_cpus() -> int:
-    """Return how many CPUs this process may use, which is how many threads XLA starts.
-
-    That is its affinity, as set by taskset or SLURM, on systems that have one.
-    """
-    affinity = getattr(os, 'sched_getaffinity', None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
 class Workers(contextlib.ExitStack):
     """`count` processes, each of which does one job at a time; a context manager.
 

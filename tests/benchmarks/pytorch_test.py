@@ -1,0 +1,67 @@
+"""The comparison with PyTorch: both train the same model, or there is no result."""
+
+import json
+
+import numpy as np
+import pytest
+
+from moddepth_jax.benchmarks import jax_steps, pytorch
+from moddepth_jax.benchmarks.pytorch import check_losses, parse_shape
+from tests.data.prepared_text import refusal
+
+TINY = '2x16x2x64x96x50'
+
+
+def test_both_processes_read_one_folder(tmp_path):
+    """It has the initial model and a batch whose labels are the next tokens; the loss falls."""
+    shape = parse_shape(TINY)
+    parameters = pytorch.write_folder(tmp_path, shape)
+    assert parameters == 2 * 50 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 96 + 2 * 64) + 64
+    inputs_BT, labels_BT = np.load(tmp_path / 'tokens.npy')
+    assert inputs_BT.shape == (2, 16) and (inputs_BT[:, 1:] == labels_BT[:, :-1]).all()
+    setting = json.loads((tmp_path / 'setting.json').read_text())
+    assert setting['adamw']['betas'] == [0.9, 0.98] and setting['clip_norm'] == 1.0
+    assert (tmp_path / 'model.safetensors').exists()
+    found = jax_steps.train(tmp_path)
+    assert len(found['losses']) == len(found['seconds']) == jax_steps.STEPS
+    assert (
+        abs(found['losses'][0] - np.log(50)) < 0.2
+        and sorted(found['losses'])[::-1] == found['losses']
+    )
+
+
+def test_other_losses_are_no_result():
+    """The first step that differs is named; a rounding error is none."""
+    check_losses([3.0, 2.0], [3.0, 2.0001])
+    text = refusal(check_losses, [3.0, 2.0, 1.0], [3.0, 2.1, 1.0])
+    assert 'loss of step 2, 2.000000 in JAX: must be that of PyTorch, 2.100000' in text
+    assert 'step 1' in refusal(check_losses, [float('nan')], [3.0])
+
+
+@pytest.mark.parametrize('text', ['16x256', '1x2x3x64x5x0', '1x2x3x60x5x6', '1x2x3xax5x6'])
+def test_shapes_are_checked(text):
+    """The error shows a shape that is right."""
+    right = 'must be six numbers such as 16x256x6x128x384x257, the width a multiple of 64'
+    assert f'--shapes={text}: {right}' in refusal(parse_shape, text)
+
+
+def test_pytorch_is_needed(monkeypatch):
+    """Its absence is said before anything runs."""
+    monkeypatch.setattr(pytorch.importlib.util, 'find_spec', lambda name: None)
+    text = refusal(lambda: next(pytorch.pytorch()))
+    assert (
+        text == 'pytorch: the package torch is not installed; run: pip install torch transformers'
+    )
+
+
+@pytest.mark.slow
+def test_pytorch_has_the_same_losses():
+    """To 1e-4 in each step, as `check_losses` demands; the table shows medians of the rounds."""
+    pytest.importorskip('torch')
+    pytest.importorskip('transformers')
+    ((result, (table,)),) = pytorch.pytorch(shapes=[TINY], repeats=2)
+    (row,) = result['rows']
+    assert row['length'] == 16 and len(row['jax_seconds']) == len(row['torch_seconds']) == 2
+    assert 0 < row['time_ratio_range'][0] <= row['time_ratio'] <= row['time_ratio_range'][1]
+    assert {'torch', 'transformers', 'jax'} <= result['versions'].keys()
+    assert 'time, JAX / PyTorch' in table.lines and '2, 16, 2, 64, 96, 50' in table.heads
