@@ -134,11 +134,12 @@ def pytorch(*, shapes: list[str] = SHAPES, repeats: int = 5):
       shapes: ROWSxLENGTHxLAYERSxWIDTHxD_FFxIDS, the width in heads of 64.
       repeats: rounds, of one process each.
     """
+    parsed = [parse_shape(text) for text in shapes]
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             right = 'run: pip install torch transformers'
             raise ValueError(f'pytorch: the package {package} is not installed; {right}')
-    rows = [_compare(shape, repeats) for shape in [parse_shape(text) for text in shapes]]
+    rows = [_compare(shape, repeats) for shape in parsed]
     heads = ['rows, length, layers, width, d_ff, ids']
     heads += [', '.join(str(row[name]) for name in Shape._fields) for row in rows]
     title = 'train step on the CPU, float32'

@@ -230,8 +230,8 @@ COMMANDS = {
         ('--report', ['--out=DIR']),
     ],
     'bench': [
-        ('', ['no benchmark', 'step, decode, prompts, depth, loops, experts']),
-        ('dekode', ['dekode', 'step, decode, prompts, depth, loops, experts']),
+        ('', ['no benchmark', 'step, decode, prompts, pytorch, depth, loops, experts']),
+        ('dekode', ['dekode', 'step, decode, prompts, pytorch, depth, loops, experts']),
         ('attention --implementations=cudn', ["--implementations='cudn'", 'did you mean cudnn?']),
         ('attention --heads=6 --kv_heads=4', ['--kv_heads=4', '--heads=6']),
         ('experts --shapes=64x32x16x4x5', ['--shapes=64x32x16x4x5', 'five numbers', 'last']),
@@ -245,6 +245,7 @@ COMMANDS = {
         ('depth --tokens=64', ['--tokens: depth has no such flag; only step has it']),
         ('step --variants=mode,dense', ['--variants=mode,dense', 'begin with dense']),
         ('step --variants=dense,mood', ['--variants=mood', 'mod_moda', 'mode', 'did you mean']),
+        ('pytorch --shapes=1x2', ['--shapes=1x2: must be six numbers', 'a multiple of 64']),
         ('runs', ['--workdirs: must name the directories of one run or more']),
         ('depth --variants=moda', ['--variants=moda', 'begin with dense']),
     ],
