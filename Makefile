@@ -195,7 +195,8 @@ gpu-rehearsal: .venv-next/installed
 # API pages in build/api/index.html. Warnings are ignored for optax types that pdoc cannot name.
 # triton_baseline is left out because it needs jax-triton.
 docs-api: .venv/installed-docs
-	JAX_PLATFORMS=cpu $(VENV_PYTHON) -W ignore -m pdoc -d google -o build/api moddepth_jax kernels_pallas configs '!moddepth_jax.benchmarks.triton_baseline'
+	JAX_PLATFORMS=cpu $(VENV_PYTHON) -W ignore -m pdoc -d google -o build/api moddepth_jax kernels_pallas configs '!moddepth_jax.benchmarks.triton_baseline' \
+	    '!moddepth_jax.benchmarks.pytorch_steps'
 
 # Renders docs/notebooks from the run of `make train` and from two runs that are trained here.
 RENDERED := build/notebooks

@@ -51,7 +51,7 @@ def make_hparams(shape: Shape) -> Hparams:
 
 
 def train(folder: pathlib.Path) -> dict:
-    """Train the model of the shape in setting.json, from the parameters in the folder."""
+    """Train the model of the shape in setting.json; its initial bits are those in the folder."""
     shape = Shape(*json.loads((folder / 'setting.json').read_text())['shape'])
     inputs_BT, labels_BT = np.load(folder / 'tokens.npy')
     ones_BT = np.ones_like(inputs_BT)
@@ -63,11 +63,7 @@ def train(folder: pathlib.Path) -> dict:
         state, metrics = jax.block_until_ready(step(state, batch))
         losses.append(float(metrics['loss']))
         seconds.append(time.perf_counter() - begin)
-    return {
-        'seconds': seconds,
-        'losses': losses,
-        'peak_bytes': peak_bytes(),
-    }
+    return {'seconds': seconds, 'losses': losses, 'peak_bytes': peak_bytes()}
 
 
 if __name__ == '__main__':

@@ -75,7 +75,10 @@ def check_losses(jax_losses: list[float], torch_losses: list[float]):
 
 
 def _compare(shape, repeats):
-    """Return the row of a shape: median seconds of a step, peak memory, and ratios by round."""
+    """Return the measurements of a shape: median seconds of a step, peak memory, and ratios.
+
+    Raises ValueError if a process fails, or if the losses differ.
+    """
     rounds = {framework: [] for framework in FRAMEWORKS}
     with tempfile.TemporaryDirectory() as folder:
         parameters = write_folder(pathlib.Path(folder), shape)
@@ -83,7 +86,7 @@ def _compare(shape, repeats):
             for framework, found in rounds.items():
                 found.append(train_in(framework, folder))
             check_losses(*(found[-1]['losses'] for found in rounds.values()))
-    row = {**shape._asdict(), 'parameters': parameters}
+    row = {'parameters': parameters}
     for framework, found in rounds.items():
         seconds = np.array([np.median(one['seconds'][1:]) for one in found])
         row[f'{framework}_seconds'] = seconds.tolist()
@@ -127,8 +130,9 @@ def parse_shape(text: str) -> Shape:
 def pytorch(*, shapes: list[str] = SHAPES, repeats: int = 5):
     """One training step of the dense model beside Hugging Face's Llama in PyTorch, on the CPU.
 
-    Both have the same initial parameters, batch and optimizer (AdamW, fused in PyTorch), and train
-    in processes of their own, in turn. Needs the packages torch and transformers.
+    Both have the same initial parameters, batch and optimizer (AdamW, fused in PyTorch). They train
+    in turn, in processes of their own, with their default numbers of threads. A shape whose losses
+    differ has failed. Needs the packages torch and transformers.
 
     Args:
       shapes: ROWSxLENGTHxLAYERSxWIDTHxD_FFxIDS, the width in heads of 64.
@@ -139,7 +143,14 @@ def pytorch(*, shapes: list[str] = SHAPES, repeats: int = 5):
         if importlib.util.find_spec(package) is None:
             right = 'run: pip install torch transformers'
             raise ValueError(f'pytorch: the package {package} is not installed; {right}')
-    rows = [_compare(shape, repeats) for shape in parsed]
+    rows = []
+    for text, shape in zip(shapes, parsed, strict=True):
+        try:
+            row = _compare(shape, repeats)
+        except ValueError as error:  # other shapes can still run
+            print(f'{text}: {error}', file=sys.stderr)
+            row = {'failed': str(error)}
+        rows.append(shape._asdict() | row)
     heads = ['rows, length, layers, width, d_ff, ids']
     heads += [', '.join(str(row[name]) for name in Shape._fields) for row in rows]
     title = 'train step on the CPU, float32'

@@ -38,11 +38,7 @@ def train(folder: pathlib.Path) -> dict:
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
         seconds.append(time.perf_counter() - begin)
-    return {
-        'seconds': seconds,
-        'losses': losses,
-        'peak_bytes': peak_bytes(),
-    }
+    return {'seconds': seconds, 'losses': losses, 'peak_bytes': peak_bytes()}
 
 
 if __name__ == '__main__':

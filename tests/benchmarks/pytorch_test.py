@@ -54,6 +54,25 @@ def test_pytorch_is_needed(monkeypatch):
     )
 
 
+def test_a_shape_that_fails_leaves_the_others(monkeypatch, capsys):
+    """Its reason is printed, and is in the results."""
+
+    def compare(shape, repeats):
+        if shape.rows == 2:
+            raise ValueError('loss of step 2')
+        return {'jax_seconds': [repeats, 1.0]}
+
+    monkeypatch.setattr(pytorch, '_compare', compare)
+    monkeypatch.setattr(pytorch.importlib.util, 'find_spec', lambda name: name)
+    monkeypatch.setattr(pytorch.importlib.metadata, 'version', lambda name: '1')
+    ((result, (table,)),) = pytorch.pytorch(shapes=[TINY, '3x16x2x64x96x50'], repeats=3)
+    failed, done = result['rows']
+    assert failed['failed'] == 'loss of step 2' and failed['rows'] == 2
+    assert done['jax_seconds'] == [3, 1.0] and done['rows'] == 3
+    assert table.lines['JAX, ms a step'] == ['loss of step 2', '2000']
+    assert capsys.readouterr().err == f'{TINY}: loss of step 2\n'
+
+
 @pytest.mark.slow
 def test_pytorch_has_the_same_losses():
     """To 1e-4 in each step, as `check_losses` demands; the table shows medians of the rounds."""
