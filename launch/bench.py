@@ -2,7 +2,8 @@
 
   python -m launch.bench step
   python -m launch.bench step --variants=dense,mod,moda,mod_moda --size=124m --dtype=bfloat16
-  python -m launch.bench runs --workdirs=runs/pretrained,runs/routers_only,runs/tuned_all
+  python -m launch.bench runs \\
+      --workdirs=runs/pretrained,runs/routers_only,runs/tuned_all,runs/dropped
   python -m launch.bench decode --batches=1,8,16,64 --kv_heads=8,2
   python -m launch.bench prompts --length=4096 --chunk=512
   python -m launch.bench pytorch --shapes=16x256x6x128x384x257

@@ -12,7 +12,7 @@ python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_looped \\
     --config=runs/smol/config.json --from_layers=average --config.model.num_layers=12 \\
     --config.model.looped_layers=middle:3:3 --config.model.loops=4
 
-python -m launch.convert --branch=runs/long --step=600 --workdir=runs/long_600
+python -m launch.convert --branch=runs/tiny --workdir=runs/tiny_decayed
 
 --from_hf reads config.json and *.safetensors of a model family listed in docs/convert.md, or of an
 export by --to_hf. --to_hf exports a dense run as a model of such a family. Other runs are exported
