@@ -74,17 +74,18 @@ def pytest_collection_finish(session):
     gc.set_threshold(50_000, 20, 100)
 
 
-@pytest.fixture(autouse=True, scope='module')
-def _few_memory_maps():
-    """After a module: drop the compiled programs when they hold a third of the maps Linux allows.
+@pytest.hookimpl(trylast=True)  # when the fixtures of a module have ended
+def pytest_runtest_teardown(item, nextitem):
+    """After a module or a slow test: drop the compiled programs, if they are too many.
 
-    A program takes some thirty maps. A process that reaches the limit (65,530) crashes.
+    That is when they hold a third of the maps that Linux allows. A program takes some thirty maps,
+    and a process that reaches the limit (65,530) crashes. One slow module can take most of it.
     """
-    yield
-    limit = pathlib.Path('/proc/sys/vm/max_map_count')
-    maps = pathlib.Path('/proc/self/maps')
-    if limit.exists() and maps.read_bytes().count(b'\n') > int(limit.read_text()) // 3:
-        jax.clear_caches()
+    if item.get_closest_marker('slow') or nextitem is None or nextitem.path != item.path:
+        limit = pathlib.Path('/proc/sys/vm/max_map_count')
+        maps = pathlib.Path('/proc/self/maps')
+        if limit.exists() and maps.read_bytes().count(b'\n') > int(limit.read_text()) // 3:
+            jax.clear_caches()
 
 
 @pytest.fixture(scope='session')
