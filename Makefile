@@ -193,7 +193,7 @@ gpu-rehearsal: .venv-next/installed
 	JAX_PLATFORMS=cpu $(NEXT) -m tests.gpu_rehearsal --folder=build/gpu-rehearsal
 
 # API pages in build/api/index.html. Warnings are ignored for optax types that pdoc cannot name.
-# triton_baseline is left out because it needs jax-triton.
+# Two modules are left out because they need jax-triton and PyTorch.
 docs-api: .venv/installed-docs
 	JAX_PLATFORMS=cpu $(VENV_PYTHON) -W ignore -m pdoc -d google -o build/api moddepth_jax kernels_pallas configs '!moddepth_jax.benchmarks.triton_baseline' \
 	    '!moddepth_jax.benchmarks.pytorch_steps'

@@ -1,8 +1,8 @@
-"""Times training steps of the dense model beside the same model in PyTorch, on the CPU.
+"""Compares the time of a dense training step with that of the same model in PyTorch, on the CPU.
 
 The model of Hugging Face is the exported model of this project, so both start from the same
 parameters. Each trains for a few steps on one batch, in a process of its own, in turn. Their losses
-must agree, or the comparison fails: times of different work would say nothing.
+must agree, or the shape fails: times of different work would say nothing.
 """
 
 import importlib.metadata
@@ -128,7 +128,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def pytorch(*, shapes: list[str] = SHAPES, repeats: int = 5):
-    """One training step of the dense model beside Hugging Face's Llama in PyTorch, on the CPU.
+    """One training step of the dense model and of Hugging Face's Llama in PyTorch, on the CPU.
 
     Both have the same initial parameters, batch and optimizer (AdamW, fused in PyTorch). They train
     in turn, in processes of their own, with their default numbers of threads. A shape whose losses
