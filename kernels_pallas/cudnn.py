@@ -99,9 +99,9 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
     return _dispatch((q_BTNH, k_BSKH, v_BSKH), mask, by_cudnn, by_xla)
 
 
-def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
-    """Compute `xla.sequence.sequence_backward` without dlse, since cuDNN computes delta itself."""
-    del delta_BNT  # as an operand of lax.cond it would be computed for cuDNN too
+def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, dlse_BNT):
+    """Compute `xla.sequence.sequence_backward` without dlse, which cuDNN does not take."""
+    del dlse_BNT
 
     def by_cudnn(operands, index_BT=None, starts=None):
         q, k, v, o, do, stats = operands
@@ -111,8 +111,7 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
 
     def by_xla(operands, mask):
         q, k, v, o, do, lse = operands
-        delta = xla.output_products(o, do, lse.dtype)
-        dq, dk, dv = xla.sequence_backward(q, k, v, mask, static, o, do, lse, delta)
+        dq, dk, dv = xla.sequence_backward(q, k, v, mask, static, o, do, lse, None)
         return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
     operands = q_BTNH, k_BSKH, v_BSKH, o_BTNH, do_BTNH, lse_BNT

@@ -1,5 +1,7 @@
 """The public function: attention over the sequence and the depth slots in one softmax."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -12,8 +14,7 @@ from kernels_pallas.reference import reference_attention
 def _check(arrays, num_slots, slot_sums, window, slot_window, scale, implementation):
     """Raise a ValueError of one line if `arrays`, by name, or other arguments do not fit."""
     check_window('window', window)
-    if isinstance(scale, jax.core.Tracer):
-        raise ValueError('scale is traced and must be a number; multiply q by a traced factor')
+    _check_scale(scale)
     if not isinstance(implementation, Parts | None) and implementation not in IMPLEMENTATIONS:
         known = ', '.join(IMPLEMENTATIONS)
         raise ValueError(f'implementation={implementation!r} must be None or one of {known}')
@@ -41,6 +42,17 @@ def _check(arrays, num_slots, slot_sums, window, slot_window, scale, implementat
     for name, value in (others | {'num_slots': num_slots, 'slot_sums': slot_sums}).items():
         if value is not None:
             raise ValueError(f'{name} needs k_depth_LBRKH and v_depth_LBRKH, which are None')
+
+
+def _check_scale(scale):
+    if isinstance(scale, jax.core.Tracer):
+        raise ValueError('scale is traced and must be a number; multiply q by a traced factor')
+    try:
+        fits = scale is None or math.isfinite(scale)
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ValueError(f'scale={scale!r} must be a finite number, or None for H^-1/2')
 
 
 def _check_sums(sums, shape, own):

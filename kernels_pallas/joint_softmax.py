@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from kernels_pallas.backends import DEPTH, SEQUENCE, Parts, load_module
-from kernels_pallas.xla.sequence import output_products
 
 ATTENDED = 'attended'  # checkpoint name of the output and logsumexp, which the backward pass reads
 
@@ -91,26 +90,26 @@ def _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sum
 def _backward(static, residuals, cotangents):
     q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, o_BTNH, lse_BNT = residuals
     do_BTNH, dlse_BNT, dsides, dsums = cotangents
-    delta_BNT = output_products(o_BTNH, do_BTNH, lse_BNT.dtype) - dlse_BNT
+    dlse_BNT = dlse_BNT if static.returns_lse else None
     if not (static.ordered and k_BSKH.shape[1]):  # otherwise every query sees its own key
         lse_BNT = jnp.where(lse_BNT == -jnp.inf, 0.0, lse_BNT)
+    joint = o_BTNH, do_BTNH, lse_BNT, dlse_BNT
     dslots, dq_depth_BTNH, sums = None, None, dsides if dsums is None else dsums
-    joint = DEPTH[static.parts.depth].fused_backward
-    if slots is not None and static.parts.sequence == 'mosaic_gpu' and joint:
-        dq_BTNH, dk_BSKH, dv_BSKH, dq_depth_BTNH, *sums = load_module(joint).fused_backward(
-            *(q_BTNH, k_BSKH, v_BSKH, mask.segment_ids_BT, q_depth_BTNH, slots, sums, static),
-            *(do_BTNH, lse_BNT, delta_BNT),
+    fused = DEPTH[static.parts.depth].fused_backward
+    if slots is not None and static.parts.sequence == 'mosaic_gpu' and fused:
+        arguments = q_BTNH, k_BSKH, v_BSKH, mask.segment_ids_BT, q_depth_BTNH, slots, sums
+        dq_BTNH, dk_BSKH, dv_BSKH, dq_depth_BTNH, *sums = load_module(fused).fused_backward(
+            *arguments, static, *joint
         )
     else:
         sequence = SEQUENCE[static.parts.sequence]
         if static.returns_lse and not sequence.takes_dlse:
             sequence = SEQUENCE['xla']
         dq_BTNH, dk_BSKH, dv_BSKH = load_module(sequence.backward).sequence_backward(
-            q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT
+            q_BTNH, k_BSKH, v_BSKH, mask, static, *joint
         )
         if slots is not None:
             depth_backward = _depth(static, 'backward')
-            joint = o_BTNH, do_BTNH, lse_BNT, dlse_BNT if static.returns_lse else None
             if q_depth_BTNH is None:
                 dq_BTNH, *sums = depth_backward(q_BTNH, *joint, slots, sums, dq_BTNH)
             else:

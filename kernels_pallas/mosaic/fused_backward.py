@@ -34,7 +34,6 @@ from kernels_pallas.mosaic.tiles import ROWS, SLOTS, TILES
 
 MIN_STAGES = 3  # of the ring; with fewer no keys are copied while others are used
 SUMS = 'dk_depth', 'dv_depth'  # names of the slots' sums
-SPARE_BYTES = 4 * 1024  # taken from the 7 KiB that fused.SHARED_BYTES leaves for barriers
 
 
 def fused_backward(
@@ -46,9 +45,10 @@ def fused_backward(
     slots,
     sums,
     static,
+    o_BTNH,
     do_BTNH,
     lse_BNT,
-    delta_BNT,
+    dlse_BNT,
 ):
     """Return dq, dk, dv and dq_depth (or None) in q's dtype, and the two sums.
 
@@ -61,28 +61,23 @@ def fused_backward(
       sums: two arrays [L, B, R, K, H], float32 or of q's dtype, to which gradients are added;
         None: fresh gradients, in q's dtype.
       static: `joint_softmax.Static`.
-      do_BTNH: cotangent of the output.
-      lse_BNT: the joint logsumexp.
-      delta_BNT: sum of do o over H, minus the cotangent of lse.
+      o_BTNH, lse_BNT: the joint output and logsumexp.
+      do_BTNH, dlse_BNT: their cotangents; dlse may be None, for zeros.
     """
     dtype, width = q_BTNH.dtype, q_BTNH.shape[3]
-    do_BTNH, swizzle = do_BTNH.astype(dtype), common.swizzle_of(width, dtype)
-    arguments = q_BTNH, k_BSKH, segment_ids_BT, do_BTNH
-    plain = fused.make_sizes(*arguments, None, static)
-    operands = sequence.joint_operands(
-        q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, do_BTNH, lse_BNT, delta_BNT, static, plain
-    )
-    dk, dv = sequence.gradients_of_keys(operands, segment_ids_BT, plain, swizzle)
+    arguments = q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, static, o_BTNH, do_BTNH, lse_BNT, dlse_BNT
+    of_sizes, swizzle = (q_BTNH, k_BSKH, segment_ids_BT, do_BTNH), common.swizzle_of(width, dtype)
+    plain = fused.make_sizes(*of_sizes, None, static)
+    joint = sequence.joint_operands(*arguments, plain)
     fresh = sums is None
     sum_dtype = dtype if fresh else sums[0].dtype
-    sizes, buffers = make_sizes(*arguments, slots, static, sum_dtype)
-    operands |= fused.slot_operands(slots, static, sizes)
-    even, sides = operands['q'].shape, slots[:2]
-    results, refs = {'o': jax.ShapeDtypeStruct(even, dtype)}, {}
+    sizes, buffers = make_sizes(*of_sizes, slots, static, sum_dtype)
+    operands = joint | fused.slot_operands(slots, static, sizes)
+    results, refs, sides = sequence.dq_results(joint), {}, slots[:2]
     operands['slot_queries'] = q_depth_BTNH
     if q_depth_BTNH is not None:
         operands['slot_queries'] = fused.pad_heads(q_depth_BTNH, sizes)
-        results['dq_depth'] = results['o']
+        results['dq_depth'] = results['dq']
     if fresh and slots.rows_BT is None:
         whole = jax.ShapeDtypeStruct(operands['k_depth'].shape, sum_dtype)
         results |= dict.fromkeys(SUMS, whole)
@@ -105,9 +100,10 @@ def fused_backward(
     found |= {key: jax.freeze(ref) for key, ref in refs.items()}
     sums = (_joined(found[key], sizes, sides[0].shape) for key in SUMS)
     dq, dq_depth = (
-        fused.cut_heads(found[key], sizes) if key in found else None for key in ('o', 'dq_depth')
+        fused.cut_heads(found[key], sizes) if key in found else None for key in ('dq', 'dq_depth')
     )
-    return dq, *(x[:, : sizes.length] for x in (dk, dv)), dq_depth, *sums
+    dk, dv = sequence.gradients_of_keys(joint, found['delta'], segment_ids_BT, plain, swizzle)
+    return dq, dk, dv, dq_depth, *sums
 
 
 def _joined(total, sizes, shape):
@@ -123,8 +119,7 @@ def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, do_BTNH, slots, static, sum_dtype
     columns = piece_columns(fused.make_sizes(*arguments).width, q_BTNH.dtype)
     for buffers in (2, 1):
         wide = buffers * columns * jnp.dtype(sum_dtype).itemsize
-        reserved = TILES * ROWS * (2 * ROWS * q_BTNH.dtype.itemsize + wide)
-        sizes = fused.make_sizes(*arguments, reserved - SPARE_BYTES)
+        sizes = sequence.dq_sizes(*arguments, TILES * ROWS * wide)
         # Of 8 tokens a smaller tile has the sums of its own, which are copied by themselves.
         sizes = dataclasses.replace(sizes, copy_by_token=sizes.copy_by_token or sizes.by_token)
         if sizes.stages >= MIN_STAGES:
@@ -144,11 +139,9 @@ def _make_scratch(sizes, dtype, sum_dtype, width, buffers):
     transforms = plgpu.TilingTransform((1, OCTET, minor)), plgpu.SwizzleTransform(sum_swizzle)
     shape = TILES * buffers, SLOTS, OCTET, piece_columns(sizes.width, dtype)
     copies = OCTET if sizes.copy_by_token else 1
-    return fused.make_scratch(sizes, dtype, swizzle)._replace(
+    return sequence.dq_scratch(sizes, dtype, swizzle)._replace(
         q=common.tiled((2 * TILES, ROWS, sizes.width), dtype, swizzle),
         q_depth=None,
-        turn=None,
-        scores=common.tiled((2 * TILES, ROWS, ROWS), dtype, swizzle),
         sums=plgpu.SMEM(shape, sum_dtype, transforms=transforms),
         sums_full=plgpu.Barrier(num_arrivals=copies, num_barriers=TILES * buffers),
     )
@@ -160,7 +153,7 @@ def _compute(refs, shared, warpgroup, sizes, fresh):
     shared = shared._replace(q_depth=shared.q.at[pl.ds(TILES, TILES)])
     if fresh and refs.rows is None:
         _write_zeros(refs, shared, warpgroup, sizes)
-    place, result = functools.partial(tiles.place_of, refs, warpgroup, sizes), refs.o
+    place, result = functools.partial(tiles.place_of, refs, warpgroup, sizes), refs.dq
     dq = sequence.dq_over_keys(refs, shared, place, warpgroup, sizes)
     if refs.slot_queries is not None:
         # The slots' queries take the memory of q, and their dq the registers of dq.
@@ -168,7 +161,7 @@ def _compute(refs, shared, warpgroup, sizes, fresh):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         of = lax.optimization_barrier(warpgroup)  # computed again, as in store_dq
         full = shared.q_full.at[of]
-        body.start_rows(refs.slot_queries, shared.q, full, *place(), of, sizes)
+        body.start_rows(refs.slot_queries, shared.q.at[of], full, *place(), sizes)
         plgpu.barrier_wait(full)
         dq, result = zeros(dq.shape), refs.dq_depth
     dq = _over_slots(refs, shared, place, warpgroup, sizes, dq, fresh)
@@ -303,18 +296,18 @@ def _over_slots(refs, shared, place, of, sizes, dq, fresh):
     """
     dtype, shape = shared.ring.dtype, (ROWS, ROWS)
     tile, token = place()
-    at = tile.batch, tile.kv_head, lax.div(token, sizes.tokens)
+    at = tile.batch, lax.div(token, sizes.tokens)
     for rows in (shared.q, shared.q_depth):
         _clear_unused(rows.at[of], sizes)
 
-    def by_query(ref):
-        return by_row(load(ref.at[at], LAYOUT.reduce(1), optimized=False), shape)
+    def by_query(number):
+        return by_row(load(shared.lse.at[number], LAYOUT.reduce(1)), shape)
 
     def visible(chunk, part):
         """Return whether a column's slot is visible and belongs to the row's token."""
         words = None
         if sizes.masked:
-            words = by_row(load(refs.row_words.at[*at[::2], chunk], LAYOUT.reduce(1), False), shape)
+            words = by_row(load(refs.row_words.at[*at, chunk], LAYOUT.reduce(1), False), shape)
         slot, of_token = body.slot_and_token(iota(shape, 1), sizes)
         part = lax.optimization_barrier(part * OCTET)
         own = body.from_octet(iota(shape, 0), token, sizes) == part + of_token
@@ -342,14 +335,14 @@ def _over_slots(refs, shared, place, of, sizes, dq, fresh):
         body.clear_hidden(k, refs, tile, octet, chunk, sizes)
         keep = visible(chunk, lax.rem(i, sizes.parts))
         scores = add_product(None, q, k, sizes, shape, transpose=True)
-        weights = jnp.exp2(scores * sizes.factor - by_query(refs.lse))
+        weights = jnp.exp2(scores * sizes.factor - by_query(of))
         weights = jnp.where(keep, weights, 0.0)
         plgpu.barrier_wait(shared.slots_full.at[v_stage])
         if not sizes.masked:  # else each chunk may have hidden slots; clearing costs more then
             body.clear_hidden(v, refs, tile, octet, chunk, sizes)
         dweights = add_product(None, do, v, sizes, shape, transpose=True)
         plgpu.barrier_arrive(shared.used.at[v_stage])
-        dscores = weights * (dweights - by_query(refs.delta))
+        dscores = weights * (dweights - by_query(TILES + of))
         if sizes.masked:
             # Values of hidden slots may be NaN. By the weights: `keep` would take 32 registers.
             dscores = jnp.where(weights > 0, dscores, 0.0)

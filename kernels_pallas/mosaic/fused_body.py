@@ -52,17 +52,17 @@ def load_queries(refs, shared, tile, token, warpgroup, sizes):
     if sizes.own_query:
         sides.append((refs.q_depth, shared.q_depth, TILES + warpgroup))
     for source, target, number in sides:
-        start_rows(source, target, shared.q_full.at[number], tile, token, warpgroup, sizes)
+        start_rows(source, target.at[warpgroup], shared.q_full.at[number], tile, token, sizes)
     for _, _, number in sides:
         plgpu.barrier_wait(shared.q_full.at[number])
 
 
-def start_rows(source, target, full, tile, token, warpgroup, sizes):
-    """Start copying the rows of a tile from an array of queries to shared memory."""
+def start_rows(source, target, full, tile, token, sizes, columns=None):
+    """Start copying the rows of a tile, or their `columns`, from an array to shared memory."""
+    columns = full_slice(sizes.width) if columns is None else columns
     for i in range(sizes.runs):
         run, rows = run_of(i, tile, token, sizes)
-        run = source.at[tile.batch, *run, full_slice(sizes.width)]
-        plgpu.copy_gmem_to_smem(run, target.at[warpgroup, rows], full)
+        plgpu.copy_gmem_to_smem(source.at[tile.batch, *run, columns], target.at[rows], full)
 
 
 def _first_keys(refs, tile, token, sizes):

@@ -1,10 +1,10 @@
 """The sequence part on Hopper: any group of query heads, packed documents, windows.
 
 The forward pass is the fused kernel without slots. The backward pass recomputes the weights from
-the logsumexp, in two kernels: one by tiles of queries for dq, one by tiles of keys for dk and dv
-(docs/depth_attention.md, section 9). Sizes: tiles.Sizes. Bodies: `_compute_dq` with tiles.fill, and
-`_compute_dkv` with `_fill_queries`. Call: fused.run_kernel. Vjp: joint_softmax.py. Reference:
-xla/sequence.py.
+the logsumexp, in two kernels: one by tiles of queries for delta and dq, then one by tiles of keys
+for dk and dv (docs/depth_attention.md, section 9). Sizes: tiles.Sizes. Bodies: `_compute_dq` with
+tiles.fill, and `_compute_dkv` with `_fill_queries`. Call: fused.run_kernel. Vjp: joint_softmax.py.
+Reference: xla/sequence.py.
 """
 
 import functools
@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.mosaic import common, fused, tiles
 from kernels_pallas.mosaic import fused_body as body
 from kernels_pallas.mosaic.common import (
+    CHUNK,
     LAYOUT,
     LOG2E,
     OCTET,
@@ -33,6 +34,8 @@ from kernels_pallas.mosaic.common import (
 )
 from kernels_pallas.mosaic.tiles import KEYS, ROWS, TILES
 
+SPARE_BYTES = 4 * 1024  # taken from the 7 KiB that fused.SHARED_BYTES leaves for barriers
+
 unsupported = fused.unsupported
 
 
@@ -41,49 +44,78 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
     return fused.fused_forward(q_BTNH, k_BSKH, v_BSKH, mask.segment_ids_BT, None, None, static)
 
 
-def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
+def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, dlse_BNT):
     """Compute `xla.sequence.sequence_backward` without atomics, all gradients in q's dtype."""
-    del o_BTNH
-    ids_BT, do_BTNH = mask.segment_ids_BT, do_BTNH.astype(q_BTNH.dtype)
-    sizes = fused.make_sizes(q_BTNH, k_BSKH, ids_BT, do_BTNH, None, static)
-    scalars = lse_BNT, delta_BNT
-    operands = joint_operands(q_BTNH, k_BSKH, v_BSKH, ids_BT, do_BTNH, *scalars, static, sizes)
-    swizzle = common.swizzle_of(q_BTNH.shape[3], q_BTNH.dtype)
-    dq = _gradient_of_queries(operands, sizes, swizzle)
-    dk, dv = gradients_of_keys(operands, ids_BT, sizes, swizzle)
-    dk, dv = (x[:, : sizes.length] for x in (dk, dv))
-    return fused.cut_heads(dq, sizes), dk, dv
-
-
-def joint_operands(q_BTNH, k_BSKH, v_BSKH, ids_BT, do_BTNH, lse_BNT, delta_BNT, static, sizes):
-    """Return the kernels' arrays by name, without slots; `q_depth` holds do."""
-    operands = fused.make_operands(q_BTNH, k_BSKH, v_BSKH, ids_BT, do_BTNH, None, static, sizes)
-    # Unused rows get weights of 0.
-    operands['lse'] = fused.to_rows(lse_BNT * LOG2E, sizes, jnp.inf)
-    operands['delta'] = fused.to_rows(delta_BNT, sizes, 0.0)
-    return operands
-
-
-def _gradient_of_queries(operands, sizes, swizzle):
+    ids_BT, swizzle = mask.segment_ids_BT, common.swizzle_of(q_BTNH.shape[3], q_BTNH.dtype)
+    of_sizes = q_BTNH, k_BSKH, ids_BT, do_BTNH, None, static
+    sizes = dq_sizes(*of_sizes)
+    operands = joint_operands(
+        q_BTNH, k_BSKH, v_BSKH, ids_BT, static, o_BTNH, do_BTNH, lse_BNT, dlse_BNT, sizes
+    )
     q = operands['q']
-    scratch = fused.make_scratch(sizes, q.dtype, swizzle)
-    blocks = sizes.blocks * len(q) * sizes.kv_heads
-    (dq,) = fused.run_kernel(
+    dq, delta = fused.run_kernel(
         'sequence_backward_q',
         functools.partial(_compute_dq, sizes=sizes),
         functools.partial(tiles.fill, sizes=sizes),
         operands,
-        {'o': jax.ShapeDtypeStruct(q.shape, q.dtype)},
-        scratch,
+        dq_results(operands),
+        dq_scratch(sizes, q.dtype, swizzle),
         sizes,
-        blocks,
+        sizes.blocks * len(q) * sizes.kv_heads,
     )
-    return dq
+    dk, dv = gradients_of_keys(operands, delta, ids_BT, fused.make_sizes(*of_sizes), swizzle)
+    return fused.cut_heads(dq, sizes), dk, dv
 
 
-def gradients_of_keys(operands, ids_BT, sizes, swizzle):
-    """Return dk and dv, from `joint_operands`."""
-    operands = _by_octet(operands, ids_BT, sizes)
+def joint_operands(
+    q_BTNH, k_BSKH, v_BSKH, ids_BT, static, o_BTNH, do_BTNH, lse_BNT, dlse_BNT, sizes
+):
+    """Return the kernels' arrays by name, without slots; `q_depth` holds do."""
+    o_BTNH, do_BTNH = (x.astype(q_BTNH.dtype) for x in (o_BTNH, do_BTNH))
+    operands = fused.make_operands(q_BTNH, k_BSKH, v_BSKH, ids_BT, do_BTNH, None, static, sizes)
+    return operands | {
+        'o': fused.pad_heads(o_BTNH, sizes),
+        # Unused rows get weights of 0.
+        'lse': fused.to_rows(lse_BNT * LOG2E, sizes, jnp.inf),
+        'dlse': None if dlse_BNT is None else fused.to_rows(dlse_BNT, sizes, 0.0),
+    }
+
+
+def dq_results(operands):
+    """Return the results of a kernel of dq, by name."""
+    q, lse = operands['q'], operands['lse']
+    return {
+        'dq': jax.ShapeDtypeStruct(q.shape, q.dtype),
+        'delta': jax.ShapeDtypeStruct(lse.shape, lse.dtype),
+    }
+
+
+def dq_sizes(q_BTNH, k_BSKH, ids_BT, do_BTNH, slots, static, reserved=0):
+    """Return `fused.make_sizes` of a kernel of dq; reserved: bytes of shared memory for sums."""
+    reserved += 2 * TILES * ROWS * ROWS * q_BTNH.dtype.itemsize - SPARE_BYTES
+    return fused.make_sizes(q_BTNH, k_BSKH, ids_BT, do_BTNH, slots, static, reserved)
+
+
+def dq_scratch(sizes, dtype, swizzle):
+    """Return `fused.make_scratch` of a kernel of dq."""
+    copies = sizes.runs * len(_output_columns(sizes))
+    return fused.make_scratch(sizes, dtype, swizzle)._replace(
+        lse=plgpu.SMEM((2 * TILES, ROWS), jnp.float32),  # also delta
+        scores=common.tiled((2 * TILES, ROWS, ROWS), dtype, swizzle),
+        o_full=plgpu.Barrier(num_arrivals=copies, num_barriers=TILES),
+        turn=None,
+    )
+
+
+def _output_columns(sizes):
+    """Return the slices of 64 columns, or the rest, in which o fits the memory of scores."""
+    starts = range(0, sizes.width, CHUNK)
+    return [pl.ds(start, min(CHUNK, sizes.width - start)) for start in starts]
+
+
+def gradients_of_keys(operands, delta, ids_BT, sizes, swizzle):
+    """Return dk and dv, from `joint_operands` and the delta of the kernel of dq."""
+    operands = _by_octet(operands, ids_BT, sizes) | {'delta': delta, 'o': None, 'dlse': None}
     k = operands['k']
     # Wide heads take 32 queries at a time, which a wider swizzle does not allow.
     scratch = fused.make_scratch(sizes, k.dtype, swizzle if sizes.width <= 64 else min(swizzle, 64))
@@ -91,7 +123,7 @@ def gradients_of_keys(operands, ids_BT, sizes, swizzle):
         q_full=plgpu.Barrier(num_arrivals=2, num_barriers=TILES),
         full=plgpu.Barrier(num_arrivals=2 * _runs(sizes), num_barriers=sizes.stages),
     )
-    return fused.run_kernel(
+    found = fused.run_kernel(
         'sequence_backward_kv',
         functools.partial(_compute_dkv, sizes=sizes),
         functools.partial(_fill_queries, sizes=sizes),
@@ -101,13 +133,14 @@ def gradients_of_keys(operands, ids_BT, sizes, swizzle):
         sizes,
         -(-sizes.length // KEYS) * len(k) * sizes.kv_heads,
     )
+    return [x[:, : sizes.length] for x in found]
 
 
 def _compute_dq(refs, shared, warpgroup, sizes):
     """Compute dq of a tile of queries: a compute warpgroup."""
     place = functools.partial(tiles.place_of, refs, warpgroup, sizes)
     dq = dq_over_keys(refs, shared, place, warpgroup, sizes)
-    store_dq(refs.o, shared, place, warpgroup, sizes, dq)
+    store_dq(refs.dq, shared, place, warpgroup, sizes, dq)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -120,15 +153,44 @@ def store_dq(target, shared, place, warpgroup, sizes, dq):
     body.store_rows(target, result, *place(), sizes)
 
 
+def _load_output(refs, shared, place, warpgroup, sizes):
+    """Load a tile's queries and cotangents, and return (lse, delta) of its rows.
+
+    Both also go to shared memory, and delta to its array.
+    """
+    tile, token = place()
+    full, start = shared.o_full.at[warpgroup], tile.token * 0  # traced: a slice may exceed o
+    pieces = [
+        (shared.scores.at[i * TILES + warpgroup, :, pl.ds(0, columns.size)], columns)
+        for i, columns in enumerate(_output_columns(sizes))
+    ]
+    for piece, columns in pieces:
+        columns = pl.ds(start + columns.start, columns.size)
+        body.start_rows(refs.o, piece, full, tile, token, sizes, columns)
+    body.load_queries(refs, shared, tile, token, warpgroup, sizes)
+    plgpu.barrier_wait(full)
+    delta = 0.0
+    for piece, columns in pieces:
+        sides = piece, shared.q_depth.at[warpgroup, :, columns]
+        o, do = (load(x, LAYOUT).astype(jnp.float32) for x in sides)
+        delta += (o * do).sum(axis=1)
+    row, layout = (tile.batch, tile.kv_head, lax.div(token, sizes.tokens)), LAYOUT.reduce(1)
+    lse = load(refs.lse.at[row], layout, optimized=False)
+    if refs.dlse is not None:
+        delta -= load(refs.dlse.at[row], layout, optimized=False)
+    if (used := sizes.heads * sizes.tokens) < ROWS:  # the others have no head, and may hold NaN
+        delta = jnp.where(iota((ROWS,), 0, layout) < used, delta, 0.0)
+    shared.lse.at[warpgroup][...], shared.lse.at[TILES + warpgroup][...] = lse, delta
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(shared.lse.at[TILES + warpgroup], refs.delta.at[row])
+    return lse, delta
+
+
 def dq_over_keys(refs, shared, place, warpgroup, sizes):
     """Load a tile's queries and cotangents, and return dq / scale over its blocks of keys."""
-    dtype, (tile, token) = shared.ring.dtype, place()
-    body.load_queries(refs, shared, tile, token, warpgroup, sizes)
-    q, do = shared.q.at[warpgroup], shared.q_depth.at[warpgroup]
-    row = tile.batch, tile.kv_head, lax.div(token, sizes.tokens)
-    lse, delta = (
-        load(ref.at[row], LAYOUT.reduce(1), optimized=False) for ref in (refs.lse, refs.delta)
-    )
+    # The barrier lets what follows compute its addresses again; kept ones would spill registers.
+    lse, delta = _load_output(refs, shared, place, lax.optimization_barrier(warpgroup), sizes)
+    dtype, q, do = shared.ring.dtype, shared.q.at[warpgroup], shared.q_depth.at[warpgroup]
 
     def one(block, carry, hide, halves):
         (dq,) = carry

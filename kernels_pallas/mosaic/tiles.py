@@ -29,12 +29,13 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 # Shared memory: q (later the results, and in fused_backward.py the slots' queries), q_depth and lse
 # of each tile, and the ring [stages, KEYS / 8, 8, H]. Barriers: q_full (queries have arrived), full
 # and slots_full (a stage has been filled with keys, or with slots), used (both tiles have used a
-# stage), turn (whose turn it is at the tensor core). Only in fused_backward.py: scores (weights and
-# their gradients), sums (of the slots) and the barriers sums_full.
+# stage), turn (whose turn it is at the tensor core). Only in the kernels of dq: delta, in the array
+# of lse, scores (first o, then the slots' weights and their gradients) and o_full. Only in
+# fused_backward.py: sums (of the slots) and sums_full.
 Shared = collections.namedtuple(
     'Shared',
-    'q q_depth lse ring q_full full slots_full used turn scores sums sums_full',
-    defaults=(None,) * 3,
+    'q q_depth lse ring q_full full slots_full used turn scores o_full sums sums_full',
+    defaults=(None,) * 4,
 )
 
 

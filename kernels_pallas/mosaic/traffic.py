@@ -104,7 +104,7 @@ def fused_forward(sizes: TileSizes, batch: int, held: int, num_slots: int) -> Tr
 def sequence_backward_q(sizes: TileSizes, batch: int) -> Traffic:
     """Return the bytes of the dq kernel of `sequence.sequence_backward`, in 16 bits."""
     *_, tiles = _tiles(sizes, batch)
-    own = _moved(sizes, batch, 2, 1) + 2 * tiles * ROWS * FLOAT
+    own = _moved(sizes, batch, 3, 1) + 2 * tiles * ROWS * FLOAT
     return Traffic(0, own=own, shared=_keys(sizes, batch))
 
 
@@ -117,14 +117,12 @@ def fused_backward_q(
     """
     (columns, _, tiles), plain = _tiles(sizes, batch), sequence_backward_q(sizes, batch)
     rows = _slots(sizes, held, num_slots)
-    # Logsumexps and deltas are loaded again for each 8 slots of 8 tokens.
-    scalars = tiles * sizes.parts * -(-rows // SLOTS) * 2 * ROWS * FLOAT
     # Fresh gradients are written for all slots; sums are read and written for the visible ones.
     by_token = 2 * rows * sum_bytes or _slots(sizes, held, held) * 2
     return plain._replace(
         slots=2 * tiles * max(sizes.tokens, OCTET) * rows * sizes.width * 2,
         sums=2 * columns * sizes.length * by_token * sizes.width,
-        own=plain.own + scalars + own_query * _moved(sizes, batch, 1, 1),
+        own=plain.own + own_query * _moved(sizes, batch, 1, 1),
     )
 
 

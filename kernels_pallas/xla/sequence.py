@@ -81,26 +81,24 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
     return _by_token(o_XGTH, batch), lse_XGT.reshape(batch, heads, length)
 
 
-def output_products(o_BTNH, do_BTNH, wide):
-    """Return the sum of do o over H, [B, N, T]; delta is this minus the cotangent of lse."""
-    return jnp.moveaxis(jnp.sum(do_BTNH.astype(wide) * o_BTNH.astype(wide), axis=-1), 2, 1)
-
-
-def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
+def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, dlse_BNT):
     """Return the gradients through the sequence: dq_BTNH in q's dtype, wide dk_BSKH and dv_BSKH.
 
     Args:
       q_BTNH, k_BSKH, v_BSKH, mask, static: as in sequence_forward.
-      o_BTNH, lse_BNT: output and finite logsumexp over sequence and slots; o is not used here.
-      do_BTNH: cotangent of o.
-      delta_BNT: `output_products` minus the cotangent of lse.
+      o_BTNH, lse_BNT: output and finite logsumexp over sequence and slots.
+      do_BTNH, dlse_BNT: their cotangents; dlse may be None, for zeros.
     """
-    del o_BTNH
     batch, length = q_BTNH.shape[:2]
     num_keys, kv_heads = k_BSKH.shape[1:3]
     if not num_keys:
         sums = (jnp.zeros(side.shape, lse_BNT.dtype) for side in (k_BSKH, v_BSKH))
         return jnp.zeros_like(q_BTNH), *sums
+    wide = lse_BNT.dtype
+    delta_BTN = jnp.sum(do_BTNH.astype(wide) * o_BTNH.astype(wide), axis=-1)
+    delta_BNT = jnp.moveaxis(delta_BTN, 2, 1)
+    if dlse_BNT is not None:
+        delta_BNT -= dlse_BNT
     sides = _sides(mask, static, kv_heads)
     if is_long(q_BTNH.shape, k_BSKH.shape):
         by_query = do_BTNH, lse_BNT, delta_BNT

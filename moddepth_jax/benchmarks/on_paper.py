@@ -61,38 +61,51 @@ def count_bytes(case: Case) -> Bytes:
     return Bytes(forward.total, backward.total, around)
 
 
-def over_cudnn(case: Case) -> dict[str, float]:
-    """Return the modelled time of both passes over that of plain cuDNN, minus 1, for four forms.
+def _fused(case: Case, forward_rate: float, backward_rate: float) -> tuple[float, float]:
+    """Return the seconds of the fused forward kernel, and of both passes of the fused kernels.
 
-    `ideal` is cuDNN and the least bytes of the slots. `split` is cuDNN and our depth kernels.
-    `fused` has a forward kernel and a dq kernel whose time is the larger of products and slot
-    bytes; slots count as products of complete 64 x 64 tiles at the rates of the kernels. `mixed` is
-    the fused forward pass with the split backward pass.
+    A kernel takes the larger of the times of its products and of the bytes of its slots. Slots
+    count as products of complete 64 x 64 tiles, at the rate of the sequence's.
+
+    Args:
+      case: the shape.
+      forward_rate, backward_rate: FLOPs per second over the sequence, 5 products backward.
     """
-    plain = flops(case, 0, True) / (CUDNN_BOTH[case.length] * CUDNN[case.width] / CUDNN[64])
-    forward = flops(case, 0, False) / CUDNN[case.width]
-    sizes, counts = tile_sizes(case), count_bytes(case)
+    sizes, plain = tile_sizes(case), flops(case, 0, False)
     tiles = case.batch * case.kv_heads * sizes.blocks * TILES
     products = 4 * tiles * sizes.parts * math.ceil(case.visible / SLOTS) * ROWS**2 * case.width
     moved = traffic.fused_forward(sizes, case.batch, case.slots, case.visible)
-    compute = (flops(case, 0, False) + products) / MOSAIC[case.width]
-    fused = max(compute, (moved.slots + moved.own) / COPY)
-    # Mosaic's rates are published for T = 16k. They are assumed to change with T as cuDNN's do.
-    slower = CUDNN_BOTH[16384] / CUDNN_BOTH[case.length]
-    sequence = slower * (flops(case, 0, True) - flops(case, 0, False)) / MOSAIC_BACKWARD[case.width]
-    executed = MOSAIC_BACKWARD[case.width] * ALL_PRODUCTS / 5
+    forward = max((plain + products) / forward_rate, (moved.slots + moved.own) / COPY)
+    sequence = (flops(case, 0, True) - plain) / backward_rate
+    products *= 2.5 / (backward_rate * ALL_PRODUCTS / 5)
     moved = traffic.fused_backward_q(sizes, case.batch, case.slots, case.visible)
-    compute = sequence * DQ_PRODUCTS / ALL_PRODUCTS + 2.5 * products / executed
-    dq = max(compute, (moved.slots + moved.sums + moved.own) / COPY)
-    both = fused + (slower - 1) * forward + dq + sequence * (1 - DQ_PRODUCTS / ALL_PRODUCTS)
-    # XLA reads o and do to compute delta.
-    queries = 2 * case.batch * case.length * case.heads * case.width * 2
+    dq = sequence * DQ_PRODUCTS / ALL_PRODUCTS
+    dq = max(dq + products, (moved.slots + moved.sums + moved.own) / COPY)
+    return forward, forward + dq + sequence * (1 - DQ_PRODUCTS / ALL_PRODUCTS)
+
+
+def over_cudnn(case: Case) -> dict[str, float]:
+    """Return the modelled time of both passes over that of plain cuDNN, minus 1, for five forms.
+
+    `ideal` is cuDNN and the least bytes of the slots. `split` is cuDNN and our depth kernels.
+    `fused` is our fused kernels at the published rates of Mosaic, and `as cuDNN` at those of cuDNN.
+    `mixed` is the fused forward pass with the split backward pass.
+    """
+    counts, both = count_bytes(case), flops(case, 0, True)
+    # Rates of one pass are published for T = 16k. They are assumed to change with T as cuDNN's do.
+    scale = CUDNN_BOTH[case.length] / CUDNN_BOTH[16384]
+    plain = both / (CUDNN_BOTH[case.length] * CUDNN[case.width] / CUDNN[64])
+    plain_forward = flops(case, 0, False) / (CUDNN[case.width] * scale)
+    backward_rate = (both - flops(case, 0, False)) / (plain - plain_forward)
+    rates = MOSAIC[case.width] * scale, MOSAIC_BACKWARD[case.width] * scale
+    forward, fused = _fused(case, *rates)
     ideal = depth_bytes(case, False) + depth_bytes(case, True)
     added = {
         'ideal': ideal / COPY,
         'split': sum(counts) / COPY,
-        'mixed': fused - forward + (sum(counts) - counts.forward) / COPY,
-        'fused': both + queries / COPY - plain,
+        'mixed': forward - plain_forward + (sum(counts) - counts.forward) / COPY,
+        'fused': fused - plain,
+        'as cuDNN': _fused(case, CUDNN[case.width] * scale, backward_rate)[1] - plain,
     }
     return {name: seconds / plain for name, seconds in added.items()}
 
@@ -152,7 +165,8 @@ def paper(*, kv_heads: list[int] | None = None, widths: list[int] | None = None)
             slots = f'{held}' if written is None else f'{written} of {held}'
             lines[f'{64 // few}, {width}, {slots}'] = _row(case)
     heads = ['G, H, slots', 'forward', 'backward', 'all']
-    heads += [f'{name} {form}' for name in LENGTHS for form in ('ideal', 'split', 'mixed', 'fused')]
+    forms = 'ideal', 'split', 'mixed', 'fused', 'as cuDNN'
+    heads += [f'{name} {form}' for name in LENGTHS for form in forms]
     title = 'bytes of the depth phase over the ideal; modelled extra time over plain cuDNN, %'
     caches, heads_of_keys = ((1, 4096), (8, 4096), (64, 4096), (1, 65536)), ((8, 64), (2, 128))
     cases = [(*cache, *of_keys, 64) for cache in caches for of_keys in heads_of_keys]

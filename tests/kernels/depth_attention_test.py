@@ -229,6 +229,8 @@ REFUSED = [
     (GIVEN, {'slot_sums': (SLOTS, SLOTS[:6])}, r'slot_sums .*\(6, 2, 5, 3, 4\)'),
     (GIVEN, {'slot_sums': (SLOTS.astype(np.float16),) * 2}, r'slot_sums .*both float32'),
     (GIVEN, {'num_slots': 2.0}, r'num_slots .*float32 must be one integer'),
+    (GIVEN, {'scale': 'a'}, r"scale='a' must be a finite number, or None"),
+    (GIVEN, {'scale': float('inf')}, r'scale=inf must be a finite number'),
     (GIVEN, {'num_slots': np.ones(1, int)}, r'num_slots of shape \(1,\)'),
     ((QUERIES[0], KEYS, KEYS), {}, r'q_BTNH of shape \(5, 6, 4\)'),
     ((QUERIES, KEYS[:, :, :0], KEYS[:, :, :0]), {}, r'0 key/value heads'),

@@ -239,7 +239,8 @@ def fused_call(
     def backward(q, k, v, ids, own, slots, sums, *joint):
         return fused_backward.fused_backward(q, k, v, ids, own, slots, sums, static, *joint)
 
-    return backward, (q, key, key, segments, own, slots, sums, q, by_head, by_head)
+    joint = q, q, by_head, by_head if kind == 'general' else None
+    return backward, (q, key, key, segments, own, slots, sums, *joint)
 
 
 def sequence_call(way, T, K, G, H, documents=False, window=0, dtype=jnp.bfloat16, B=1):
@@ -253,7 +254,7 @@ def sequence_call(way, T, K, G, H, documents=False, window=0, dtype=jnp.bfloat16
         passes = {'forward': sequence.sequence_forward, 'backward': sequence.sequence_backward}
         return passes[way](q, k, v, SequenceMask(None, None, ids, ids), static, *joint)
 
-    joint = (q, q, by_head, by_head) if way == 'backward' else ()
+    joint = (q, q, by_head, by_head if documents else None) if way == 'backward' else ()
     return function, (q, key, key, ids, *joint)
 
 

@@ -137,11 +137,11 @@ def test_tiles_move_what_is_said(moved, monkeypatch, T, K, G, H, L, num, B):
 
     monkeypatch.setattr(fused, 'run_kernel', run)
     fused.fused_forward(q, k, k, None, None, slots, static)
-    sequence.sequence_backward(q, k, k, SequenceMask(None, None), static, q, q, lse, lse)
+    sequence.sequence_backward(q, k, k, SequenceMask(None, None), static, q, q, lse, None)
     sums = (side.astype(jnp.float32),) * 2 if G == 3 else (side,) * 2
     for given in (sums, None):
         own = q if given is None else None
-        arguments = q, k, k, None, own, slots, given, static, q, lse, lse
+        arguments = q, k, k, None, own, slots, given, static, q, q, lse, None
         fused_backward.fused_backward(*arguments)
         found['fresh' if given is None else 'added'] = found.pop('fused_backward_q')
     sizes = [fused.make_sizes(q, k, None, *rest, static) for rest in ((None, slots), (q, None))]
