@@ -196,19 +196,22 @@ class SlotLoader:
             common.store_scattered(self.scalars(ref, item), row)
 
     def for_rows(self, chunk, move, hidden=False):
-        """Call move(first slot, rows) once, for the written rows of a chunk in blocks of 16.
+        """Call move(first slot, rows) once, for the written rows of a chunk in octets.
 
         hidden: also those that are not written.
         """
-        most = min(CHUNK, round_up(self.sizes.slots, 16))
         slot = self.base + chunk * CHUNK
-        if hidden:
-            return move(slot, most)
-        choose = functools.partial(move, slot, most)
-        for size in reversed(range(16, most, 16)):
-            some = functools.partial(move, slot, size)
-            choose = functools.partial(lax.cond, self.end - slot <= size, some, choose)
-        choose()
+
+        def choose(least, most):
+            if least == most:
+                return move(slot, most * OCTET)
+            middle = (least + most) // 2
+            halves = (least, middle), (middle + 1, most)
+            choices = (functools.partial(choose, *half) for half in halves)
+            return lax.cond(self.end - slot <= middle * OCTET, *choices)
+
+        most = min(CHUNK, self.sizes.slots) // OCTET
+        choose(most if hidden else 1, most)
 
     def load_chunk(self, chunk, place, part, ref, stage, barrier):
         """Start the copy of some columns of a chunk of slots, or of sums, to shared memory."""

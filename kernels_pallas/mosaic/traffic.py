@@ -31,12 +31,9 @@ class Traffic(NamedTuple):
 
 
 def _rows_of_slots(sizes: slot_loader.Sizes, num_slots: int) -> int:
-    """Return the rows of slots that are copied for an item: in chunks of 64, by blocks of 16."""
+    """Return the rows of slots that are copied for an item: by octets, from the first visible."""
     first = max(num_slots - sizes.window, 0) if sizes.window else 0
-    base, most = first // OCTET * OCTET, min(CHUNK, round_up(sizes.slots, 16))
-    starts = range(base, num_slots, CHUNK)
-    reach = [min(max(round_up(num_slots - start, 16), 16), most) for start in starts]
-    return sum(min(rows, sizes.slots - start) for rows, start in zip(reach, starts, strict=True))
+    return round_up(num_slots, OCTET) - first // OCTET * OCTET
 
 
 def depth_forward(sizes: slot_loader.Sizes, num_slots: int, o_bytes: int = 2) -> Traffic:

@@ -125,12 +125,14 @@ def flops(case: Case, slots: int, backward: bool) -> float:
 def depth_bytes(case: Case, backward: bool, alone: bool = False) -> float:
     """Return the least number of bytes that the depth part moves: slots once, queries, outputs.
 
-    With `backward`, those of the backward pass, which reads slots and writes their gradients.
+    With `backward`, those of the backward pass, which reads slots and writes their gradients, also
+    the zeros of hidden ones.
     With `alone` (0 sequence keys), XLA also fills o with zeros, or dq, which the kernel reads.
     """
     item = jnp.dtype(case.dtype).itemsize
     per_side = case.batch * case.length * case.width
-    slots, queries = 2 * case.visible * per_side * case.kv_heads, per_side * case.heads
+    slot, queries = 2 * per_side * case.kv_heads, per_side * case.heads
     if backward:
-        return item * (2 * slots + (6 if alone else 4) * queries)
-    return item * (slots + (4 if alone else 3) * queries)
+        slots = (case.visible + case.slots) * slot
+        return item * (slots + (6 if alone else 4) * queries)
+    return item * (case.visible * slot + (4 if alone else 3) * queries)

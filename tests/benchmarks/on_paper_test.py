@@ -24,7 +24,7 @@ def test_no_form_moves_fewer_bytes_than_the_ideal():
             forward, backward = (depth_bytes(case, way) for way in (False, True))
             dq = 2 * case.batch * case.length * case.heads * case.width
             assert forward < counts.forward and backward < counts.backward - dq
-            # Slots are read in sixteens, and the gradients of hidden ones are written.
+            # Slots are read in eights.
             assert written or counts.forward < 1.05 * forward
             assert written or counts.backward - dq < 1.05 * backward
 

@@ -79,7 +79,7 @@ DEPTH = [
 @interpreted
 @pytest.mark.parametrize(('T', 'K', 'G', 'H', 'L', 'num', 'window', 'B'), DEPTH)
 def test_depth_moves_what_is_said(moved, T, K, G, H, L, num, window, B):
-    """Visible slots and sums move in blocks of 16; queries, outputs and logsumexps once."""
+    """Visible slots and sums move in eights; queries, outputs and logsumexps once."""
     wide = jnp.bfloat16 if G == 2 else jnp.float32  # of the sequence's output and of the sums
     q, _, lse, side = arrays(T, K, G, H, L, B)
     slots, bytes_of = Slots(side, side, jnp.int32(num)), jnp.dtype(wide).itemsize
