@@ -190,5 +190,5 @@ def _split_single(writer, parts, tokenizer, held_out_fraction):
     except ValueError as error:
         raise ValueError(f'a single document of {error}') from None
     for split, side in zip(SPLITS, (text[:cut], text[cut:]), strict=True):
-        ids = np.concatenate([[tokenizer.separator], tokenizer.encode(side)])
+        ids = np.insert(tokenizer.encode(side), 0, tokenizer.separator)
         writer.add(split, ids, [len(ids)], len(side))

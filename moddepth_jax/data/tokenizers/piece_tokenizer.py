@@ -16,6 +16,7 @@ from moddepth_jax.data.tokenizers.separators import find_separator
 METADATA_FILE = 'tokenizer_about.json'
 _METADATA_FIELDS = {'kind': str, 'name': str, 'separator': int, 'stops': list, 'sha256': str}
 CHUNK_LENGTH = 1 << 19  # characters; a chunk ends at the next place where it may
+BLOCK_LENGTH = 1 << 20  # ids that are decoded at a time
 _BEFORE_WORD = re.compile(r'(?<=\S)(?= \S)|(?<=\S\n)(?=\S)')
 _SPACE = re.compile(r'(?<=\S) (?=\S)')
 
@@ -127,15 +128,24 @@ class PieceTokenizer(abc.ABC):
 
     def decode(self, ids) -> bytes:
         """As `Tokenizer.decode`."""
-        return b''.join(self.pieces(ids))
+        ids_N = check_ids(ids, self.vocab_size)
+        text = []
+        # In blocks, since a list takes dozens of bytes for each id.
+        for start in range(0, len(ids_N), BLOCK_LENGTH):
+            before = ids_N[start - 1] if start else self.separator
+            text.append(b''.join(self._pieces_after(before, ids_N[start : start + BLOCK_LENGTH])))
+        return b''.join(text)
 
     def pieces(self, ids) -> list[bytes]:
         """As `Tokenizer.pieces`."""
-        ids_N = check_ids(ids, self.vocab_size)
+        return self._pieces_after(self.separator, check_ids(ids, self.vocab_size))
+
+    def _pieces_after(self, before, ids_N):
         found = [self._pieces[token] for token in ids_N.tolist()]
         if self._prefixed:
-            for place in (0, *(np.flatnonzero(ids_N == self.separator) + 1)):
-                found[place : place + 1] = [b.removeprefix(b' ') for b in found[place : place + 1]]
+            before_N = np.concatenate([[before], ids_N])[:-1]
+            for place in np.flatnonzero(before_N == self.separator):
+                found[place] = found[place].removeprefix(b' ')
         return found
 
     def save(self, directory: str | os.PathLike) -> None:

@@ -79,12 +79,16 @@ def test_a_stream_adds_the_bytes_of_each_token(made, kind, monkeypatch):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_documents_are_read_one_after_another(made, kind):
+def test_documents_are_read_one_after_another(made, kind, monkeypatch):
+    """Also in blocks, of which some begin with a document."""
     tokenizer = made[kind]
     texts = tokenizer_files.hard_texts(2, 9)
     stream = [i for text in texts for i in (tokenizer.separator, *tokenizer.encode(text))]
     assert tokenizer.decode(np.array(stream).reshape(1, -1)) == b''.join(texts)
     assert tokenizer.pieces(stream)[0] == b''
+    for length in (1, 2, 7):
+        monkeypatch.setattr(piece_tokenizer, 'BLOCK_LENGTH', length)
+        assert tokenizer.decode(stream) == b''.join(texts)
 
 
 @pytest.mark.parametrize('kind', KINDS)
