@@ -49,7 +49,7 @@ def _check_scale(scale):
         raise ValueError('scale is traced and must be a number; multiply q by a traced factor')
     try:
         fits = scale is None or math.isfinite(scale)
-    except TypeError:
+    except (TypeError, OverflowError):
         fits = False
     if not fits:
         raise ValueError(f'scale={scale!r} must be a finite number, or None for H^-1/2')

@@ -244,7 +244,7 @@ def run_kernel(name, compute, fill, operands, results, scratch, sizes, blocks):
     mesh = plgpu.Mesh(
         grid=(blocks,), grid_names=('item',), num_threads=TILES + 1, thread_name='warpgroup'
     )
-    # Sums over the columns of a row stay within a warp and need no memory.
+    # Sums and maxima over the columns of a row stay within a warp and need no memory.
     options = {'reduction_scratch_bytes': 0}
     return common.run_by_name(name, scoped, operands, results, mesh, sizes.interpret, **options)
 

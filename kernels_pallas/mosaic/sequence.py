@@ -98,19 +98,13 @@ def dq_sizes(q_BTNH, k_BSKH, ids_BT, do_BTNH, slots, static, reserved=0):
 
 def dq_scratch(sizes, dtype, swizzle):
     """Return `fused.make_scratch` of a kernel of dq."""
-    copies = sizes.runs * len(_output_columns(sizes))
+    copies = sizes.runs * -(-sizes.width // CHUNK)
     return fused.make_scratch(sizes, dtype, swizzle)._replace(
         lse=plgpu.SMEM((2 * TILES, ROWS), jnp.float32),  # also delta
         scores=common.tiled((2 * TILES, ROWS, ROWS), dtype, swizzle),
         o_full=plgpu.Barrier(num_arrivals=copies, num_barriers=TILES),
         turn=None,
     )
-
-
-def _output_columns(sizes):
-    """Return the slices of 64 columns, or the rest, in which o fits the memory of scores."""
-    starts = range(0, sizes.width, CHUNK)
-    return [pl.ds(start, min(CHUNK, sizes.width - start)) for start in starts]
 
 
 def gradients_of_keys(operands, delta, ids_BT, sizes, swizzle):
@@ -153,25 +147,24 @@ def store_dq(target, shared, place, warpgroup, sizes, dq):
     body.store_rows(target, result, *place(), sizes)
 
 
-def _load_output(refs, shared, place, warpgroup, sizes):
-    """Load a tile's queries and cotangents, and return (lse, delta) of its rows.
+def _load_tile(refs, shared, place, warpgroup, sizes):
+    """Load a tile's queries, cotangents and outputs, and return (lse, delta) of its rows.
 
-    Both also go to shared memory, and delta to its array.
+    delta goes to its array, and both to shared memory, where the slots read them.
     """
     tile, token = place()
     full, start = shared.o_full.at[warpgroup], tile.token * 0  # traced: a slice may exceed o
-    pieces = [
-        (shared.scores.at[i * TILES + warpgroup, :, pl.ds(0, columns.size)], columns)
-        for i, columns in enumerate(_output_columns(sizes))
-    ]
-    for piece, columns in pieces:
-        columns = pl.ds(start + columns.start, columns.size)
-        body.start_rows(refs.o, piece, full, tile, token, sizes, columns)
+    parts = range(0, sizes.width, CHUNK)
+    outputs = [shared.scores.at[i * TILES + warpgroup] for i in range(len(parts))]
+    for output, first in zip(outputs, parts, strict=True):
+        columns = pl.ds(start + first, CHUNK)
+        body.start_rows(refs.o, output, full, tile, token, sizes, columns)
     body.load_queries(refs, shared, tile, token, warpgroup, sizes)
     plgpu.barrier_wait(full)
     delta = 0.0
-    for piece, columns in pieces:
-        sides = piece, shared.q_depth.at[warpgroup, :, columns]
+    for output, first in zip(outputs, parts, strict=True):
+        size = min(CHUNK, sizes.width - first)
+        sides = output.at[:, pl.ds(0, size)], shared.q_depth.at[warpgroup, :, pl.ds(first, size)]
         o, do = (load(x, LAYOUT).astype(jnp.float32) for x in sides)
         delta += (o * do).sum(axis=1)
     row, layout = (tile.batch, tile.kv_head, lax.div(token, sizes.tokens)), LAYOUT.reduce(1)
@@ -180,7 +173,9 @@ def _load_output(refs, shared, place, warpgroup, sizes):
         delta -= load(refs.dlse.at[row], layout, optimized=False)
     if (used := sizes.heads * sizes.tokens) < ROWS:  # the others have no head, and may hold NaN
         delta = jnp.where(iota((ROWS,), 0, layout) < used, delta, 0.0)
-    shared.lse.at[warpgroup][...], shared.lse.at[TILES + warpgroup][...] = lse, delta
+    if refs.k_depth is not None:
+        shared.lse.at[warpgroup][...] = lse
+    shared.lse.at[TILES + warpgroup][...] = delta
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(shared.lse.at[TILES + warpgroup], refs.delta.at[row])
     return lse, delta
@@ -189,7 +184,7 @@ def _load_output(refs, shared, place, warpgroup, sizes):
 def dq_over_keys(refs, shared, place, warpgroup, sizes):
     """Load a tile's queries and cotangents, and return dq / scale over its blocks of keys."""
     # The barrier lets what follows compute its addresses again; kept ones would spill registers.
-    lse, delta = _load_output(refs, shared, place, lax.optimization_barrier(warpgroup), sizes)
+    lse, delta = _load_tile(refs, shared, place, lax.optimization_barrier(warpgroup), sizes)
     dtype, q, do = shared.ring.dtype, shared.q.at[warpgroup], shared.q_depth.at[warpgroup]
 
     def one(block, carry, hide, halves):

@@ -65,11 +65,12 @@ def _fused(case: Case, forward_rate: float, backward_rate: float) -> tuple[float
     """Return the seconds of the fused forward kernel, and of both passes of the fused kernels.
 
     A kernel takes the larger of the times of its products and of the bytes of its slots. Slots
-    count as products of complete 64 x 64 tiles, at the rate of the sequence's.
+    count as products of complete 64 x 64 tiles, at the rate at which it multiplies the sequence.
 
     Args:
       case: the shape.
-      forward_rate, backward_rate: FLOPs per second over the sequence, 5 products backward.
+      forward_rate, backward_rate: FLOPs per second over the sequence. Backward, 5 products are
+        counted, and 7 are done.
     """
     sizes, plain = tile_sizes(case), flops(case, 0, False)
     tiles = case.batch * case.kv_heads * sizes.blocks * TILES
@@ -77,10 +78,10 @@ def _fused(case: Case, forward_rate: float, backward_rate: float) -> tuple[float
     moved = traffic.fused_forward(sizes, case.batch, case.slots, case.visible)
     forward = max((plain + products) / forward_rate, (moved.slots + moved.own) / COPY)
     sequence = (flops(case, 0, True) - plain) / backward_rate
-    products *= 2.5 / (backward_rate * ALL_PRODUCTS / 5)
     moved = traffic.fused_backward_q(sizes, case.batch, case.slots, case.visible)
-    dq = sequence * DQ_PRODUCTS / ALL_PRODUCTS
-    dq = max(dq + products, (moved.slots + moved.sums + moved.own) / COPY)
+    compute = sequence * DQ_PRODUCTS / ALL_PRODUCTS
+    compute += 2.5 * products / (backward_rate * ALL_PRODUCTS / 5)
+    dq = max(compute, (moved.slots + moved.sums + moved.own) / COPY)
     return forward, forward + dq + sequence * (1 - DQ_PRODUCTS / ALL_PRODUCTS)
 
 
@@ -88,8 +89,8 @@ def over_cudnn(case: Case) -> dict[str, float]:
     """Return the modelled time of both passes over that of plain cuDNN, minus 1, for five forms.
 
     `ideal` is cuDNN and the least bytes of the slots. `split` is cuDNN and our depth kernels.
-    `fused` is our fused kernels at the published rates of Mosaic, and `as cuDNN` at those of cuDNN.
-    `mixed` is the fused forward pass with the split backward pass.
+    `fused` is our fused kernels at the published rates of Mosaic; in `as cuDNN` they take cuDNN's
+    time for the sequence. `mixed` is the fused forward pass with the split backward pass.
     """
     counts, both = count_bytes(case), flops(case, 0, True)
     # Rates of one pass are published for T = 16k. They are assumed to change with T as cuDNN's do.

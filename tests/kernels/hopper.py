@@ -289,6 +289,7 @@ FUSED = (
     (128, 2, 70, 'documents'),
     (64, 3, 48, 'documents'),
     (96, 5, 70, 'general'),
+    (96, 3, 48, 'documents'),
     (64, 8, 70, 'general'),
     (128, 1, 70, 'general'),
     (128, 2, 70, 'general'),
@@ -299,7 +300,14 @@ FUSED = (
     (64, 32, 64, 'documents'),
 )
 # (H, G, with segments and a window)
-SEQUENCE = ((64, 1, False), (128, 2, False), (128, 8, False), (64, 8, True), (128, 2, True))
+SEQUENCE = (
+    (64, 1, False),
+    (80, 12, False),
+    (128, 2, False),
+    (128, 8, False),
+    (64, 8, True),
+    (128, 2, True),
+)
 # (B, K). With several batch rows TMA has another axis, and some of the kernels' divisions are by K.
 ONE_ROW, ROWS = (1, 8), (3, 6)
 FUSED_ROWS = ((128, 2, 70, 'documents'), (128, 3, 70, 'general'))

@@ -104,18 +104,26 @@ def lower_fused(*sizes, **options):
         {'T': 1025, 'K': 1, 'G': 12, 'H': 56, 'L': 7, 'R': 1024, 'kind': 'general'},
         {'T': 3, 'K': 1, 'G': 3, 'H': 96, 'L': 1, 'dtype': jnp.float16},
         {'T': 8, 'K': 1, 'G': 1, 'H': 128, 'L': 9},
+        {'T': 200, 'K': 1, 'G': 12, 'H': 80, 'L': 7, 'kind': 'documents'},
     ],
 )
 def test_fused_lowers(sizes):
-    """Sequence and slots become one kernel at any length."""
-    assert len(re.findall('@mosaic_gpu', lower_fused(**sizes))) == 1
+    """Sequence and slots become one kernel forward and two backward, at any length and width.
+
+    Regression: a kernel of dq was refused where H is from 65 to 127 and G is not from 5 to 8.
+    """
+    for wide, kernels in ((None, 1), ('fresh', 2), (jnp.float32, 2)):
+        assert len(re.findall('@mosaic_gpu', lower_fused(**sizes, wide=wide))) == kernels
 
 
-@pytest.mark.parametrize('documents', [False, True])
-def test_sequence_lowers(documents):
+@pytest.mark.parametrize(
+    ('group', 'width', 'documents'),
+    [(3, 128, False), (3, 128, True), (1, 96, False), (12, 80, True)],
+)
+def test_sequence_lowers(group, width, documents):
     """One kernel forward, two backward, at a length that is no multiple of a block."""
     for way, kernels in (('forward', 1), ('backward', 2)):
-        function, arrays = sequence_call(way, 97, 2, 3, 128, documents, B=3)
+        function, arrays = sequence_call(way, 97, 2, group, width, documents, B=3)
         assert len(re.findall('@mosaic_gpu', lower(function, *arrays))) == kernels
 
 
