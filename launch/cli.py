@@ -6,6 +6,7 @@ import errno
 import functools
 import gc
 import inspect
+import itertools
 import json
 import os
 import pathlib
@@ -147,12 +148,14 @@ def _parse(argv, positional, described):
         if _HELP & set(own):
             print(_help_text(positional, described))
             sys.exit(0)
-        asked = [word.partition('=')[2] for word in own if re.fullmatch('--?list(=.*)?', word)]
-        if asked and 'config' in FLAGS:
-            from launch import listing
+        for word, following in itertools.pairwise([*own, '--']):
+            asked = re.fullmatch('--?list(=.*)?', word)
+            if asked and 'config' in FLAGS:
+                from launch import listing
 
-            print(listing.describe(asked[0]))
-            sys.exit(0)
+                separate = '' if following.startswith('-') else following
+                print(listing.describe(asked[1][1:] if asked[1] else separate))
+                sys.exit(0)
         default = FLAGS['config'].left_out if 'config' in FLAGS else None
         given = FLAGS.read_flags_from_files(argv[1:], force_gnu=False)
         if default and not any(re.match('--?config(=|$)', argument) for argument in given):

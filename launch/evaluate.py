@@ -70,6 +70,8 @@ def _load_data(run):
     trained_on = first_checkpoint.trained_on(WORKDIR.value, run.fingerprint)
     if DOMAINS.value is not None:
         return load_domains(DOMAINS.value, data, tokenizer, trained_on)
+    if DATA.value == 'mixture':
+        raise ValueError('--data=mixture: must be one text; --domains=FOLDER evaluates several')
     data = dataclasses.replace(data, source=DATA.value, mixture='')
     try:
         return {None: make_held_out(data, tokenizer, trained_on)}, {}

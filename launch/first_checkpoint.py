@@ -33,7 +33,8 @@ def check_source(flag: str, folder: str):
     name = re.split('/(?:tree|blob|resolve)/|[?#]', url[1])[0].strip('/') if url else folder
     known = re.fullmatch(r'\w[\w.-]*(/\w[\w.-]*)?', name)  # ORGANISATION/NAME, or an old NAME
     if flag == 'from_hf' and known and (url or not os.path.lexists(folder)):
-        right = f'download it first: hf download {name} --local-dir {name.rpartition("/")[2]}'
+        full = name if '/' in name else f'ORGANISATION/{name}'
+        right = f'download it first: hf download {full} --local-dir {name.rpartition("/")[2]}'
         raise ValueError(f'--from_hf={folder}: no such folder; {right}')
     right = 'must be a run of launch.train, or a Hugging Face model'
     config = read_json(pathlib.Path(folder, 'config.json'), right) or {}

@@ -99,7 +99,7 @@ def fused_forward(sizes: TileSizes, batch: int, held: int, num_slots: int) -> Tr
 
 
 def sequence_backward_q(sizes: TileSizes, batch: int) -> Traffic:
-    """Return the bytes of the dq kernel of `sequence.sequence_backward`, in 16 bits, without dlse."""
+    """Return the bytes of the dq kernel of `sequence.sequence_backward`: 16 bits, no dlse."""
     *_, tiles = _tiles(sizes, batch)
     own = _moved(sizes, batch, 3, 1) + 2 * tiles * ROWS * FLOAT
     return Traffic(0, own=own, shared=_keys(sizes, batch))

@@ -66,8 +66,8 @@ def _tables(result):
     lines = dict(_collective_line(row) for row in result['collectives'])
     yield Table('Collectives of a step by mesh axes', heads, lines)
     for name, estimate in result['estimates'].items():
-        heads = [f'source: {estimate["source"]}', 'ms per step', 'over products']
-        yield Table(f'Estimate for {name}, not measured', heads, _estimate(estimate))
+        title = f'Estimate for {name}, not measured, from {estimate["source"]}'
+        yield Table(title, ['', 'ms per step', 'over products'], _estimate(estimate))
 
 
 def _gib(count):

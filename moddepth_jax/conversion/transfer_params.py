@@ -50,14 +50,19 @@ def check_convertible(source: Hparams, target: Hparams):
     router, stream = source.model.routing.router, source.model.depth.stream
     dense = not source.model.routed_layers and stream == 'residual'
     bare = source.without_adapters, target.without_adapters
-    if not dense and abstract_params(bare[0]) != abstract_params(bare[1]):
-        found = f'model.routing.router={router!r} and model.depth.stream={stream!r}'
-        right = 'must be none and residual, or the new run must have the same parameters'
-        raise ValueError(f'{found} in the run that is converted: {right}')
     before, after = (
         traverse_util.flatten_dict(dataclasses.asdict(run.model), sep='.')
         for run in (source, target)
     )
+    if not dense and abstract_params(bare[0]) != abstract_params(bare[1]):
+        changed = (
+            f'model.{name}={after[name]!r} (was {was!r})'
+            for name, was in before.items()
+            if after[name] != was
+        )
+        right = 'only a run with router none and stream residual gets other parameters'
+        own = f'the run that is converted has router {router} and stream {stream}'
+        raise ValueError(f'{", ".join(changed)}: {right}; {own}')
     for name, was in before.items():
         may_differ = bool({name, name.split('.')[0]} & _MAY_DIFFER)
         if name in _ONLY_ADDED and was != 'none' and after[name] in ('none', 'alternate'):

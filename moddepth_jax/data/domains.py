@@ -18,7 +18,7 @@ def name_flags(message: str) -> str:
     """Replace the knobs in a message by the flags of launch.evaluate."""
     for knob in ('text_field', 'encoding'):
         message = message.replace(f'data.{knob}', f'--{knob}')
-    return message.replace('data.source', '--data')
+    return message.replace('data.source', '--data').replace(', mixture', '')  # no mixtures there
 
 
 def load_domains(

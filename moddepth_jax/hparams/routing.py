@@ -53,8 +53,14 @@ class RoutingHparams:
     def check_values(self):
         """Resolve `auto` and make all checks but those of the router's class, which import JAX."""
         checks.one_of('model.routing.router', self.router, ('none', *ROUTERS))
-        checks.one_of('model.routing.gate', self.gate, ('auto', *GATES))
-        checks.one_of('model.routing.causal_rule', self.causal_rule, ('auto', *CAUSAL_RULES))
+        for field, table, own in (
+            ('gate', GATES, self.traits.gates),
+            ('causal_rule', CAUSAL_RULES, self.traits.rules),
+        ):
+            # `_resolve` refuses what exists, but not for this router.
+            value = getattr(self, field)
+            known = table if value in table else own
+            checks.one_of(f'model.routing.{field}', value, ('auto', *known))
         for attribute, table in (('gates', GATES), ('rules', CAUSAL_RULES)):
             for name in getattr(self.traits, attribute):
                 checks.one_of(f'model.routing.router={self.router!r}: {attribute}', name, table)

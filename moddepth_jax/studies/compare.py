@@ -152,11 +152,10 @@ def warnings(variants: list[Variant]) -> list[str]:
     differ('texts', texts, 'their losses say nothing about the models')
     differ('rows', knobs('data.sequence_length'), 'longer rows give tokens more context')
     held_out = [run.summary['eval'].get('targets') for run in runs]
-    for what, values in (
-        ('values of data.held_out_fraction', knobs('data.held_out_fraction')),
-        ('numbers of held-out targets', held_out),
-    ):
-        differ(what, values, 'the held-out text is not the same')
+    fractions = knobs('data.held_out_fraction')
+    differ('values of data.held_out_fraction', fractions, 'the held-out text is not the same')
+    right = 'set evaluation.final_batches to one number'
+    differ('numbers of held-out targets', held_out, f'losses are of more or less text; {right}')
     flops = [run.summary['total_flops'] for run in runs]
     if max(flops) > (1 + SAME_FLOPS) * min(flops) > 0:
         ratio = max(flops) / min(flops)
@@ -201,7 +200,7 @@ def describe(variants: list[Variant]) -> list[dict]:
             'seconds': statistics.fmean(run.summary['seconds'] for run in variant.runs),
         }
         if _held_out(variant) != _held_out(variants[0]):
-            row['not_compared'] = 'other text'
+            row['not_compared'] = 'other held-out text'
         elif variant is not variants[0]:
             difference, pairs = variant.minus(variants[0])
             row['difference'] = {**difference._asdict(), 'pairs': pairs}

@@ -194,8 +194,9 @@ def test_backends_losses_and_exits_may_differ(tiny_config):
 @pytest.mark.parametrize(
     ('before', 'after', 'words'),
     [
-        (ROUTED, {}, "router='learned' and model.depth.stream='residual' in the run that is conv"),
-        (MODA, {}, "stream='moda' in the run that is converted: must be none and residual, or"),
+        (ROUTED, {}, "model.routing.router='none' (was 'learned')"),
+        (ROUTED, ROUTED | {'model.d_model': 64}, 'model.d_model=64 (was 32): only a run with ro'),
+        (MODA, {}, 'the run that is converted has router none and stream moda'),
         ({}, {'model.d_ff': 96}, 'model.d_ff=96: is 64 in the run that is converted'),
         ({}, {'model.windows': (8,)}, 'model.windows=(8,): is (0,)'),
         (ALL_LOOKED_UP, LOOKED_UP, "model.value_embeddings='alternate': is 'all'"),

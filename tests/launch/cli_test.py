@@ -176,7 +176,7 @@ EARLY = {
     'generate --workdir=nope --temperature=-1': 'temperature=-1.0: must be 0',
     'inspect --workdir=nope --text=a --out=no': '--workdir=nope: holds no config.json',
     'bench dekode --size=2x64': 'dekode: must be one of step, decode',
-    'evaluate --workdir={}/run --routing=topc': "routing='topc': must be one of top_c, predictor",
+    'evaluate --workdir={}/run --routing=topc': "routing='topc': must be top_c, predictor",
     'evaluate --workdir={}/run --routing=aux_loss': 'trained for predictor) has no such rule',
     'generate --workdir={}/run --routing=top_c': "routing='top_c': looks at later tokens",
     'inspect --workdir={}/run --text=a --out=no --step=3': '--step=3: no checkpoint of',
@@ -190,7 +190,7 @@ EARLY = {
     f'{STUDY} --budgets=few': '--budgets=few: must be numbers',
     f'{STUDY} --budgets=1e9 --shard=3': '--shard=3: must be I/N',
     'claims --workdir=configs': 'no study.json in it',
-    'convert --from_hf=gpt2 --workdir=no': 'hf download gpt2',
+    'convert --from_hf=gpt2 --workdir=no': 'hf download ORGANISATION/gpt2',
 }
 
 

@@ -217,5 +217,5 @@ def test_losses_on_other_text_are_not_subtracted(make_run):
     rows = compare.describe(variants)
     assert ['difference' in row for row in rows] == [False, False, True]
     (table,) = compare.tables(variants, rows)
-    assert table.lines['difference'] == ['base', 'other text', '-0.1000']
+    assert table.lines['difference'] == ['base', 'other held-out text', '-0.1000']
     assert '193147700000' in table.lines['flop_budget']
