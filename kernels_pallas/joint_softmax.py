@@ -97,9 +97,9 @@ def _backward(static, residuals, cotangents):
     dslots, dq_depth_BTNH, sums = None, None, dsides if dsums is None else dsums
     fused = DEPTH[static.parts.depth].fused_backward
     if slots is not None and static.parts.sequence == 'mosaic_gpu' and fused:
-        arguments = q_BTNH, k_BSKH, v_BSKH, mask.segment_ids_BT, q_depth_BTNH, slots, sums
-        dq_BTNH, dk_BSKH, dv_BSKH, dq_depth_BTNH, *sums = load_module(fused).fused_backward(
-            *arguments, static, *joint
+        fused_backward = load_module(fused).fused_backward
+        dq_BTNH, dk_BSKH, dv_BSKH, dq_depth_BTNH, *sums = fused_backward(
+            q_BTNH, k_BSKH, v_BSKH, mask.segment_ids_BT, q_depth_BTNH, slots, sums, static, *joint
         )
     else:
         sequence = SEQUENCE[static.parts.sequence]

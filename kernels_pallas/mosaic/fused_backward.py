@@ -65,13 +65,13 @@ def fused_backward(
       do_BTNH, dlse_BNT: their cotangents; dlse may be None, for zeros.
     """
     dtype, width = q_BTNH.dtype, q_BTNH.shape[3]
-    arguments = q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, static, o_BTNH, do_BTNH, lse_BNT, dlse_BNT
-    of_sizes, swizzle = (q_BTNH, k_BSKH, segment_ids_BT, do_BTNH), common.swizzle_of(width, dtype)
-    plain = fused.make_sizes(*of_sizes, None, static)
-    joint = sequence.joint_operands(*arguments, plain)
+    plain = fused.make_sizes(q_BTNH, k_BSKH, segment_ids_BT, do_BTNH, None, static)
+    joint = sequence.joint_operands(
+        q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, static, o_BTNH, do_BTNH, lse_BNT, dlse_BNT, plain
+    )
     fresh = sums is None
     sum_dtype = dtype if fresh else sums[0].dtype
-    sizes, buffers = make_sizes(*of_sizes, slots, static, sum_dtype)
+    sizes, buffers = make_sizes(q_BTNH, k_BSKH, segment_ids_BT, do_BTNH, slots, static, sum_dtype)
     operands = joint | fused.slot_operands(slots, static, sizes)
     results, refs, sides = sequence.dq_results(joint), {}, slots[:2]
     operands['slot_queries'] = q_depth_BTNH
@@ -102,6 +102,7 @@ def fused_backward(
     dq, dq_depth = (
         fused.cut_heads(found[key], sizes) if key in found else None for key in ('dq', 'dq_depth')
     )
+    swizzle = common.swizzle_of(width, dtype)
     dk, dv = sequence.gradients_of_keys(joint, found['delta'], segment_ids_BT, plain, swizzle)
     return dq, dk, dv, dq_depth, *sums
 
