@@ -103,6 +103,13 @@ def parameter_lines(params) -> list[str]:
     return [*lines, f'  {"sum":10}{"":6}  {total:>{width},}']
 
 
+def _trains_router(routing, params):
+    """Return whether the parameters of the router, if it has any, have a gradient."""
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(params))
+    names = (getattr(key, 'key', None) for path in paths for key in path)
+    return 'router' not in names or routing.gate != 'none' or routing.causal_rule == 'aux_loss'
+
+
 def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
     """Return lines for the user about the model, the corpus, the steps and their cost."""
     model = hparams.model
@@ -113,6 +120,9 @@ def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
     trainable, frozen = split_params(params, hparams.optimizer.trainable)
     starts = stage_starts(hparams, num_steps)
     lines = [f'model     {", ".join(_describe_model(hparams, starts[-1][1]))}; {parameters}']
+    if not _trains_router(model.routing, params):
+        right = 'choose another model.routing.gate, or causal_rule=aux_loss'
+        lines.append(f'note      nothing trains the router, since its gate is none; {right}')
     if frozen:
         patterns = ' '.join(hparams.optimizer.trainable)
         lines.append(f'trainable {num_parameters(trainable):,} parameters: {patterns}')

@@ -8,6 +8,7 @@ import types
 import jax
 import pytest
 
+from moddepth_jax.conversion.transfer_params import abstract_params
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import forward_flops
 from moddepth_jax.training import summary
@@ -71,6 +72,21 @@ def test_a_run_names_its_stream(stream, words, tiny_config):
     hparams = from_config(tiny_config(**changes))
     *_, last = summary._describe_model(hparams, hparams.stages[-1])
     assert last == words if words else ' of 32 tokens by ' in last
+
+
+@pytest.mark.parametrize(
+    ('gate', 'rule', 'noted'),
+    [('none', 'predictor', 1), ('none', 'aux_loss', 0), ('sigmoid', 'predictor', 0)],
+)
+def test_a_router_that_nothing_trains_is_noted(gate, rule, noted, tiny_config):
+    """Without a gate or an auxiliary loss no gradient reaches its parameters."""
+    knobs = {'router': 'learned', 'gate': gate, 'causal_rule': rule}
+    hparams = from_config(tiny_config(**{f'model.routing.{key}': x for key, x in knobs.items()}))
+    dataset = types.SimpleNamespace(
+        corpus=types.SimpleNamespace(description=''), domain_epochs=lambda steps: {}, epochs=float
+    )
+    lines = summary.describe(hparams, 2, abstract_params(hparams), dataset)
+    assert sum('nothing trains the router' in line for line in lines) == noted
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):
