@@ -188,7 +188,7 @@ study-moda-gpu:
 	    --config.data.source=python_environment --config.evaluation.every=0 \
 	    --variants=dense,wider,average,moda_attention,moda,mod,mod_moda,dense_post,wider_post,moda_post
 
-# Rehearses on a CPU a visit to a GPU machine without a network. Takes ten minutes on two cores.
+# Rehearses on a CPU a visit to a GPU machine without a network. Takes three to ten minutes on two cores.
 gpu-rehearsal: .venv-next/installed
 	JAX_PLATFORMS=cpu $(NEXT) -m tests.gpu_rehearsal --folder=build/gpu-rehearsal
 
