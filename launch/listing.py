@@ -6,7 +6,7 @@ import pathlib
 import re
 
 from configs import base
-from launch import cli
+from launch import cli, config_file
 from moddepth_jax.hparams.checks import did_you_mean
 
 
@@ -49,8 +49,12 @@ def describe(text: str = '') -> str:
         chosen = chosen or {name: value for name, value in values.items() if text in value[1]}
         if not chosen:
             words = dict.fromkeys(word for name in values for word in name.split('.'))
+            hint = did_you_mean(text, [*files, *words])
+            if not hint:  # abbreviations, and names in other projects
+                near = config_file.nearest(f'config.{text}', [f'config.{name}' for name in values])
+                hint = f'; {near}' if near.startswith('did you mean') else ''
             right = 'must be a config, or part of the name or comment of a knob'
-            raise ValueError(f'--list={text}: {right}{did_you_mean(text, [*files, *words])}')
+            raise ValueError(f'--list={text}: {right}{hint}')
         rows = {f'{name}={value}': comment for name, (value, comment) in chosen.items()}
         return '\n'.join(['--config.NAME=VALUE sets a knob. Defaults:', *cli.columns(rows)])
     groups = {}

@@ -304,6 +304,7 @@ TOY = {
         ('--config=configs/mod_isoflop.py:steps=9', ["'steps'", 'it takes size, budget']),
         ('--list=rooting', ['--list=rooting', 'did you mean routing?']),
         ('--list rooting', ['--list=rooting', 'did you mean routing?']),
+        ('--list=lr', ['--list=lr', 'did you mean --config.optimizer.learning_rate?']),
         ('--config.seed=1', ['--config.seed=1:', '--config=FILE.py']),
         ('--config=configs/bsae.py', ['configs/bsae.py:', 'mean configs/base.py?']),
         ('--config=configs/', ['--config=configs/:', 'no such Python file']),
