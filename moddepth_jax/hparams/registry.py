@@ -78,6 +78,14 @@ class Registry(collections.abc.Mapping):
         value = functools.reduce(getattr, self._knob.split('.'), hparams)
         return f'{self._knob}={value!r}' if value in self and not self.is_own(value) else None
 
+    def unknown(self, config) -> str | None:
+        """Return 'KNOB=VALUE' if a nested config, maybe damaged, names no choice that is known."""
+        value = config
+        for part in self._knob.split('.'):
+            value = value.get(part) if hasattr(value, 'get') else None
+        is_name = isinstance(value, str) and value not in ('none', 'auto')
+        return f'{self._knob}={value!r}' if is_name and value not in self else None
+
     def __getitem__(self, name):
         if name not in self._choices:
             importlib.import_module(self._module)

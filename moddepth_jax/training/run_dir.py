@@ -319,18 +319,20 @@ def save_source(path: str | os.PathLike, source: str | os.PathLike | None):
 def build_stored(path: str | os.PathLike, config: dict) -> Hparams:
     """Build the hyper-parameters of a run, which may use a router that its config file defines.
 
-    If `from_config` refuses the config, the run's copy of the config file is imported, and then it
-    is tried again. A line on stderr says so first, because the import runs the code of whoever made
-    the run. Raises ValueError, one line, if that fails, too, or if the import fails.
+    If `from_config` refuses the config, and this names a choice that is not known, the run's copy
+    of the config file is imported, and then it is tried again. A line on stderr says so first,
+    because the import runs the code of whoever made the run. Raises ValueError, one line, if that
+    fails, too, or if the import fails.
     """
     try:
         return from_config(config)
     except ValueError as error:
         refusal, file = str(error), pathlib.Path(path) / SOURCE_FILE
-        if not file.exists():
+        unknown = next(filter(None, (table.unknown(config) for table in registry.ALL)), None)
+        if not unknown or not file.exists():
             raise
-    unknown = f'{refusal.partition(": ")[0]} of {CONFIG_FILE}'
-    print(f'running {file}, which may define {unknown}', file=sys.stderr, flush=True)
+    found = f'{unknown} of {CONFIG_FILE}'
+    print(f'running {file}, which may define {found}', file=sys.stderr, flush=True)
     spec = importlib.util.spec_from_file_location('config_file_of_a_run', file)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:

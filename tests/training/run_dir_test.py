@@ -260,13 +260,19 @@ def test_a_run_keeps_the_file_that_defines_its_router(tmp_path, tiny_config):
 
 
 def test_running_the_file_of_a_run_is_said_first(tmp_path, tiny_config, capsys):
-    """Regression: reading the directory of someone else ran its code without a word."""
+    """Regressions: reading the directory of someone else ran its code without a word.
+
+    So did reading a damaged number, which no code defines.
+    """
     config = dataclasses.asdict(from_config(tiny_config(**{'model.routing.router': 'norm'})))
     source = tmp_path / 'given.py'
     source.write_text('import sys\nprint("it runs", file=sys.stderr)')
     run_dir.save_source(tmp_path, source)
     write_config(tmp_path, config)
     read_hparams(tmp_path)
+    assert not capsys.readouterr().err
+    write_config(tmp_path, config | {'seed': -1})
+    assert_refused(lambda: read_hparams(tmp_path), ['seed=-1'])
     assert not capsys.readouterr().err
     config['model']['routing']['router'] = 'nosuch'
     write_config(tmp_path, config)
