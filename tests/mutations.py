@@ -6,7 +6,7 @@
 row has a `name`, the `mistake` in words, the `file`, the `old` text that occurs there once, the
 `new` text, `more` such pairs in the same file if needed, the `tests` of which one must fail, the
 pytest `marker` if that test is slow, and `next` if it needs the JAX of `make test-next`, whose
-interpreter runs the Hopper kernels. All take an hour on two idle cores.
+interpreter runs the Hopper kernels. All took 72 minutes on two cores that other work shared.
 """
 
 import concurrent.futures
